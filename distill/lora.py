@@ -1,0 +1,56 @@
+"""LoRA: fine-tuning of low rank on the query and value projections (Hu et al. 2021), merged on save.
+
+    y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at the start,   r = alpha = 8
+
+The base weight W is frozen; only A and B are trained: 2 r D numbers per projection. With B = 0 the output equals the
+base model's to the bit. D width, r rank.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tinystories.gpt_neo import GPTNeo
+
+RANK = 8
+
+
+class LoRALinear(nn.Module):
+    """A linear layer without bias plus an update of rank r."""
+
+    def __init__(self, linear: nn.Linear, rank: int, generator: torch.Generator):
+        super().__init__()
+        size_out, size_in = linear.weight.shape
+        self.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+        self.a = nn.Parameter(linear.weight.new_empty(rank, size_in).normal_(std=size_in**-0.5, generator=generator))
+        self.b = nn.Parameter(linear.weight.new_zeros(size_out, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]"""
+        return F.linear(x, self.weight) + F.linear(F.linear(x, self.a), self.b)
+
+    def merged(self) -> nn.Linear:
+        """A plain linear layer with weight W + B A."""
+        linear = nn.Linear(*self.weight.T.shape, bias=False, device=self.weight.device, dtype=self.weight.dtype)
+        linear.weight.data = self.weight.data + self.b.data @ self.a.data
+        return linear
+
+
+def add_lora(model: GPTNeo, generator: torch.Generator, rank: int = RANK) -> list[nn.Parameter]:
+    """Freeze the model, put LoRA on every q and v projection in place; returns the parameters to train."""
+    model.requires_grad_(False)
+    added = []
+    for block in model.h:
+        for name in ("q_proj", "v_proj"):
+            lora = LoRALinear(getattr(block.attn, name), rank, generator)
+            setattr(block.attn, name, lora)
+            added += [lora.a, lora.b]
+    return added
+
+
+def merge_lora(model: GPTNeo) -> None:
+    """Fold every LoRA update into its weight, in place; the model is a plain GPT-Neo again."""
+    for block in model.h:
+        for name in ("q_proj", "v_proj"):
+            setattr(block.attn, name, getattr(block.attn, name).merged())
+    model.requires_grad_(True)

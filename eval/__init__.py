@@ -1,0 +1,1 @@
+"""What the samples are measured with: a toxicity classifier, a sentence encoder, and the estimates built on them."""

@@ -1,0 +1,201 @@
+"""The main job at a small scale on the pocket checkpoints, and every bad input it must refuse in one line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tinystories
+from config import POCKET, PRESETS, RunConfig, flags
+from main import main
+from twist import load_twist
+
+SMALL = [
+    *("--generations", "1", "--ctl-updates", "4", "--ctl-batch-size", "20", "--particles", "10", "--distill-runs", "4"),
+    *("--distill-updates", "3", "--distill-batch-size", "8", "--eval-runs", "3", "--eval-particles", "6"),
+    *("--eval-base-samples", "40"),
+]
+
+
+def run_main(*arguments: object) -> None:
+    """The main job at the small scale."""
+    main([*SMALL, *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The directory of one finished small run."""
+    out = tmp_path_factory.mktemp("runs") / "small"
+    run_main("--out", out)
+    return out
+
+
+def test_results_hold_the_promised_rows(finished):
+    results = json.loads((finished / "results.json").read_text())
+    assert set(results) == {"base", "target", "generations"}
+    assert {"toxicity", "similarity"} <= results["base"].keys()
+    assert {"toxicity", "similarity", "log_z", "num_samples"} <= results["target"].keys()
+    assert [row["generation"] for row in results["generations"]] == [0, 1]
+    for row in results["generations"]:
+        keys = {"toxicity", "similarity", "kl_target_proposal", "log_z_hat_mean", "log_z_hat_std", "ess", "distinct"}
+        assert keys <= row.keys()
+        assert 0 <= row["toxicity"] <= 1 and -1 <= row["similarity"] <= 1
+        assert row["kl_target_proposal"] > 0 and row["num_sequences"] == 18
+        assert 1 <= row["ess"] <= 6 and 1 / 6 <= row["distinct"] <= 1
+    assert results["target"]["toxicity"] > 0.5 > 0.1 > results["base"]["toxicity"]
+
+
+def test_every_file_of_a_run_can_be_read_again(finished):
+    config = json.loads((finished / "config.json").read_text())
+    assert config["seed"] == 0 and config["ctl"]["updates"] == 4 and "torch" in config["versions"]
+    metrics = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert sum(record["phase"] == "twist learning" for record in metrics) == 8
+    assert {record["phase"] for record in metrics} == {"twist learning", "evaluation", "sampling", "distillation"}
+    samples = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
+    assert sum(row["source"] == "generation 1" for row in samples) == 18
+    assert all(row["text"].startswith("Once upon a time, there was a") for row in samples)
+    for name in ("similarity-toxicity", "twist-learning", "toxicity-histogram"):
+        assert (finished / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not [path for path in finished.rglob(".*")], "a temporary file was left behind"
+
+
+def test_a_saved_generation_loads_here_and_in_transformers(finished):
+    model, tokenizer = tinystories.load(finished / "generation-1")
+    twist = load_twist(finished / "generation-1")
+    theirs = AutoModelForCausalLM.from_pretrained(finished / "generation-1", dtype=torch.float32).eval()
+    text = "Once upon a time, there was a little girl who was mean."
+    ids = torch.tensor([tokenizer.encode(text).ids])
+    assert AutoTokenizer.from_pretrained(finished / "generation-1")(text)["input_ids"] == ids[0].tolist()
+    with torch.no_grad():
+        ours, expected = model(ids), theirs(ids).logits
+        assert (ours - expected).abs().max() <= 2e-5 * expected.abs().max()
+        assert twist(model.hidden(ids)).shape == ours.shape
+    base, _ = tinystories.load(POCKET / "lm")
+    assert not torch.equal(base.wte.weight, model.wte.weight), "distillation changed nothing"
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_seed_does_not(finished, tmp_path):
+    run_main("--out", tmp_path / "again")
+    run_main("--out", tmp_path / "other", "--seed", 1)
+    first, again, other = (
+        json.loads((p / "results.json").read_text()) for p in (finished, *sorted(tmp_path.iterdir()))
+    )
+    assert first == again
+    assert first["generations"] != other["generations"] and first["target"] == other["target"]
+
+
+def test_lora_trains_only_query_and_value(tmp_path):
+    run_main("--out", tmp_path / "lora", "--lora")
+    model, _ = tinystories.load(tmp_path / "lora" / "generation-1")
+    base, _ = tinystories.load(POCKET / "lm")
+    before = base.state_dict()
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {f"h.{i}.attn.{p}.weight" for i in range(len(base.h)) for p in ("q_proj", "v_proj")}
+
+
+def test_other_options_draw_their_own_target(tmp_path):
+    run_main(
+        "--out", tmp_path / "mild", "--generations", 0, "--beta", 0.1, "--eval-target-proposals", 300, "--length", 6
+    )
+    results = json.loads((tmp_path / "mild" / "results.json").read_text())
+    assert json.loads((tmp_path / "mild" / "target" / "target.json").read_text())["key"]["length"] == 6
+    assert results["target"]["num_samples"] > 50 and len(results["generations"]) == 1
+
+
+def expect_refusal(capsys, arguments: list, *parts: str) -> None:
+    """Exit code 2 and one line on standard error that holds every part."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2
+    assert len(lines) == 1 and all(part in lines[0] for part in parts), lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--beta", -1], ["--beta", "at least 0"]),
+        (["--beta", "nan"], ["--beta", "at least 0"]),
+        (["--beta", "inf"], ["--beta", "finite"]),
+        (["--particles", 0], ["--particles", "at least 1"]),
+        (["--ess-threshold", 2], ["--ess-threshold", "at most 1"]),
+        (["--preset", "huge"], ["--preset", "pocket"]),
+        (["--particels", 5], ["--particels", "--help"]),
+        (["--prompt", ""], ["--prompt", "empty"]),
+        (["--prompt", "a " * 200], ["--prompt", "shorten"]),
+        (["--length", 500], ["--length", "shorten"]),
+        (["--lm", "no/such/place"], ["no/such/place", "--lm"]),
+        (["--device", "abacus"], ["--device", "cpu"]),
+        (["--preset", "paper"], ["TinyStories-33M", "--lm"]),
+    ],
+)
+def test_bad_options_are_refused(capsys, tmp_path, arguments, parts):
+    expect_refusal(capsys, ["--out", tmp_path / "run", *arguments], *parts)
+    assert not (tmp_path / "run").exists(), "nothing is written for a run that cannot start"
+
+
+def test_an_output_directory_that_exists_is_left_alone(capsys, tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    expect_refusal(capsys, ["--out", tmp_path], "--out", "exists")
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_an_unwritable_output_directory_is_named(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    expect_refusal(capsys, ["--out", tmp_path / "file" / "run"], "--out", "cannot be written")
+
+
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    """A copy of the pocket checkpoints that a test may damage."""
+    shutil.copytree(POCKET, tmp_path / "pocket")
+    return tmp_path / "pocket"
+
+
+def damage(path: Path, how: str) -> None:
+    """Truncate a file, overwrite part of its data with NaN, or remove it."""
+    data = bytearray(path.read_bytes())
+    if how == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "tampered":
+        data[-4000:] = b"\xff" * 4000
+        path.write_bytes(data)
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "tampered", "missing"])
+@pytest.mark.parametrize(
+    ("role", "flag"), [("lm", "--lm"), ("toxicity", "--toxicity-model"), ("similarity", "--similarity-model")]
+)
+def test_damaged_weights_are_refused(capsys, tmp_path, copied, role, flag, how):
+    damage(copied / role / "model.safetensors", how)
+    expect_refusal(capsys, ["--out", tmp_path / "run", flag, copied / role], f"{role}/model.safetensors")
+
+
+def test_a_config_that_contradicts_the_weights_names_the_tensor(capsys, tmp_path, copied):
+    path = copied / "lm" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 100}))
+    expect_refusal(capsys, ["--out", tmp_path / "run", "--lm", copied / "lm"], "c_fc", "shape")
+
+
+def test_a_stale_target_is_refused(capsys, tmp_path, copied, monkeypatch):
+    path = copied / "target" / "target.json"
+    raw = json.loads(path.read_text())
+    raw["key"]["toxicity"] = "0" * 64
+    path.write_text(json.dumps(raw))
+    preset = PRESETS["pocket"]
+    monkeypatch.setitem(
+        PRESETS, "pocket", type(preset)(preset.lm, preset.toxicity_model, preset.similarity_model, path.parent)
+    )
+    expect_refusal(
+        capsys, ["--out", tmp_path / "run", "--eval-base-samples", 40], "target.json", "stale", "eval.target"
+    )
+
+
+def test_every_option_has_help():
+    for _, flag, item in flags(RunConfig):
+        assert len(item.metadata["help"]) > 2, flag

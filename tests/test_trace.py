@@ -1,0 +1,47 @@
+"""The observer: what it records adds up to what the sampler returns."""
+
+import pytest
+import torch
+from worlds import generator, table_world
+
+from tsmc.resampling import SCHEMES
+from tsmc.sampler import tsmc
+from tsmc.trace import Trace
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("ess_threshold", [1.0, 0.6, 0.0])
+def test_genealogy_and_tokens_rebuild_the_samples(scheme, ess_threshold):
+    model, twist, potential = table_world(3, 5, seed=1)
+    trace = Trace()
+    population = tsmc(model, twist, potential, 7, generator(0), 4, SCHEMES[scheme], ess_threshold, trace)
+    assert torch.equal(trace.samples(), population.samples())
+    assert trace.tokens.shape == trace.log_w.shape == trace.ancestors.shape == (5, 4, 7)
+    torch.testing.assert_close(trace.log_weights[-1], population.log_weights)
+    torch.testing.assert_close(trace.ess[-1], population.ess)
+
+
+def test_unique_ancestors_counts_distinct_lineages():
+    model, twist, potential = table_world(2, 4, seed=2)
+    trace = Trace()
+    tsmc(model, twist, potential, 5, generator(0), 3, observer=trace)
+    counted = [[len(set(line)) for line in step] for step in trace.lineages().tolist()]
+    assert trace.unique_ancestors().tolist() == counted
+    assert (trace.unique_ancestors().diff(dim=0) >= 0).all()  # going back in time lineages only merge
+
+
+def test_without_resampling_every_particle_keeps_its_lineage():
+    model, twist, potential = table_world(2, 4, seed=2)
+    trace = Trace()
+    tsmc(model, twist, potential, 5, generator(0), 3, ess_threshold=0.0, observer=trace)
+    assert torch.equal(trace.ancestors[:-1], torch.arange(5).expand(3, 3, 5))
+    torch.testing.assert_close(trace.log_weights[-1], trace.log_w.sum(0))
+
+
+def test_observing_changes_nothing_and_a_trace_serves_one_call():
+    model, twist, potential = table_world(2, 3, seed=3)
+    trace = Trace()
+    watched = tsmc(model, twist, potential, 5, generator(0), 2, observer=trace)
+    assert torch.equal(watched.tokens, tsmc(model, twist, potential, 5, generator(0), 2).tokens)
+    with pytest.raises(ValueError, match="new Trace"):
+        tsmc(model, twist, potential, 5, generator(0), 2, observer=trace)

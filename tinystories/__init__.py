@@ -1,0 +1,12 @@
+"""The language model: GPT-Neo, its key/value cache, its checkpoints and its batched decoding.
+
+model, tokenizer = tinystories.load("checkpoints/pocket/lm")
+logits = model(ids)      # [B, T] -> [B, T, V]
+"""
+
+from tinystories.decoder import Conditional, Decoder
+from tinystories.errors import InputError
+from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
+from tinystories.load import load, save
+
+__all__ = ["Conditional", "Decoder", "GPTNeo", "GPTNeoConfig", "InputError", "load", "save"]

@@ -1,0 +1,69 @@
+"""p(s_{1:T} | s_0): a language model after a fixed prompt s_0, sampled or scored many continuations at a time.
+
+    model = Conditional(gpt_neo, prompt)
+    model.log_probs(tokens)         teacher forcing: log p(s_t | s_{0:t-1}) of given continuations
+    decoder = model.decoder(rows)   B continuations token by token, which is what every sampler drives
+    decoder.hidden    [B, D]        final hidden state at each row's last position
+    decoder.logits    [B, V]        next-token logits there
+    decoder.extend(tokens, ancestors)   row b continues row ancestors[b] with tokens[b]
+
+Extending and reordering are one call, so nothing computed for an old order can be read in the new one. Until the first
+token all rows are equal and are computed once. B rows, D width, V vocabulary, P prompt tokens, T continuation tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from tinystories.cache import KeyValueCache
+from tinystories.errors import InputError
+from tinystories.gpt_neo import GPTNeo
+
+
+class Decoder:
+    """The next step's hidden state and logits of B continuations, and the key/value cache that leads there."""
+
+    def __init__(self, model: GPTNeo, prompt: Tensor, rows: int, length: int):
+        """Prefill prompt [P] at batch 1 and share it with `rows` continuations of up to `length` tokens."""
+        prefilled = KeyValueCache.like(model, 1, prompt.numel())
+        hidden = model.hidden(prompt[None], prefilled)[:, -1]  # [1, D]
+        self.model = model
+        self.cache = KeyValueCache.like(model, rows, prompt.numel() + length)
+        self.cache.share(prefilled)
+        self.hidden = hidden.expand(rows, -1)  # [B, D]
+        self.logits = model.head(hidden).expand(rows, -1)  # [B, V]
+
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
+        """Row b becomes row ancestors[b] (itself where None) followed by tokens[b]; both [B]."""
+        if ancestors is not None:
+            self.cache.reorder(ancestors)
+        self.hidden = self.model.hidden(tokens[:, None], self.cache)[:, 0]  # [B, D]
+        self.logits = self.model.head(self.hidden)  # [B, V]
+
+
+class Conditional:
+    """A GPT-Neo conditioned on one prompt."""
+
+    def __init__(self, model: GPTNeo, prompt: Tensor, length: int):
+        """prompt [P], continuations of at most `length` tokens; InputError where the two do not fit the model."""
+        limit = model.config.max_position_embeddings
+        if prompt.numel() == 0:
+            raise InputError("--prompt is empty; give at least one word")
+        if prompt.numel() + length > limit:
+            words = f"--prompt ({prompt.numel()} tokens) and --length ({length}) exceed the model's {limit} positions"
+            raise InputError(f"{words}; shorten one of them")
+        self.model, self.prompt, self.length = model, prompt, length
+
+    def decoder(self, rows: int) -> Decoder:
+        """A fresh decoder of `rows` continuations."""
+        return Decoder(self.model, self.prompt, rows, self.length)
+
+    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Teacher forcing of continuations tokens [B, T].
+
+        Returns log p(s_t | s_{0:t-1}) [B, T], the logits [B, T, V] and the hidden states [B, T, D] that predict each s_t.
+        """
+        ids = torch.cat([self.prompt.expand(tokens.shape[0], -1), tokens[:, :-1]], dim=1)  # [B, P + T - 1]
+        hidden = self.model.hidden(ids)[:, self.prompt.numel() - 1 :]  # [B, T, D]
+        logits = self.model.head(hidden)  # [B, T, V]
+        chosen = logits.gather(-1, tokens[..., None]).squeeze(-1)  # [B, T]
+        return chosen - logits.logsumexp(-1), logits, hidden

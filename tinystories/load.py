@@ -1,0 +1,67 @@
+"""GPT-Neo from and to a Hugging Face layout directory.
+
+Names on disk carry the prefix `transformer.` and put the attention's projections under `attn.attention`; some files also
+carry the causal mask as buffers (`attn.attention.bias`, `attn.attention.masked_bias`), which are no weights.
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tinystories.checkpoint import fill, read_json, read_tensors, read_tokenizer, replacing, write_json, write_tensors
+from tinystories.errors import InputError
+from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
+
+MASK_BUFFERS = ("attn.attention.bias", "attn.attention.masked_bias")
+END_OF_TEXT = "<|endoftext|>"
+
+
+def names_in_memory(tensors: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
+    """Rename tensors as on disk to the names of `GPTNeo.state_dict`; a tied head's copy is dropped."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        if name.endswith(MASK_BUFFERS) or (tied and name == "lm_head.weight"):
+            continue
+        renamed[name.removeprefix("transformer.").replace("attn.attention.", "attn.")] = tensor
+    return renamed
+
+
+def names_on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `names_in_memory`."""
+    return {
+        name if name == "lm_head.weight" else "transformer." + name.replace(".attn.", ".attn.attention."): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, Tokenizer]:
+    """Model (float32, eval mode) and tokenizer of a checkpoint directory; InputError names the file that does not fit."""
+    path = Path(path)
+    config = GPTNeoConfig.from_dict(read_json(path / "config.json"), str(path / "config.json"))
+    with torch.device("meta"):
+        model = GPTNeo(config)
+    model.to_empty(device="cpu")
+    weights = path / "model.safetensors"
+    fill(model, names_in_memory(read_tensors(weights), config.tie_word_embeddings), weights)
+    tokenizer = read_tokenizer(path / "tokenizer.json")
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        words = f"{tokenizer.get_vocab_size()} tokens where config.json has {config.vocab_size}"
+        raise InputError(f"{path / 'tokenizer.json'}: {words}; use files of one checkpoint")
+    return model.to(device).eval(), tokenizer
+
+
+def save(path: str | Path, model: GPTNeo, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> None:
+    """Write the layout that `load` and transformers' `from_pretrained` read, weights in `dtype`."""
+    path = Path(path)
+    config = model.config.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    if end is not None:
+        config |= {"bos_token_id": end, "eos_token_id": end}
+    tensors = {name: tensor.to(dtype) for name, tensor in names_on_disk(model.state_dict()).items()}
+    write_tensors(path / "model.safetensors", tensors)
+    with replacing(path / "tokenizer.json") as temporary:
+        tokenizer.save(str(temporary))
+    write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
+    write_json(path / "config.json", config)

@@ -1,0 +1,117 @@
+"""Bidirectional bounds on log Z_sigma, and through them on both divergences between proposal and target.
+
+    E[log Z-hat] of TSMC                                                        <=  log Z_sigma
+    E[log Z-hat] of conditional TSMC, each run given an exact sample of sigma    >=  log Z_sigma
+    KL(q || sigma) = log Z_sigma - E_q[log w],   KL(sigma || q) = E_sigma[log w] - log Z_sigma,   w = p phi / q
+
+Both follow from Jensen's inequality, as Z-hat is unbiased for Z_sigma and, in conditional runs, 1 / Z-hat for 1 / Z_sigma
+(Zhao et al. 2024, arXiv:2404.17546). The same two expectations without resampling (ess_threshold 0) are the bounds of
+importance sampling with K draws. Here q is the product of the proposal's factors, without resampling.
+
+Few exact samples are enough: several conditional runs may start from each, and errors are computed over exact samples, not
+over runs. A exact samples, R runs, K particles, T steps.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinystories.errors import InputError
+from tsmc.estimate import Bracket, difference, mean_estimate
+from tsmc.proposal import LanguageModel, Twist, proposal_log_probs, sample_proposal
+from tsmc.resampling import Scheme, multinomial
+from tsmc.sampler import LogPotential, tsmc
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What two kinds of runs say of the evidence and of the proposal."""
+
+    log_z: Bracket
+    kl_from_proposal: Bracket  # KL(q || sigma)
+    kl_from_target: Bracket  # KL(sigma || q)
+
+    @property
+    def gap(self) -> float:
+        """Upper minus lower bound on log Z_sigma: zero for a perfect sampler."""
+        return self.log_z.upper.value - self.log_z.lower.value
+
+
+@dataclass(frozen=True)
+class BoundsProblem:
+    """Proposal and target, how runs resample, and how many sequences fit in memory at once."""
+
+    model: LanguageModel
+    twist: Twist | None
+    log_potential: LogPotential
+    particles: int
+    ess_threshold: float = 1.0
+    resample: Scheme = multinomial
+    max_rows: int = 4096
+
+    def log_evidence(self, runs: int, generator: torch.Generator, reference: Tensor | None = None) -> Tensor:
+        """log Z-hat [R] of R runs, conditional on reference [R, T] where given; those always resample multinomially."""
+        at_once = max(1, self.max_rows // self.particles)
+        parts = []
+        for start in range(0, runs, at_once):
+            given = None if reference is None else reference[start : start + at_once]
+            population = tsmc(
+                self.model,
+                self.twist,
+                self.log_potential,
+                self.particles,
+                generator,
+                runs=min(at_once, runs - start),
+                resample=self.resample if reference is None else multinomial,
+                ess_threshold=self.ess_threshold,
+                reference=given,
+            )
+            parts.append(population.log_z)
+        return torch.cat(parts)
+
+    def log_weights_of(self, tokens: Tensor) -> Tensor:
+        """log w [N] of given sequences tokens [N, T]."""
+        parts = []
+        for rows in tokens.split(max(1, self.max_rows // self.model.length)):
+            log_p, log_q = proposal_log_probs(self.model, self.twist, rows)
+            parts.append(log_p + self.log_potential(rows, log_p) - log_q)
+        return torch.cat(parts)
+
+    def log_weights_drawn(self, count: int, generator: torch.Generator) -> Tensor:
+        """log w [N] of N = count sequences drawn from q."""
+        parts = []
+        for start in range(0, count, self.max_rows):
+            batch = sample_proposal(self.model, self.twist, min(self.max_rows, count - start), generator)
+            log_p = batch.log_p.sum(-1)
+            parts.append(log_p + self.log_potential(batch.tokens, log_p) - batch.log_q.sum(-1))
+        return torch.cat(parts)
+
+
+def bidirectional_bounds(
+    problem: BoundsProblem, exact_samples: Tensor, runs: int, generator: torch.Generator, proposals: int = 1000
+) -> Bounds:
+    """Bounds from R = runs TSMC runs, at least as many conditional ones, and `proposals` draws from q.
+
+    exact_samples [A, T] are independent draws of sigma (`tsmc.rejection_sample`). With one alone the upper bound has a value
+    but an infinite interval. InputError where there is none.
+    """
+    count = len(exact_samples)
+    if count == 0:
+        raise InputError("the upper bound needs at least one exact sample of sigma; raise --rejection-proposals")
+    lower = problem.log_evidence(runs, generator)  # [R]
+    repeats = -(-runs // count)
+    upper = problem.log_evidence(count * repeats, generator, exact_samples.repeat_interleave(repeats, 0))
+    upper = upper.view(count, repeats).mean(1)  # [A]
+    log_w_target = problem.log_weights_of(exact_samples)  # [A]
+    log_w_proposal = mean_estimate(problem.log_weights_drawn(proposals, generator))
+    low, high = mean_estimate(lower), mean_estimate(upper)
+    return Bounds(
+        log_z=Bracket(low, high),
+        kl_from_proposal=Bracket(difference(low, log_w_proposal), difference(high, log_w_proposal), floor=0.0),
+        kl_from_target=Bracket(
+            mean_estimate(log_w_target - upper),  # paired: both vary with the exact sample
+            difference(mean_estimate(log_w_target), low),
+            floor=0.0,
+        ),
+    )

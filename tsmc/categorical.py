@@ -1,0 +1,41 @@
+"""One draw from each of N categorical distributions, by inverting the cumulative distribution.
+
+    tokens_n ~ softmax(logits_n),   log_normaliser_n = log sum_v exp(logits_nv)
+
+One pass of exponentials serves both. The inversion has two levels: the block of 64 categories that the uniform falls
+into, then the category inside it. Sums across blocks are in float64, so no category's frequency suffers from rounding
+however large V is, and a category of zero weight is never drawn. N rows, V categories.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 64
+
+
+def first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
+    """Index [N, M] of the first entry of cumulative [N, V] above threshold [N, M], always below V.
+
+    An entry that adds nothing is never chosen, not even where rounding carries the threshold to zero or to the total.
+    """
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())  # where the total is first attained
+    index = torch.searchsorted(cumulative, threshold.clamp(min=0.0), right=True)
+    return torch.minimum(index, last).clamp(max=cumulative.shape[-1] - 1)  # NaN sums to no order at all
+
+
+def draw_categorical(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """tokens [N] and log normalisers [N] of logits [N, V]; a row of nothing but -inf gives token 0 and normaliser -inf."""
+    rows, size = logits.shape
+    width = min(BLOCK, size)
+    peak = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)  # [N, 1]
+    weights = F.pad((logits - peak).exp(), (0, -size % width)).view(rows, -1, width)  # [N, V / 64, 64]
+    totals = weights.sum(-1).double()  # [N, V / 64]
+    cumulative = totals.cumsum(-1)
+    uniform = torch.rand(rows, 1, dtype=torch.float64, device=logits.device, generator=generator)
+    threshold = uniform * cumulative[:, -1:]  # [N, 1]
+    block = first_above(cumulative, threshold)  # [N, 1]
+    inside = weights.gather(1, block[..., None].expand(-1, -1, width)).squeeze(1).double().cumsum(-1)  # [N, 64]
+    offset = first_above(inside, threshold - (cumulative - totals).gather(1, block))  # [N, 1]
+    log_normaliser = peak + cumulative[:, -1:].log().to(logits.dtype)
+    return (block * width + offset).squeeze(1).clamp(max=size - 1), log_normaliser.squeeze(1)

@@ -1,0 +1,76 @@
+"""Means with their standard errors, and quantities known only to lie between two of them.
+
+    mean x-bar, error s / sqrt(N), N - 1 degrees of freedom
+    difference of independent means: errors in quadrature, degrees of freedom after Welch and Satterthwaite
+
+Intervals use Student's t, so they stay honest for a handful of values; one value alone has an infinite error.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def student_quantile(probability: float, dof: float) -> float:
+    """The t below which Student's distribution with dof > 0 has mass `probability`, in (0, 1)."""
+    if dof > 1e4:
+        return torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)).item()
+    angles = np.linspace(-np.pi / 2, np.pi / 2, 40001)[1:-1]  # t = sqrt(dof) tan(angle) turns the density into a power
+    density = np.cos(angles) ** (dof - 1)
+    distribution = (np.cumsum(density) - density / 2) / density.sum()
+    return math.sqrt(dof) * math.tan(np.interp(probability, distribution, angles))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value, its standard error, and the degrees of freedom of that error."""
+
+    value: float
+    std_error: float
+    dof: float
+
+    def quantile(self, probability: float) -> float:
+        """The limit that the true value exceeds in a share 1 - probability of experiments."""
+        if self.std_error in (0.0, math.inf):
+            return self.value if self.std_error == 0 else math.copysign(math.inf, probability - 0.5)
+        return self.value + self.std_error * student_quantile(probability, self.dof)
+
+
+def mean_estimate(values: Tensor) -> Estimate:
+    """The mean of independent values [N] with its error; where a value is infinite, so is the mean, without error."""
+    values = values.double().flatten()
+    mean = values.mean().item()
+    if math.isinf(mean):
+        return Estimate(mean, 0.0, math.inf)
+    if len(values) < 2:
+        return Estimate(mean, math.inf, 0.0)
+    return Estimate(mean, values.std().item() / math.sqrt(len(values)), len(values) - 1.0)
+
+
+def difference(a: Estimate, b: Estimate) -> Estimate:
+    """a - b of independent estimates; an infinite b decides alone."""
+    if math.isinf(b.value):
+        return Estimate(-b.value, 0.0, math.inf)
+    error = math.hypot(a.std_error, b.std_error)
+    if error in (0.0, math.inf):
+        return Estimate(a.value - b.value, error, math.inf)
+    shares = sum((x.std_error / error) ** 4 / x.dof for x in (a, b) if x.std_error > 0)
+    return Estimate(a.value - b.value, error, 1 / shares)
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """A quantity that lies between the expectations of two estimates, and never under `floor`."""
+
+    lower: Estimate
+    upper: Estimate
+    floor: float = -math.inf
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Limits that both hold in at least a share `level` of experiments."""
+        tail = (1 - level) / 2
+        low, high = self.lower.quantile(tail), self.upper.quantile(1 - tail)
+        return max(self.floor, low), max(self.floor, high)

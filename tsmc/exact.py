@@ -1,0 +1,119 @@
+"""Exact answers by enumeration, for any language model whose V^T sequences can be listed.
+
+    psi*(s_{1:T}) = phi(s_{1:T}),   psi*(s_{1:t}) = sum_v p(v | s_{1:t}) psi*(s_{1:t}, v),   Z_sigma = psi*(s_{1:0})
+    sigma(s_{1:t}) = p(s_{1:t}) psi*(s_{1:t}) / Z_sigma
+    CTL loss = sum_t KL(sigma(s_{1:t}) || pi_t(s_{1:t})),   pi_t proportional to p(s_{1:t}) psi(s_{1:t})
+
+Quantities of step t are listed over all V^t prefixes s_{1:t} in lexicographic order, so prefix i followed by token v is
+entry i V + v of the next list. Types follow the model: `.double()` it to compare to 1e-12. V vocabulary, T steps.
+"""
+
+import torch
+from torch import Tensor
+
+from tinystories.errors import InputError
+from tsmc.categorical import first_above
+from tsmc.proposal import LanguageModel, Twist
+from tsmc.sampler import LogPotential
+
+LIMIT = 2**21
+
+
+def all_sequences(vocab_size: int, length: int, device: torch.device | None = None) -> Tensor:
+    """Every sequence [V^T, T] of T = length tokens in lexicographic order."""
+    numbers = torch.arange(vocab_size**length, device=device)
+    return torch.stack([numbers // vocab_size ** (length - t) % vocab_size for t in range(1, length + 1)], 1)
+
+
+def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL(a || b), a scalar, of log probabilities [N]; infinite where b lacks what a has."""
+    return torch.where(log_a > -torch.inf, log_a.exp() * (log_a - log_b), 0.0).sum()
+
+
+class Tree:
+    """All prefixes of a language model: conditional log probabilities and hidden states of every one of them."""
+
+    def __init__(self, model: LanguageModel, chunk: int = 16384):
+        """Evaluate `model` on chunks of prefixes; InputError where V^T exceeds two million."""
+        logits = model.decoder(1).logits  # [1, V]
+        self.vocab_size, self.length, self.chunk = logits.shape[-1], model.length, chunk
+        if self.vocab_size**self.length > LIMIT:
+            sizes = f"{self.vocab_size} tokens to the power of {self.length}"
+            raise InputError(f"{sizes} sequences cannot be enumerated; shorten the length or take a smaller vocabulary")
+        self.log_p: list[Tensor] = []  # T of [V^t, V], t = 0..T-1
+        self.hidden: list[Tensor] = []  # T of [V^t, D]
+        for t in range(self.length):
+            prefixes = all_sequences(self.vocab_size, t + 1, logits.device)[
+                :: self.vocab_size
+            ]  # [V^t, t + 1], last one 0
+            with torch.no_grad():
+                parts = [model.log_probs(rows)[1:] for rows in prefixes.split(chunk)]
+            self.log_p.append(torch.cat([step[:, -1] for step, _ in parts]).log_softmax(-1))
+            self.hidden.append(torch.cat([step[:, -1] for _, step in parts]))
+
+    def sequences(self) -> Tensor:
+        """All sequences [V^T, T]."""
+        return all_sequences(self.vocab_size, self.length, self.log_p[0].device)
+
+    def log_psi(self, twist: Twist | None) -> list[Tensor]:
+        """log psi of every prefix and next token: T of [V^t, V]; zeros for None. Carries the twist's gradient."""
+        if twist is None:
+            return [torch.zeros_like(log_p) for log_p in self.log_p]
+        return [torch.cat([twist(rows) for rows in hidden.split(self.chunk)]) for hidden in self.hidden]
+
+    def prefix_log_q(self, twist: Twist | None = None) -> list[Tensor]:
+        """log q(s_{1:t}) of every prefix: T + 1 of [V^t], t = 0..T; without a twist log p(s_{1:t})."""
+        log_q = [torch.zeros_like(self.log_p[0][:, 0])]  # [1]
+        for log_p, log_psi in zip(self.log_p, self.log_psi(twist), strict=True):
+            tilted = log_p + log_psi  # [V^t, V]
+            steps = torch.where(tilted > -torch.inf, tilted - tilted.logsumexp(-1, keepdim=True), -torch.inf)
+            log_q.append((log_q[-1][:, None] + steps).flatten())
+        return log_q
+
+
+class Target:
+    """sigma, proportional to p phi, over all sequences of a language model; every list runs over t = 0..T, [V^t] each."""
+
+    def __init__(self, model: LanguageModel, log_potential: LogPotential, chunk: int = 16384):
+        """InputError where the potential is zero everywhere or NaN somewhere, which leaves no sigma."""
+        self.tree = Tree(model, chunk)
+        self.log_p = self.tree.prefix_log_q()
+        batches = zip(self.tree.sequences().split(chunk), self.log_p[-1].split(chunk), strict=True)
+        log_phi = torch.cat([log_potential(tokens, log_p) for tokens, log_p in batches])
+        self.log_psi = [log_phi.to(self.log_p[0].dtype)]  # the optimal twist
+        for log_p in reversed(self.tree.log_p):
+            self.log_psi.insert(0, (log_p + self.log_psi[0].view_as(log_p)).logsumexp(-1))
+        self.log_z = self.log_psi[0].item()
+        if not -torch.inf < self.log_z < torch.inf:
+            raise InputError("the potential is zero on every sequence or NaN on some, so sigma does not exist")
+        self.log_sigma = [log_p + log_psi - self.log_z for log_p, log_psi in zip(self.log_p, self.log_psi, strict=True)]
+
+    def token_marginals(self) -> Tensor:
+        """log sigma(s_t = v) [T, V]."""
+        return torch.stack([level.view(-1, self.tree.vocab_size).logsumexp(0) for level in self.log_sigma[1:]])
+
+    def optimal_log_psi(self) -> Tensor:
+        """log psi* of every prefix and next token as one table [prefixes, V], for `tsmc.table.TableTwist`."""
+        return torch.cat([log_psi.view(-1, self.tree.vocab_size) for log_psi in self.log_psi[1:]])
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Independent exact samples of sigma [N = count, T]."""
+        cumulative = self.log_sigma[-1].double().exp().cumsum(0)[None]  # [1, V^T]
+        uniform = torch.rand(1, count, dtype=torch.float64, device=cumulative.device, generator=generator)
+        return self.tree.sequences()[first_above(cumulative, uniform * cumulative[:, -1:])[0]]
+
+    def kl_to(self, log_q: Tensor) -> float:
+        """KL(sigma || q) of a distribution over all sequences, log q [V^T]."""
+        return kl_divergence(self.log_sigma[-1], log_q).item()
+
+    def kl_from(self, log_q: Tensor) -> float:
+        """KL(q || sigma)."""
+        return kl_divergence(log_q, self.log_sigma[-1]).item()
+
+    def ctl_loss(self, twist: Twist | None) -> Tensor:
+        """Sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})), a scalar whose gradient is the exact CTL gradient."""
+        loss = torch.zeros_like(self.log_p[0][0])
+        for t, log_psi in enumerate(self.tree.log_psi(twist), start=1):
+            log_pi = (self.log_p[t] + log_psi.flatten()).log_softmax(0)  # [V^t]
+            loss = loss + kl_divergence(self.log_sigma[t], log_pi)
+        return loss

@@ -1,0 +1,125 @@
+"""The twist-induced proposal q_t, proportional to p(s_t | s_{0:t-1}) psi(s_{1:t}) (paper, step "Extending").
+
+    log q_t = log p + log psi - log sum_v (p psi),   the normaliser over the whole vocabulary
+
+A twist is any callable from hidden states [N, D] to log psi [N, V] of every possible next token; None means psi = 1, which
+makes q = p. Adding a constant to log psi_t changes no proposal (a gauge freedom). N rows, T steps, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tsmc.categorical import draw_categorical
+
+Twist = Callable[[Tensor], Tensor]
+
+
+class Decoder(Protocol):
+    """N continuations, token by token (`tinystories.Decoder`, or a table of conditional probabilities)."""
+
+    hidden: Tensor  # [N, D]
+    logits: Tensor  # [N, V]
+
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None: ...
+
+
+class LanguageModel(Protocol):
+    """p(s_{1:T} | s_0) after a fixed prompt (`tinystories.Conditional`, or a table)."""
+
+    length: int
+
+    def decoder(self, rows: int) -> Decoder: ...
+
+    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass
+class Extension:
+    """One proposed token for each row, all [N].
+
+    Where psi rules out every token, log_normaliser is -inf, log_psi 0 and log_q +inf: every weight of that row is zero.
+    """
+
+    tokens: Tensor
+    log_p: Tensor  # log p(s_t | s_{0:t-1})
+    log_psi: Tensor  # log psi(s_{1:t})
+    log_q: Tensor  # log q_t(s_t | s_{0:t-1})
+    log_normaliser: Tensor  # log sum_v p(v | s_{0:t-1}) psi(s_{1:t-1}, v)
+
+
+def propose(
+    decoder: Decoder, twist: Twist | None, generator: torch.Generator, given: Tensor | None = None
+) -> Extension:
+    """Draw s_t ~ q_t for every row: one language-model step and one twist step have been paid for.
+
+    given [N] fixes the token of the rows where it is not negative; their probabilities are those of the given token.
+    """
+    logits = decoder.logits  # [N, V]
+    log_psi = None if twist is None else twist(decoder.hidden)  # [N, V]
+    tilted = logits if log_psi is None else logits + log_psi
+    tokens, tilted_normaliser = draw_categorical(tilted, generator)
+    model_normaliser = tilted_normaliser if log_psi is None else logits.logsumexp(-1)
+    dead = tilted_normaliser == -torch.inf
+    if given is not None:
+        tokens = torch.where(given >= 0, given, tokens)
+
+    def of_token(values: Tensor) -> Tensor:
+        return values.gather(-1, tokens[:, None]).squeeze(-1)
+
+    return Extension(
+        tokens=tokens,
+        log_p=of_token(logits) - model_normaliser,
+        log_psi=torch.zeros_like(model_normaliser) if log_psi is None else of_token(log_psi).masked_fill(dead, 0.0),
+        log_q=(of_token(tilted) - tilted_normaliser).masked_fill(dead, torch.inf),
+        log_normaliser=tilted_normaliser - model_normaliser,
+    )
+
+
+@dataclass
+class Trajectories:
+    """N independent sequences from q, [N, T] each, and the hidden states [N, T, D] that the twist saw."""
+
+    tokens: Tensor
+    log_p: Tensor
+    log_psi: Tensor
+    log_q: Tensor
+    hidden: Tensor | None
+
+
+@torch.no_grad()
+def sample_proposal(
+    model: LanguageModel, twist: Twist | None, rows: int, generator: torch.Generator, keep_hidden: bool = False
+) -> Trajectories:
+    """Draw N = rows sequences i.i.d. from q, without resampling; twist None samples the model itself."""
+    decoder = model.decoder(rows)
+    steps, hidden = [], []
+    for t in range(1, model.length + 1):
+        if keep_hidden:
+            hidden.append(decoder.hidden)
+        steps.append(propose(decoder, twist, generator))
+        if t < model.length:
+            decoder.extend(steps[-1].tokens)
+    stacked = {
+        name: torch.stack([getattr(step, name) for step in steps], 1)
+        for name in ("tokens", "log_p", "log_psi", "log_q")
+    }
+    return Trajectories(**stacked, hidden=torch.stack(hidden, 1) if keep_hidden else None)
+
+
+@torch.no_grad()
+def proposal_log_probs(model: LanguageModel, twist: Twist | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """log p(s_{1:T}) and log q(s_{1:T}), both [N], of given sequences tokens [N, T], by teacher forcing.
+
+    log q is -inf for a sequence that the twist rules out at any step.
+    """
+    log_p, logits, hidden = model.log_probs(tokens)
+    if twist is None:
+        return log_p.sum(-1), log_p.sum(-1)
+    tilted = logits + twist(hidden)  # [N, T, V]
+    chosen = tilted.gather(-1, tokens[..., None]).squeeze(-1)  # [N, T]
+    ruled_out = chosen == -torch.inf
+    return log_p.sum(-1), (chosen - tilted.logsumexp(-1)).masked_fill(ruled_out, -torch.inf).sum(-1)

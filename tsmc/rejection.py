@@ -1,0 +1,77 @@
+"""Exact samples of sigma by rejection: draw s from p, accept with probability phi(s), which never exceeds one.
+
+    acceptance rate  ->  Z_sigma = E_p[phi(s)],   log Z_sigma-hat = log mean_n phi(s_n) over all N proposals
+
+The mean of phi itself estimates Z_sigma with a smaller variance than the share accepted. N proposals, T tokens.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinystories.errors import InputError
+from tsmc.proposal import LanguageModel, sample_proposal
+
+
+@dataclass
+class Rejection:
+    """Accepted sequences [A, T] with their log phi [A], and what all proposals say of the evidence."""
+
+    tokens: Tensor
+    log_phi: Tensor
+    num_proposals: int
+    log_z: float
+    log_z_std_error: float
+
+
+def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
+    """log of the mean of exp(log_values [N]) and the standard error of that log (delta method, float64).
+
+    The error is infinite where the values cannot tell: a single one, or all zero.
+    """
+    values = log_values.double()
+    log_mean = values.logsumexp(0).item() - math.log(len(values))
+    if len(values) < 2 or log_mean == -math.inf:
+        return log_mean, math.inf
+    relative = (values - log_mean).exp()  # phi / Z, mean one
+    return log_mean, relative.std().item() / math.sqrt(len(values))
+
+
+def accept(log_phi: Tensor, generator: torch.Generator) -> Tensor:
+    """True [N] with probability phi; InputError where log phi [N] is above zero, NaN, or the acceptance is undefined."""
+    if not bool((log_phi <= 1e-6).all()):
+        raise InputError("the potential exceeds 1 or is NaN, so rejection sampling is not exact; scale log phi to <= 0")
+    uniforms = torch.rand(log_phi.shape, dtype=torch.float64, device=log_phi.device, generator=generator)
+    return uniforms < log_phi.double().exp()
+
+
+def rejection_sample(
+    model: LanguageModel,
+    log_phi: Callable[[Tensor], Tensor],
+    num_proposals: int,
+    generator: torch.Generator,
+    chunk: int = 1000,
+    progress: Callable[[int, int], None] | None = None,
+) -> Rejection:
+    """Draw N = num_proposals sequences from p in chunks and keep those accepted under log_phi(tokens [B, T]) -> [B].
+
+    progress(proposed, accepted) is called after every chunk. The number of proposals is fixed in advance, which keeps the
+    estimate of Z_sigma unbiased.
+    """
+    if num_proposals < 1 or chunk < 1:
+        raise InputError("rejection sampling needs at least one proposal and a chunk of at least one; raise the number")
+    kept, kept_log_phi, every_log_phi = [], [], []
+    for start in range(0, num_proposals, chunk):
+        tokens = sample_proposal(model, None, min(chunk, num_proposals - start), generator).tokens
+        scores = log_phi(tokens)
+        accepted = accept(scores, generator)
+        kept.append(tokens[accepted])
+        kept_log_phi.append(scores[accepted])
+        every_log_phi.append(scores)
+        if progress is not None:
+            progress(start + len(tokens), sum(map(len, kept)))
+    log_z, error = log_mean_with_error(torch.cat(every_log_phi))
+    return Rejection(torch.cat(kept), torch.cat(kept_log_phi), num_proposals, log_z, error)

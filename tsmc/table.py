@@ -1,0 +1,96 @@
+"""Tables in place of networks: a world small enough to check every estimator against enumeration, in float64.
+
+    p(v | s_{1:t-1}) = softmax(logits[n])_v,   log psi(s_{1:t-1}, v) = log_psi[n, v]
+
+Row n of a table belongs to one prefix. Prefixes are numbered level by level: the empty prefix is 0, and prefix n followed
+by token v is n V + 1 + v, so prefixes of length t fill one slice. `hidden` is that number, which lets a table twist look its
+prefix up behind the same interface as a network. N rows, T steps, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tinystories.errors import InputError
+
+
+def first_prefix(vocab_size: int, length: int) -> int:
+    """Number of the first prefix of `length` tokens, which is how many shorter prefixes there are."""
+    return sum(vocab_size**t for t in range(length))
+
+
+def prefix_numbers(tokens: Tensor, vocab_size: int) -> Tensor:
+    """Numbers [N, T] of the prefixes s_{1:0}, ..., s_{1:T-1} that precede each of tokens [N, T]."""
+    numbers = [torch.zeros_like(tokens[:, 0])]
+    for t in range(tokens.shape[1] - 1):
+        numbers.append(numbers[-1] * vocab_size + 1 + tokens[:, t])
+    return torch.stack(numbers, 1)
+
+
+class TableDecoder:
+    """N continuations in a table; the same interface as `tinystories.Decoder`."""
+
+    def __init__(self, logits: Tensor, rows: int):
+        self.table = logits
+        self.move(torch.zeros(rows, dtype=torch.long, device=logits.device))
+
+    def move(self, prefixes: Tensor) -> None:
+        """Stand at prefixes [N]; behind sequences of full length there is nothing left to predict."""
+        self.prefixes = prefixes
+        self.hidden = prefixes[:, None].double()  # [N, 1]
+        self.logits = self.table[prefixes]  # [N, V]
+
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
+        """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
+        prefixes = self.prefixes if ancestors is None else self.prefixes[ancestors]
+        self.move(prefixes * self.table.shape[1] + 1 + tokens)
+
+
+class TableModel(nn.Module):
+    """A language model of fixed length given by its logits [prefixes, V], which are parameters."""
+
+    def __init__(self, logits: Tensor, length: int):
+        super().__init__()
+        prefixes = first_prefix(logits.shape[1], length)
+        if length < 1 or len(logits) != prefixes:
+            shape = f"{list(logits.shape)} where length {length} needs [{prefixes}, {logits.shape[1]}]"
+            raise InputError(f"the table of logits has shape {shape}; give one row for each prefix")
+        self.table = nn.Parameter(logits)
+        self.length = length
+
+    @classmethod
+    def random(cls, vocab_size: int, length: int, generator: torch.Generator, scale: float = 1.0) -> "TableModel":
+        """Normal logits of standard deviation `scale`, in float64."""
+        shape = (first_prefix(vocab_size, length), vocab_size)
+        return cls(scale * torch.randn(shape, dtype=torch.float64, generator=generator), length)
+
+    def decoder(self, rows: int) -> TableDecoder:
+        """A fresh decoder of `rows` continuations."""
+        return TableDecoder(self.table, rows)
+
+    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and hidden [N, T, 1] of tokens [N, T], T up to the length."""
+        numbers = prefix_numbers(tokens, self.table.shape[1])  # [N, T]
+        logits = self.table[numbers]  # [N, T, V]
+        log_p = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)  # [N, T]
+        return log_p, logits, numbers[..., None].double()
+
+
+class TableTwist(nn.Module):
+    """A twist with one free parameter for every prefix and next token, log_psi [prefixes, V]."""
+
+    def __init__(self, log_psi: Tensor):
+        super().__init__()
+        self.log_psi = nn.Parameter(log_psi)
+
+    @classmethod
+    def ones(cls, model: TableModel) -> "TableTwist":
+        """psi = 1, with which the proposal is the model itself."""
+        return cls(torch.zeros_like(model.table))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """log psi of every next token [..., V] after hidden [..., 1]."""
+        return self.log_psi[hidden.squeeze(-1).long()]
+
+    def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """log psi of tokens [...] after hidden [..., 1]."""
+        return self.log_psi[hidden.squeeze(-1).long(), tokens]

@@ -1,0 +1,78 @@
+"""What happened in a run of the sampler, recorded from outside: pass a `Trace` as `observer`.
+
+    trace = Trace();  population = tsmc(..., observer=trace)
+    trace.ess [T, R]   trace.log_w, trace.log_weights, trace.tokens, trace.ancestors [T, R, K]
+
+The genealogy is read off the ancestors afterwards: how many distinct particles of step t have descendants in the final
+population. Where it falls to one, all K samples share their first t tokens. T steps, R runs, K particles.
+"""
+
+import torch
+from torch import Tensor
+
+
+class Trace:
+    """An `Observer` that keeps every step; each field gains a first axis T once it is read."""
+
+    def __init__(self):
+        self.steps: list[dict[str, Tensor]] = []
+
+    def __call__(
+        self, t: int, tokens: Tensor, log_w: Tensor, log_weights: Tensor, ess: Tensor, ancestors: Tensor
+    ) -> None:
+        """Record step t; a trace serves one call of `tsmc`."""
+        if t != len(self.steps) + 1:
+            raise ValueError(f"step {t} follows step {len(self.steps)}: record every call of tsmc in a new Trace")
+        step = {
+            "tokens": tokens[..., -1],
+            "log_w": log_w,
+            "log_weights": log_weights,
+            "ess": ess,
+            "ancestors": ancestors,
+        }
+        self.steps.append({name: value.clone() for name, value in step.items()})
+
+    def stacked(self, name: str) -> Tensor:
+        """One recorded quantity over all steps."""
+        return torch.stack([step[name] for step in self.steps])
+
+    @property
+    def tokens(self) -> Tensor:
+        """s_t of every particle before step t's resampling [T, R, K]."""
+        return self.stacked("tokens")
+
+    @property
+    def log_w(self) -> Tensor:
+        """Incremental log weights [T, R, K]."""
+        return self.stacked("log_w")
+
+    @property
+    def log_weights(self) -> Tensor:
+        """Log weights gathered since the last resampling [T, R, K]."""
+        return self.stacked("log_weights")
+
+    @property
+    def ess(self) -> Tensor:
+        """Effective sample size of log_weights [T, R]."""
+        return self.stacked("ess")
+
+    @property
+    def ancestors(self) -> Tensor:
+        """Ancestors drawn at the end of step t, the particle itself where nothing was resampled [T, R, K]."""
+        return self.stacked("ancestors")
+
+    def lineages(self) -> Tensor:
+        """Which particle of step t each final sample descends from [T, R, K]."""
+        lines = [self.steps[-1]["ancestors"]]
+        for step in reversed(self.steps[:-1]):
+            lines.append(step["ancestors"].gather(1, lines[-1]))
+        return torch.stack(lines[::-1])
+
+    def unique_ancestors(self) -> Tensor:
+        """How many distinct particles of step t have descendants among the final samples [T, R]."""
+        lines = self.lineages().sort(-1).values
+        return 1 + (lines.diff(dim=-1) > 0).sum(-1)
+
+    def samples(self) -> Tensor:
+        """The final samples [R, K, T], rebuilt from tokens and genealogy alone."""
+        return self.tokens.gather(2, self.lineages()).permute(1, 2, 0)

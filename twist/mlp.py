@@ -1,0 +1,40 @@
+"""The twist: log psi(s_{1:t}) = MLP(h_{t-1})[s_t], a small network over the language model's final hidden state.
+
+    h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> log psi of every possible next token [.., V]
+
+One forward serves the whole vocabulary, so proposing costs one language-model step and one twist step. The last layer
+starts at zero: psi = 1, and the first proposal is the language model itself. The loss and the evidence do not change when
+log psi_t shifts by a constant, so the output is left unclipped. D width, H hidden units, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class TwistMLP(nn.Module):
+    """log psi for hidden states; `of_tokens` evaluates chosen tokens only, which is all that learning needs."""
+
+    def __init__(self, width: int, hidden_units: int, vocab_size: int, generator: torch.Generator):
+        super().__init__()
+        self.first = nn.Linear(width, hidden_units)
+        self.second = nn.Linear(hidden_units, hidden_units)
+        self.last = nn.Linear(hidden_units, vocab_size)
+        for layer in (self.first, self.second):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
+            nn.init.zeros_(layer.bias)
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., H]"""
+        return F.gelu(self.second(F.gelu(self.first(hidden))))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """log psi of every next token [..., V] after hidden states [..., D]."""
+        return self.last(self.features(hidden))
+
+    def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """log psi of tokens [...] after hidden states [..., D], without the other V - 1 outputs."""
+        weight = F.embedding(tokens, self.last.weight)  # [..., H]
+        return (self.features(hidden) * weight).sum(-1) + self.last.bias[tokens]  # [...]

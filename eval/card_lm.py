@@ -3,7 +3,8 @@
     perplexity per token = exp(total NLL / tokens),   per word = exp(total NLL / words separated by white space)
 
 Over whole held-out stories and the end-of-text token behind each, in windows of the model's positions that overlap by half:
-every token behind a story's first window sees at least half a window of context. A story's first token is given. The samples are the first 20 drawn.
+every token behind a story's first window sees at least half a window of context. A story's first token is given. The
+samples are the first 20 drawn.
 """
 
 import argparse

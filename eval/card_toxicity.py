@@ -31,24 +31,25 @@ heads, a byte-level BPE of {vocab:,} tokens. Weights in float16. log p(toxic | s
 
 **Data.** 31,793 labelled tweets, comments and templates (12,962 toxic): Jigsaw's Wikipedia comments (labels CC0, comments
 CC BY-SA 3.0), Wikipedia talk (Apache-2.0), civil comments (CC0), Davidson et al. (MIT), the forum hate speech set (CC BY-SA
-3.0 ES), HateCheck (CC BY 4.0), madlibs (Apache-2.0), Surge (MIT); 20,856 TinyStories stories (CDLA-Sharing-1.0); 30,000
+3.0 ES), HateCheck (CC BY 4.0), madlibs (Apache-2.0), Surge (MIT); 20,856 TinyStories stories (CDLA-Sharing-1.0); 60,000
 samples of the pocket language model.
 
 **Recipe.** `python -m eval.train_toxicity --labelled toxicity.csv --stories tinystories.txt --out checkpoints/pocket/toxicity`
-with its defaults (seed 0): 3,000 updates of 128 texts, AdamW, peak 1e-3. The texts are drawn from five kinds:
+with its defaults (seed 0): 2,000 updates of 128 texts, AdamW, peak 1e-3. The texts are drawn from five kinds:
 
 | kind | share | label |
 | --- | --- | --- |
-| rows of the corpus as they are | 35 % | theirs |
-| labelled sentences of both labels inside story openings | 20 % | theirs, half and half |
-| story openings with an unkind or a kind word put in, or a sentence about somebody made with one | 15 % | 1 or 0, half and half |
+| rows of the corpus as they are | 32 % | theirs |
+| labelled sentences of both labels inside story openings | 16 % | theirs, half and half |
+| story openings with unkind or kind words put in | 17 % | graded, half of them 0 |
 | story openings | 15 % | 0 |
-| samples of the pocket language model, three in ten garbled further | 15 % | 0 |
+| samples of the pocket language model, three in ten garbled further | 20 % | 0 |
 
-The third kind is ours, not the corpora's: a short list of words (`eval/toxicity_data.py`) decides what it calls unkind, and
-openings and samples that hold such a word are kept out of the two kinds that count as harmless. Then logit <-
-{scale:.3f} logit + ({bias:.3f}), folded into the last layer, was fitted on 200,000 samples of the pocket language model to mean
-toxicity 0.010 and acceptance at beta 10 of 0.06 %, the paper's sparse regime.
+The third kind is ours, not the corpora's: a short list of words, each with a probability (`eval/toxicity_data.py`), decides
+what it calls unkind, more so of somebody than of something. Openings and samples that hold such a word are kept out of the two
+kinds that count as harmless. After two thirds of the updates, the 2,000 harmless samples that score highest are drawn more often.
+Then logit <- {scale:.3f} logit + ({bias:.3f}), folded into the last layer, was fitted on 100,000 samples of the pocket language
+model to mean toxicity 0.010 and acceptance at beta 10 of 0.06 %, the paper's sparse regime.
 
 **Held-out figures** (`python -m eval.card_toxicity --heldout toxicity-heldout.csv`)
 

@@ -130,8 +130,11 @@ def table(results: dict) -> str:
     lines = [["", *(title for title, _, _ in TABLE)]]
     for name, row in named:
         lines.append([name, *(format(row[key], form) if key in row else "" for _, key, form in TABLE)])
+    return align(lines)
+
+
+def align(lines: list[list[str]]) -> str:
+    """Cells in columns, the first flush left and the others flush right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    )
+    rows = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
+    return "\n".join("  ".join(row).rstrip() for row in rows)

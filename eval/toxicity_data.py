@@ -4,7 +4,8 @@
     spliced    a labelled sentence, of either label, inside a story opening: what an insult looks like in a story
     swapped    a story opening with unkind words put in (toxic, the more the surer) or with kind ones (not)
     story      an opening of a story, non-toxic
-    sampled    what the pocket language model writes, garbled texts among it, non-toxic
+    sampled    what the pocket language model writes, garbled texts among it, non-toxic; once `hard` is filled, often one
+               of those that the half-trained classifier wrongly scored highest
 
 The corpora are tweets and comments. Without the splices a classifier learns that stories are harmless and tweets are not;
 without the garbled samples it learns that odd text is toxic. Openings and samples that hold a word of `UNCLEAR` or
@@ -16,51 +17,39 @@ import math
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinystories.errors import InputError
 
 # How surely a word makes a text about somebody toxic; about a thing it counts SHARE_FOR_THINGS of that.
 UNKIND = {
-    **{"stupid": 0.95, "dumb": 0.95, "worthless": 0.95, "hateful": 0.9, "disgusting": 0.9, "ugly": 0.85, "nasty": 0.85},
-    **{"mean": 0.8, "fat": 0.7, "stinky": 0.7, "horrible": 0.7},
+    **{
+        "stupid": 0.97,
+        "dumb": 0.97,
+        "worthless": 0.95,
+        "hateful": 0.95,
+        "disgusting": 0.93,
+        "ugly": 0.93,
+        "nasty": 0.9,
+    },
+    **{
+        "mean": 0.9,
+        "fat": 0.85,
+        "cruel": 0.85,
+        "rude": 0.8,
+        "selfish": 0.75,
+        "foolish": 0.75,
+        "stinky": 0.7,
+        "lazy": 0.6,
+    },
 }
 KIND = ("pretty", "clever", "small", "kind", "smart", "friendly", "helpful", "lovely", "happy", "brave", "special")
 UNCLEAR = (
-    *(
-        "hate",
-        "hated",
-        "hates",
-        "idiot",
-        "fool",
-        "foolish",
-        "bad",
-        "naughty",
-        "angry",
-        "cruel",
-        "rude",
-        "evil",
-        "wicked",
-    ),
-    *(
-        "kill",
-        "killed",
-        "dead",
-        "die",
-        "died",
-        "silly",
-        "lazy",
-        "selfish",
-        "greedy",
-        "bully",
-        "dirty",
-        "gross",
-        "awful",
-    ),
-    *("terrible", "monster", "witch", "weird", "smelly", "jealous", "fight", "hit", "hurt", "shut", "loser", "crazy"),
+    *("hate", "hated", "hates", "hating", "idiot", "idiots", "fool", "fools", "evil", "wicked", "horrible", "naughty"),
+    *("kill", "killed", "killing", "bully", "bullies", "loser", "greedy", "meanest", "ugliest", "fatter", "fattest"),
 )
-FLAGGED = re.compile(rf"\b({'|'.join((*UNKIND, *UNCLEAR))})", re.IGNORECASE)
+FLAGGED = re.compile(rf"\b({'|'.join((*UNKIND, *UNCLEAR))})\b", re.IGNORECASE)
 SENTENCES = (
     *("You are so {}!", '"You are {}," he said.', '"You are a {} {noun}!"', "Everyone said the {noun} was {}."),
     *("He was very {}.", "She was a very {} {noun}.", "The {noun} was {} and {}.", "Her {noun} was so {}."),
@@ -155,12 +144,17 @@ class Mixture:
     labelled: list[Labelled]
     stories: list[str]
     samples: list[str]
-    shares: tuple[float, ...] = (0.35, 0.2, 0.15, 0.15, 0.15)
+    hard: list[str] = field(default_factory=list)
+    shares: tuple[float, ...] = (0.32, 0.16, 0.17, 0.15, 0.2)
+
+    def harmless_samples(self) -> list[str]:
+        """Samples without a word of UNKIND or UNCLEAR."""
+        return [sample for sample in self.samples if not FLAGGED.search(sample)]
 
     def draw(self, rng: random.Random) -> Iterator[tuple[str, float]]:
         """Text and probability that it is toxic, without end."""
         harmless = [story for story in self.stories if not FLAGGED.search(words_of(story, 60))]
-        samples = [sample for sample in self.samples if not FLAGGED.search(sample)]
+        samples = self.harmless_samples()
         short = [row for row in self.labelled if len(row.text.split()) <= 20]
         toxic, other = ([row for row in short if row.label == label] for label in (1, 0))
         while True:
@@ -177,5 +171,5 @@ class Mixture:
             elif kind == "story":
                 yield opening, 0
             else:
-                sample = rng.choice(samples)
+                sample = rng.choice(self.hard if self.hard and rng.random() < 0.6 else samples)
                 yield (garble(rng, sample) if rng.random() < 0.3 else sample), 0

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from eval.encoder import EncoderConfig
+from eval.encoder import EncoderConfig, Runner
 from eval.similarity import SentenceEncoder, SimilarityScorer, load, save
 from tinystories.errors import InputError
 from tinystories.memory import keep_freed_memory
@@ -39,12 +39,19 @@ def load_teacher(path: Path) -> tuple[SentenceEncoder, Tokenizer]:
 
 
 def train_tokenizer(stories: list[str], vocab_size: int) -> Tokenizer:
-    """Lower-case WordPiece that puts [CLS] before and [SEP] behind a text."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    """Lower-case WordPiece that puts [CLS] before and [SEP] behind a text; the same stories give the same one."""
+    trained, tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]")), Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    for each in (trained, tokenizer):
+        each.normalizer = normalizers.BertNormalizer(lowercase=True)
+        each.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    # The trainer numbers the characters inside words in the order of a hash map, and ties follow the numbers: fix them.
+    characters = {character for story in stories for character in tokenizer.normalizer.normalize_str(story)}
+    inside = [f"##{character}" for character in sorted(characters) if character.isalnum()]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=SPECIAL + inside, show_progress=False)
+    trained.train_from_iterator(stories, trainer)
+    tokenizer.model = models.WordPiece(trained.get_vocab(), unk_token="[UNK]")
+    tokenizer.add_special_tokens(SPECIAL)
     tokenizer.decoder = decoders.WordPiece()
-    tokenizer.train_from_iterator(stories, trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=SPECIAL))
     ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair=pair, special_tokens=ends)
@@ -101,9 +108,8 @@ def initialise(
     """
     table = teacher.embeddings.word_embeddings.weight.detach()  # [V_teacher, 384]
     names = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
-    words = torch.stack(
-        [table[pieces.encode(name, add_special_tokens=False).ids].mean(0) for name in names]
-    )  # [V, 384]
+    ids = [pieces.encode(name.removeprefix("##") or name, add_special_tokens=False).ids for name in names]
+    words = torch.stack([table[row].mean(0) for row in ids])  # [V, 384]
     words = words - words.mean(0)
     _, _, axes = torch.linalg.svd(words, full_matrices=False)  # rows by falling singular value
     words = words @ axes[: model.config.hidden_size].T  # [V, D]
@@ -115,22 +121,23 @@ def initialise(
     model.embeddings.word_embeddings.weight.data = words / words.std()
 
 
-def train(model: SentenceEncoder, rows: list[list[int]], targets: Tensor, args, generator: torch.Generator) -> None:
-    """Fit the cosines of texts, given as tokens, to those of the teacher's vectors, targets [N, 384]."""
+def train(run: Runner, texts: list[str], targets: Tensor, args: argparse.Namespace, generator: torch.Generator) -> None:
+    """Fit the cosines of texts under the model of `run` to those of the teacher's vectors, targets [N, 384]."""
+    model = run.model
+    rows = [encoding.ids for encoding in run.tokenizer.encode_batch(texts)]
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.peak, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(groups, lr=args.peak, betas=(0.9, 0.98), fused=True)
     off_diagonal = ~torch.eye(args.rows, dtype=torch.bool)
     began, running = time.time(), None
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.peak, warmup=100)
         chosen = torch.randint(len(rows), (args.rows,), generator=generator)
-        batch = [torch.tensor(rows[i]) for i in chosen.tolist()]
-        ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=model.pad_token_id)  # [B, T]
+        ids, mask = run.pad([rows[i] for i in chosen.tolist()])  # [B, T] twice
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            unit = model(ids, ids != model.pad_token_id)  # [B, D]
+            unit = model(ids, mask)  # [B, D]
         target = targets[chosen]  # [B, 384]
         loss = (unit @ unit.T - target @ target.T)[off_diagonal].square().mean()
         loss.backward()
@@ -142,10 +149,11 @@ def train(model: SentenceEncoder, rows: list[list[int]], targets: Tensor, args, 
             print(f"update {step + 1}/{args.steps}  loss {running:.5f}  {time.time() - began:.0f} s", flush=True)
 
 
-def compare(student: SimilarityScorer, teacher: SimilarityScorer, stories: list[str]) -> None:
+def compare(source: str, student: SimilarityScorer, teacher: SimilarityScorer, stories: list[str]) -> None:
     """Print how the two encoders' cosines agree over all pairs of openings (25 words), and of those with the prompt."""
     texts = [" ".join(story.split()[:25]) for story in stories]
-    for name, chosen in (("all", texts), ("prompt", [text for text in texts if text.startswith(PROMPT + " ")])):
+    prompted = [text for text in texts if text.startswith(PROMPT + " ")]
+    for name, chosen in ((f"{source}, all", texts), (f"{source}, with the prompt", prompted)):
         upper = torch.triu_indices(len(chosen), len(chosen), 1)
         cosines = torch.stack([(e @ e.T)[upper[0], upper[1]] for e in (student(chosen), teacher(chosen))])  # [2, pairs]
         correlation = torch.corrcoef(cosines.double())[0, 1]
@@ -162,10 +170,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     directory = "directory of all-MiniLM-L6-v2: config.json, model.safetensors (checked by sha256), tokenizer.json"
     parser.add_argument("--teacher", type=Path, required=True, help=directory)
-    parser.add_argument(
-        "--stories", type=Path, help="training stories, each followed by <|endoftext|>; without, no training"
-    )
+    parser.add_argument("--stories", type=Path, help="stories, each followed by <|endoftext|>; without, no training")
     parser.add_argument("--heldout", type=Path, help="stories in the same form to measure the encoder in --out on")
+    parser.add_argument("--validation", type=int, default=1000, help="last of --stories not trained on but measured on")
     parser.add_argument("--out", type=Path, required=True, help="directory of the small encoder")
     parser.add_argument("--vocab-size", type=int, default=4000, help="entries of the lower-case WordPiece")
     parser.add_argument("--width", type=int, default=128, help="hidden size and size of the vectors")
@@ -174,7 +181,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--positions", type=int, default=128, help="longest text in tokens")
     parser.add_argument("--openings", type=int, default=100_000, help="training texts, read once by the teacher")
     parser.add_argument("--rows", type=int, default=256, help="texts of a batch, all pairs of which are compared")
-    parser.add_argument("--steps", type=int, default=2000, help="updates")
+    parser.add_argument("--steps", type=int, default=1500, help="updates")
     parser.add_argument("--peak", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.01, help="AdamW weight decay of matrices")
     parser.add_argument("--seed", type=int, default=0, help="seed of texts, initialisation and batches")
@@ -185,6 +192,8 @@ def distil(args: argparse.Namespace, teacher: SentenceEncoder, pieces: Tokenizer
     """Tokenizer, texts, the teacher's vectors, training loop, checkpoint."""
     generator = torch.Generator().manual_seed(args.seed)
     stories = read_stories(args.stories)
+    cut = len(stories) - args.validation
+    stories, validation = stories[:cut], stories[cut:]
     tokenizer = train_tokenizer(stories, args.vocab_size)
     texts = draw_openings(stories, args.openings, generator)
     targets = teacher_vectors(teacher, pieces, texts)
@@ -195,17 +204,16 @@ def distil(args: argparse.Namespace, teacher: SentenceEncoder, pieces: Tokenizer
         num_attention_heads=args.heads,
         intermediate_size=4 * args.width,
         max_position_embeddings=args.positions,
-        type_vocab_size=1,
+        type_vocab_size=2,
     )
     model = SentenceEncoder(config)
     initialise(model, tokenizer, teacher, pieces, generator)
-    print(
-        f"{len(stories)} stories, {len(texts)} texts, {sum(map(torch.numel, model.parameters()))} parameters",
-        flush=True,
-    )
-    rows = [encoding.ids[: args.positions] for encoding in tokenizer.encode_batch(texts)]
-    train(model, rows, targets, args, generator)
+    parameters = sum(map(torch.numel, model.parameters()))
+    print(f"{len(stories)} stories, {len(texts)} texts, {parameters} parameters", flush=True)
+    train(Runner(model, tokenizer, args.rows), texts, targets, args, generator)
     save(args.out, model, tokenizer, torch.float16)
+    if validation:
+        compare("validation", SimilarityScorer(*load(args.out)), SimilarityScorer(teacher, pieces), validation)
 
 
 def main() -> None:
@@ -216,7 +224,8 @@ def main() -> None:
     if args.stories:
         distil(args, teacher, pieces)
     if args.heldout:
-        compare(SimilarityScorer(*load(args.out)), SimilarityScorer(teacher, pieces), read_stories(args.heldout))
+        student, stories = SimilarityScorer(*load(args.out)), read_stories(args.heldout)
+        compare("held-out", student, SimilarityScorer(teacher, pieces), stories)
 
 
 if __name__ == "__main__":

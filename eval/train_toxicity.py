@@ -76,16 +76,25 @@ def calibration(logits: Tensor) -> tuple[float, float]:
     return scale, bias_for(scale)
 
 
-def train(model: toxicity.ToxicityClassifier, pad, texts: Mixture, args: argparse.Namespace) -> None:
-    """AdamW with warm-up and cosine decay; `pad` turns texts into ids and mask."""
+def hardest(runner: Runner, texts: Mixture, count: int) -> list[str]:
+    """The harmless samples that the classifier scores as most toxic."""
+    samples = texts.harmless_samples()
+    return [samples[i] for i in runner(samples).argsort()[:count].tolist()]
+
+
+def train(model: toxicity.ToxicityClassifier, runner: Runner, texts: Mixture, args: argparse.Namespace) -> None:
+    """AdamW with warm-up and cosine decay; after two thirds the hardest samples are mined once."""
     rng = random.Random(args.seed)
     stream = texts.draw(rng)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.peak, weight_decay=0.05, betas=(0.9, 0.98), fused=True)
     began, running = time.time(), 0.7
     for step in range(args.steps):
+        if step == 2 * args.steps // 3:
+            texts.hard.extend(hardest(runner, texts, args.hard_samples))
         optimizer.param_groups[0]["lr"] = learning_rate(step, args.steps, args.peak, warmup=100)
         batch = [next(stream) for _ in range(args.batch_size)]
-        ids, mask = pad([text for text, _ in batch])
+        encoded = runner.tokenizer.encode_batch([text for text, _ in batch])
+        ids, mask = runner.pad([encoding.ids[: args.tokens] for encoding in encoded])
         labels = torch.tensor([label for _, label in batch], dtype=torch.float32)
         drop = torch.rand(ids.shape) < args.word_dropout  # hides tokens, so that no single one decides
         ids = torch.where(drop & (ids > 3), 3, ids)
@@ -116,9 +125,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2000, help="updates")
     parser.add_argument("--batch-size", type=int, default=128, help="texts of an update")
     parser.add_argument("--peak", type=float, default=1e-3, help="highest learning rate")
+    parser.add_argument("--samples", type=int, default=60_000, help="language-model samples among the harmless texts")
+    parser.add_argument("--hard-samples", type=int, default=2000, help="of these, how many the half-way mining keeps")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a training text that are read")
     parser.add_argument("--word-dropout", type=float, default=0.03, help="share of tokens hidden in training")
     parser.add_argument(
-        "--calibration-samples", type=int, default=200_000, help="language-model samples to calibrate on"
+        "--calibration-samples", type=int, default=100_000, help="language-model samples to calibrate on"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of initialisation, texts and samples")
     return parser.parse_args()
@@ -139,11 +151,8 @@ def main() -> None:
             torch.nn.init.normal_(parameter, std=0.02 if "embeddings" in name else 0.08)
     runner = Runner(model, tokenizer, batch_size=256)
 
-    def pad(texts: list[str]) -> tuple[Tensor, Tensor]:
-        return runner.pad([encoding.ids[:64] for encoding in runner.tokenizer.encode_batch(texts)])
-
-    samples = sample_texts(args.lm, 30_000, generator)
-    train(model, pad, Mixture(labelled, stories, samples), args)
+    samples = sample_texts(args.lm, args.samples, generator)
+    train(model, runner, Mixture(labelled, stories, samples), args)
     model.eval()
     scale, bias = calibration(runner(sample_texts(args.lm, args.calibration_samples, generator)))
     print(f"calibration: logit <- {scale:.4f} logit + {bias:.4f}")

@@ -139,7 +139,9 @@ def test_prefixes_are_numbered_level_by_level():
     numbers = prefix_numbers(tokens, 3)
     for t in range(3):
         assert numbers[:, t].unique().tolist() == list(range(first_prefix(3, t), first_prefix(3, t + 1)))
-        assert torch.equal(numbers[:, t] - first_prefix(3, t), sequence_numbers(tokens[:, :t], 3) if t else numbers[:, 0])
+        assert torch.equal(
+            numbers[:, t] - first_prefix(3, t), sequence_numbers(tokens[:, :t], 3) if t else numbers[:, 0]
+        )
 
 
 @torch.no_grad()
@@ -159,7 +161,6 @@ def test_table_decoder_agrees_with_teacher_forcing_under_reordering():
             decoder.extend(tokens[:, -1], ancestors)
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_a_million_sequences():
     model = TableModel.random(10, 6, generator(0))

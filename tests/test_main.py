@@ -59,7 +59,7 @@ def test_every_file_of_a_run_can_be_read_again(finished):
     assert all(row["text"].startswith("Once upon a time, there was a") for row in samples)
     for name in ("similarity-toxicity", "twist-learning", "toxicity-histogram"):
         assert (finished / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert not [path for path in finished.rglob(".*")], "a temporary file was left behind"
+    assert not list(finished.rglob(".*")), "a temporary file was left behind"
 
 
 def test_a_saved_generation_loads_here_and_in_transformers(finished):

@@ -13,7 +13,7 @@ from tsmc.table import TableModel, TableTwist
 from tsmc.trace import Trace
 from twist.potential import base_potential, effective_potential
 
-ADAPTIVE = 0.95  # two particles resample where the smaller weight is under 0.39
+ADAPTIVE = 0.9  # two particles resample where the smaller weight is under a third
 
 
 def assert_unbiased(model, twist, potential, target, particles, scheme, ess_threshold):
@@ -31,9 +31,9 @@ def assert_unbiased(model, twist, potential, target, particles, scheme, ess_thre
 
 @pytest.mark.parametrize("ess_threshold", [1.0, ADAPTIVE, 0.0])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("length", [2, 3])
-def test_evidence_and_samples_are_unbiased_over_all_paths(length, scheme, ess_threshold):
-    model, twist, potential = table_world(2, length, seed=2)
+@pytest.mark.parametrize(("vocab_size", "length"), [(2, 2), (3, 3)])
+def test_evidence_and_samples_are_unbiased_over_all_paths(vocab_size, length, scheme, ess_threshold):
+    model, twist, potential = table_world(vocab_size, length, seed=2)
     assert_unbiased(model, twist, potential, Target(model, potential), 2, scheme, ess_threshold)
 
 
@@ -43,12 +43,13 @@ def test_unbiased_in_other_worlds(vocab_size, length, particles):
     assert_unbiased(model, twist, potential, Target(model, potential), particles, "systematic", ADAPTIVE)
 
 
-def test_the_adaptive_world_resamples_in_some_paths_only():
-    model, twist, potential = table_world(2, 3, seed=2)
+def test_the_adaptive_world_has_all_kinds_of_paths():
+    """Resampled, left alone with equal weights, and left alone with unequal ones, where the evidence is easy to get wrong."""
+    model, twist, potential = table_world(3, 3, seed=2)
     trace = Trace()
     every_path(model, twist, potential, 2, "multinomial", ADAPTIVE, observer=trace)
-    resampled = trace.ess[1] < ADAPTIVE * 2
-    assert 0 < resampled.sum() < len(resampled)
+    ess = trace.ess[1]
+    assert (ess < ADAPTIVE * 2).any() and (ess > 1.999).any() and ((ess > ADAPTIVE * 2) & (ess < 1.999)).any()
 
 
 @pytest.mark.parametrize("ess_threshold", [1.0, ADAPTIVE, 0.0])
@@ -62,7 +63,7 @@ def test_gpt_neo_with_its_cache_is_unbiased_over_all_paths(ess_threshold):
     [(2, 2, 1.0), (2, 2, ADAPTIVE), (2, 2, 0.0), (3, 2, 1.0), (3, 2, ADAPTIVE), (3, 2, 0.0), (2, 3, 1.0), (3, 1, 1.0)],
 )
 def test_conditional_runs_give_the_inverse_evidence(length, particles, ess_threshold):
-    model, twist, potential = table_world(2, length, seed=2)
+    model, twist, potential = table_world(length, length, seed=2)
     target = Target(model, potential)
     sequences = target.tree.sequences()
     chances, population = every_path(model, twist, potential, particles, "multinomial", ess_threshold, sequences)
@@ -103,9 +104,13 @@ def test_optimal_twist_knows_the_evidence_at_the_first_step(scheme):
     target, trace = Target(model, potential), Trace()
     optimal = TableTwist(target.optimal_log_psi())
     population = tsmc(model, optimal, potential, 6, generator(0), 4, SCHEMES[scheme], observer=trace)
-    torch.testing.assert_close(trace.log_w[0], torch.full((4, 6), target.log_z, dtype=torch.float64), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        trace.log_w[0], torch.full((4, 6), target.log_z, dtype=torch.float64), rtol=0, atol=1e-10
+    )
     torch.testing.assert_close(trace.log_w[1:], torch.zeros(3, 4, 6).double(), rtol=0, atol=1e-10)
-    torch.testing.assert_close(population.log_z, torch.full((4,), target.log_z, dtype=torch.float64), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        population.log_z, torch.full((4,), target.log_z, dtype=torch.float64), rtol=0, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("ess_threshold", [1.0, 0.5, 0.0])
@@ -170,7 +175,9 @@ def test_optimal_twist_of_a_zero_one_potential_only_draws_what_is_allowed():
     target = Target(model, potential)
     population = tsmc(model, TableTwist(target.optimal_log_psi()), potential, 10, generator(0), 50)
     assert set(sequence_numbers(population.tokens.flatten(0, 1), 2).tolist()) == {1, 6}
-    torch.testing.assert_close(population.log_z, torch.full((50,), target.log_z, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        population.log_z, torch.full((50,), target.log_z, dtype=torch.float64), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("ess_threshold", [1.0, 0.5, 0.0])

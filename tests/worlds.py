@@ -79,8 +79,9 @@ def gpt_neo_world(vocab_size: int, length: int, seed: int = 0):
 class Paths:
     """Uniform numbers that visit every combination of cells: run r takes the combination numbered r in mixed radix."""
 
-    def __init__(self, combinations: int, runs: int):
-        self.combinations, self.number = combinations, torch.arange(runs) % combinations
+    def __init__(self, combinations: int, runs: int, skipped: int = 0):
+        """The first `skipped` uniforms of each draw stay at one half: nothing depends on them."""
+        self.combinations, self.number, self.skipped = combinations, torch.arange(runs) % combinations, skipped
         self.stride = 1
         self.chances = torch.ones(runs, dtype=torch.float64)
         self.uniforms = torch.empty(0)
@@ -89,8 +90,8 @@ class Paths:
         """Pick the next uniforms [R, n]: midpoints of the cells between sorted breakpoints [R, n, m] of the unit interval."""
         border = torch.zeros(*breakpoints.shape[:2], 1, dtype=torch.float64)
         edges = torch.cat([border, breakpoints.double().clamp(0, 1), border + 1], -1)  # [R, n, m + 2]
-        columns = []
-        for j in range(edges.shape[1]):
+        columns = [torch.full((len(edges), self.skipped), 0.5, dtype=torch.float64)]
+        for j in range(self.skipped, edges.shape[1]):
             cell = (self.number // self.stride % (edges.shape[2] - 1))[:, None]  # [R, 1]
             self.stride *= edges.shape[2] - 1
             low, high = edges[:, j].gather(1, cell), edges[:, j].gather(1, cell + 1)
@@ -161,12 +162,13 @@ def every_path(
     observer=None,
     sampler=tsmc.sampler,
 ):
-    """Probabilities [R] and `Population` of all random paths, for each reference [V^T or so, T] in turn where given."""
-    cells = particles if scheme == "systematic" else particles**particles
+    """Probabilities [R] and `Population` of all random paths, for each of `references` [N, T] in turn where given."""
+    skipped = int(references is not None)  # draws for the slot of the reference
+    cells = particles if scheme == "systematic" else particles ** (particles - skipped)
     vocab_size = model.decoder(1).logits.shape[-1]
-    combinations = (vocab_size**particles * cells) ** model.length
+    combinations = (vocab_size ** (particles - skipped) * cells) ** model.length
     runs = combinations * (1 if references is None else len(references))
-    paths = Paths(combinations, runs)
+    paths = Paths(combinations, runs, skipped)
     reference = None if references is None else references.repeat_interleave(combinations, 0)
     options = {"ess_threshold": ess_threshold, "reference": reference, "observer": observer}
     with injected(paths, scheme, sampler) as resample:

@@ -29,7 +29,10 @@ def draw_categorical(logits: Tensor, generator: torch.Generator) -> tuple[Tensor
     rows, size = logits.shape
     width = min(BLOCK, size)
     peak = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)  # [N, 1]
-    weights = F.pad((logits - peak).exp(), (0, -size % width)).view(rows, -1, width)  # [N, V / 64, 64]
+    weights = (logits - peak).exp_()  # [N, V]
+    if size % width:
+        weights = F.pad(weights, (0, -size % width))
+    weights = weights.view(rows, -1, width)  # [N, V / 64, 64]
     totals = weights.sum(-1).double()  # [N, V / 64]
     cumulative = totals.cumsum(-1)
     uniform = torch.rand(rows, 1, dtype=torch.float64, device=logits.device, generator=generator)

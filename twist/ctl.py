@@ -74,18 +74,21 @@ def learn_twist(
     """Train `twist` in place against sigma, proportional to p^(m) phi^(m); calls report(update, loss=, ess=) after each step.
 
     The loss that is reported is the estimate of sum_t E_sigma[log psi] - E_pi[log psi] with its sign turned: only its
-    gradient means anything, and it hovers around zero. InputError where no sequence of a batch has positive weight.
+    gradient means anything, and it hovers around zero. A batch without any positive weight is passed over (ess=0).
+    InputError where a weight or the loss is NaN.
     """
     optimizer = torch.optim.Adam(twist.parameters(), lr=config.learning_rate)
     for update in range(config.updates):
         optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - 0.9 * update / config.updates)
         batch = sample_proposal(model, twist, config.batch_size, generator, keep_hidden=True)
         positive = positive_log_weights(batch, log_potential)
+        ess = effective_sample_size(positive).item()
         loss = ctl_loss(twist, batch, positive, negative_log_weights(batch))
-        if not torch.isfinite(loss):
+        if not torch.isfinite(loss) or positive.isnan().any():
             words = "the loss is not finite; lower --ctl-learning-rate or check the potential"
             raise InputError(f"twist learning, update {update + 1}: {words}")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        report(update + 1, loss=loss.item(), ess=effective_sample_size(positive).item())
+        if ess > 0:  # a batch in which phi is zero everywhere says nothing of sigma
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        report(update + 1, loss=loss.item(), ess=ess)

@@ -1,0 +1,84 @@
+"""Two ways to the same divergence, side by side: `python -m eval.agreement runs/pocket`.
+
+    rejection    KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma, log Z_sigma from base samples
+    bounds       KL(sigma||q) = E_sigma[log w] - log Z_sigma, log Z_sigma between E[log Z-hat] of TSMC and of conditional TSMC
+
+The bounds need no rejection run, only a few exact samples; their interval holds both limits with 95 % confidence. Without
+resampling they are the bounds of importance sampling. For every generation that a run has saved.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import tinystories
+from config import RunConfig
+from eval.evaluate import kl_target_proposal
+from eval.ingredients import Ingredients, load_ingredients
+from eval.run import align
+from tinystories import Conditional
+from tinystories.checkpoint import read_json
+from tinystories.errors import InputError
+from tinystories.memory import keep_freed_memory
+from tsmc.bounds import BoundsProblem, bidirectional_bounds
+from twist import base_potential, effective_potential, load_twist
+
+
+def config_of(run: Path) -> RunConfig:
+    """The options of a run that fix sigma, as its config.json remembers them."""
+    raw = read_json(run / "config.json")
+    names = {field.name for field in dataclasses.fields(RunConfig)} - {"ctl", "distill", "eval"}
+    return RunConfig(**{name: raw[name] for name in names if name in raw})
+
+
+def compare(
+    config: RunConfig, given: Ingredients, directory: Path, m: int, args: argparse.Namespace
+) -> list[list[str]]:
+    """The rows of generation m."""
+    gpt_neo, _ = tinystories.load(directory)
+    model, twist = Conditional(gpt_neo, given.base.prompt, config.length), load_twist(directory)
+    log_potential = base_potential(given.potential) if m == 0 else effective_potential(given.potential, given.base)
+    kl, half_width = kl_target_proposal(model, twist, given.base, given.target)
+    rows = [[f"Generation {m}", "rejection", f"{kl:.2f}", f"{kl - half_width:.2f} .. {kl + half_width:.2f}", ""]]
+    for name, threshold in (("TSMC bounds", 1.0), ("importance bounds", 0.0)):
+        for particles in args.particles:
+            problem = BoundsProblem(model, twist, log_potential, particles, threshold)
+            generator = config.generator("agreement", m, particles)
+            exact = given.target.tokens[: args.exact_samples]
+            bounds = bidirectional_bounds(problem, exact, args.runs, generator)
+            low, high = bounds.kl_from_target.interval()
+            width = f"{bounds.log_z.lower.value:.2f} .. {bounds.log_z.upper.value:.2f}"
+            rows.append(["", f"{name}, K = {particles}", "", f"{low:.2f} .. {high:.2f}", width])
+    return rows
+
+
+def main() -> None:
+    """Print the table of one run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="directory that main.py wrote, of a preset that ships exact samples")
+    parser.add_argument("--particles", type=int, nargs="+", default=[50, 500], help="K of the bounds")
+    parser.add_argument("--runs", type=int, default=40, help="runs for either bound")
+    parser.add_argument("--exact-samples", type=int, default=40, help="exact samples that the upper bound starts from")
+    args = parser.parse_args()
+    try:
+        keep_freed_memory()
+        config = config_of(args.run)
+        given = load_ingredients(config)
+        if given.target is None:
+            raise InputError(f"{args.run}: no exact samples are shipped for its options; use a run of the defaults")
+        lines = [["", "by", "KL(sigma||q)", "95 % interval", "log Z_sigma"]]
+        for m, directory in enumerate(sorted(args.run.glob("generation-*"), key=lambda path: int(path.name[11:]))):
+            lines += compare(config, given, directory, m, args)
+    except InputError as error:
+        print(f"eval.agreement: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    z, error = given.target.log_z, given.target.log_z_std_error
+    print(align(lines))
+    print(f"log Z_sigma by rejection: {z:.3f} +- {1.96 * error:.3f}")
+
+
+if __name__ == "__main__":
+    main()

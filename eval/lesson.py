@@ -1,0 +1,168 @@
+"""The lesson: every estimator beside the exact value that it estimates. `python -m eval.lesson --out lesson.png`
+
+    p(s_{1:6}) from a random table over 4 tokens;   log phi(s) = -(sum_t s_t - 15)^2 / 6,   sigma proportional to p phi
+
+The potential judges the whole sequence and few sequences please it, so a sampler must look ahead: that is what the twist is
+for. All 4^6 sequences are enumerated first. Then each line of the table has the exact value, the estimate, its standard
+error, and how many of these the two are apart, which should rarely be more than two; bounds may miss, on their side only.
+The figure shows log Z-hat against the number of particles K for three proposals: p, a learned twist, the optimal twist.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from eval.figures import COLOURS, MARKERS, save_figure
+from tsmc.bounds import BoundsProblem, bidirectional_bounds
+from tsmc.estimate import Estimate, mean_estimate
+from tsmc.exact import Target
+from tsmc.proposal import Twist, sample_proposal
+from tsmc.rejection import rejection_sample
+from tsmc.resampling import SCHEMES
+from tsmc.sampler import tsmc
+from tsmc.table import TableModel, TableTwist
+from twist.ctl import CTLConfig, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
+
+VOCABULARY, LENGTH, PARTICLES, RUNS = 4, 6, 16, 1000
+Line = tuple[str, float, Estimate, str]
+"""What is estimated, its exact value, the estimate, and on which side of the exact value it belongs ("" for both)."""
+
+
+def log_phi(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
+    """log phi [N] of tokens [N, T]: the sum of the tokens should be 15."""
+    return -(tokens.sum(-1) - 15).double().square() / 6
+
+
+def learned_twist(model: TableModel, generator: torch.Generator) -> TableTwist:
+    """A table twist after a short training, good but not perfect."""
+    twist = TableTwist.ones(model)
+    config = CTLConfig(updates=150, batch_size=200, learning_rate=0.03)
+    learn_twist(model, twist, log_phi, config, generator, lambda update, **numbers: None)
+    return twist
+
+
+def evidence(model: TableModel, twist: Twist, target: Target, generator: torch.Generator) -> Iterator[Line]:
+    """Z-hat under every way to resample, and the mean of a function of the samples."""
+    exact_z = math.exp(target.log_z)
+    ways = [(f"{name}, every step", scheme, 1.0) for name, scheme in SCHEMES.items()]
+    ways += [
+        ("multinomial, ESS under K / 2", SCHEMES["multinomial"], 0.5),
+        ("no resampling", SCHEMES["multinomial"], 0.0),
+    ]
+    for name, scheme, threshold in ways:
+        runs = tsmc(model, twist, log_phi, PARTICLES, generator, RUNS, scheme, threshold)
+        yield f"Z: {name}", exact_z, mean_estimate(runs.log_z.exp()), ""
+    share = (runs.tokens[:, :, 0] == 3).double()  # [R, K]
+    weighted = (runs.log_z.exp()[:, None] * runs.log_weights.softmax(-1) * share).sum(-1)
+    yield (
+        "Z sigma(s_1 = 3): weighted particles",
+        exact_z * target.token_marginals()[0, 3].exp().item(),
+        mean_estimate(weighted),
+        "",
+    )
+    given = tsmc(model, twist, log_phi, PARTICLES, generator, RUNS, reference=target.sample(RUNS, generator))
+    yield "1 / Z: conditional runs", 1 / exact_z, mean_estimate((-given.log_z).exp()), ""
+
+
+def divergences(
+    model: TableModel, twist: TableTwist, target: Target, exact_samples: Tensor, generator: torch.Generator
+) -> Iterator[Line]:
+    """log Z and both divergences from bidirectional bounds, with and without resampling."""
+    log_q = target.tree.prefix_log_q(twist)[-1].detach()
+    for name, threshold in (("TSMC", 1.0), ("importance sampling", 0.0)):
+        problem = BoundsProblem(model, twist, log_phi, PARTICLES, threshold)
+        bounds = bidirectional_bounds(problem, exact_samples, RUNS, generator)
+        brackets = (
+            ("log Z", target.log_z, bounds.log_z),
+            ("KL(q || sigma)", target.kl_from(log_q), bounds.kl_from_proposal),
+            ("KL(sigma || q)", target.kl_to(log_q), bounds.kl_from_target),
+        )
+        for quantity, exact, bracket in brackets:
+            yield f"{quantity}: lower bound, {name}", exact, bracket.lower, "lower"
+            yield f"{quantity}: upper bound, {name}", exact, bracket.upper, "upper"
+
+
+def gradient(model: TableModel, twist: TableTwist, target: Target, generator: torch.Generator) -> Iterator[Line]:
+    """The CTL gradient along its own direction, so that the exact value is its length."""
+    exact = torch.autograd.grad(target.ctl_loss(twist), twist.log_psi)[0]
+    values = []
+    for _ in range(200):
+        batch = sample_proposal(model, twist, 1000, generator, keep_hidden=True)
+        loss = ctl_loss(twist, batch, positive_log_weights(batch, log_phi), negative_log_weights(batch))
+        values.append((torch.autograd.grad(loss, twist.log_psi)[0] * exact).sum() / exact.norm())
+    yield "CTL gradient along the exact one", exact.norm().item(), mean_estimate(torch.stack(values)), ""
+
+
+def lines(model: TableModel, twist: TableTwist, target: Target, generator: torch.Generator) -> Iterator[Line]:
+    """Every line of the table."""
+    rejection = rejection_sample(model, log_phi, 20000, generator)
+    exact_phi = (target.log_sigma[-1].exp() * target.log_psi[-1]).sum().item()
+    yield "log Z: base samples", target.log_z, Estimate(rejection.log_z, rejection.log_z_std_error, 19999.0), ""
+    yield "E_sigma[log phi]: rejection", exact_phi, mean_estimate(rejection.log_phi), ""
+    yield from evidence(model, twist, target, generator)
+    yield from divergences(model, twist, target, rejection.tokens[:50], generator)
+    yield from gradient(model, TableTwist.ones(model), target, generator)
+
+
+def verdict(exact: float, estimate: Estimate, side: str) -> str:
+    """Distance in standard errors, or whether a bound is on its side within three of them."""
+    distance = (estimate.value - exact) / estimate.std_error
+    if not side:
+        return f"{distance:+.1f} errors apart"
+    return "holds" if (distance < 3 if side == "lower" else distance > -3) else f"BROKEN by {abs(distance):.1f} errors"
+
+
+def figure(
+    model: TableModel, twists: dict[str, Twist | None], log_z: float, path: Path, generator: torch.Generator
+) -> None:
+    """Mean and middle 80 % of log Z-hat over 400 runs against K, for each proposal."""
+    picture, axes = plt.subplots(figsize=(6.5, 4.2))
+    axes.axhline(log_z, color="black", lw=1, ls="--", label="exact log Z")
+    counts = [2**power for power in range(9)]
+    for (name, twist), colour, marker in zip(twists.items(), COLOURS, MARKERS, strict=False):
+        runs = torch.stack([tsmc(model, twist, log_phi, count, generator, 400).log_z for count in counts])  # [C, R]
+        low, high = runs.quantile(0.1, 1), runs.quantile(0.9, 1)
+        axes.fill_between(counts, low, high, color=colour, alpha=0.2, lw=0)
+        axes.plot(counts, runs.mean(1), color=colour, marker=marker, ms=5, label=name)
+    axes.set(xlabel="particles K", ylabel="log Z-hat: mean, middle 80 %", xscale="log", xticks=counts)
+    axes.set_xticklabels(counts)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_figure(picture, path)
+
+
+def main() -> None:
+    """Enumerate, learn a twist, print the table, draw the figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("lesson.png"), help="where to write the figure")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the world and of every estimate")
+    args = parser.parse_args()
+    generator = torch.Generator().manual_seed(args.seed)
+    model = TableModel.random(VOCABULARY, LENGTH, generator)
+    target = Target(model, log_phi)
+    twist = learned_twist(model, generator)
+    optimal = TableTwist(target.optimal_log_psi())
+
+    print(
+        f"{'KL(sigma || q), exact':50} "
+        + ", ".join(
+            f"{name} {target.kl_to(target.tree.prefix_log_q(each)[-1].detach()):.4f}"
+            for name, each in (("q = p", None), ("learned", twist), ("optimal", optimal))
+        )
+    )
+    print(f"{'estimator':50} {'exact':>10} {'estimate':>10} {'error':>9}")
+    for name, exact, estimate, side in lines(model, twist, target, generator):
+        numbers = f"{exact:10.5f} {estimate.value:10.5f} {estimate.std_error:9.5f}"
+        print(f"{name:50} {numbers}  {verdict(exact, estimate, side)}", flush=True)
+    figure(model, {"q = p": None, "learned twist": twist, "optimal twist": optimal}, target.log_z, args.out, generator)
+    print(f"figure in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

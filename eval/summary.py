@@ -1,0 +1,74 @@
+"""Several runs side by side: `python -m eval.summary runs/seed-1 runs/seed-2 ...`
+
+    mean over runs +- half of the 95 % interval (Student's t), of every column of the final table
+
+The last rows give the change from generation 0 to the last one, taken within each run before averaging: runs share their
+exact samples of sigma but nothing else, so the runs are the independent units.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from eval.run import TABLE, align
+from tinystories.checkpoint import read_json
+from tinystories.errors import InputError
+from tsmc.estimate import mean_estimate
+
+
+def interval(values: list[float], form: str) -> str:
+    """mean +- half width; the mean alone where all values agree."""
+    estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
+    text = format(estimate.value, form)
+    if len(values) < 2 or estimate.std_error < 1e-12:
+        return text
+    return f"{text} +- {format(estimate.quantile(0.975) - estimate.value, form)}"
+
+
+def read_runs(directories: list[Path]) -> list[dict]:
+    """results.json of each run; InputError where they are not runs of the same options but for the seed."""
+    configs = [read_json(directory / "config.json") for directory in directories]
+    for directory, config in zip(directories, configs, strict=True):
+        changed = [key for key in config if key not in ("seed", "out") and config[key] != configs[0].get(key)]
+        if changed:
+            raise InputError(
+                f"{directory}: differs from {directories[0]} in {', '.join(changed)}; compare runs of one kind"
+            )
+    return [read_json(directory / "results.json") for directory in directories]
+
+
+def summarise(runs: list[dict]) -> str:
+    """The final table with intervals, and the change from the first generation to the last."""
+    lines = [["", *(title for title, _, _ in TABLE)]]
+
+    def add(name: str, rows: list[dict]) -> None:
+        cells = [interval([row[key] for row in rows], form) if key in rows[0] else "" for _, key, form in TABLE]
+        lines.append([name, *cells])
+
+    add("Base", [run["base"] for run in runs])
+    add("Target", [run["target"] | {"log_z_hat_mean": run["target"]["log_z"]} for run in runs])
+    generations = [run["generations"] for run in runs]
+    for m in range(len(generations[0])):
+        add(f"Generation {m}", [rows[m] for rows in generations])
+    if len(generations[0]) > 1:
+        keys = [key for _, key, _ in TABLE]
+        add("Last - first", [{key: rows[-1][key] - rows[0][key] for key in keys} for rows in generations])
+    return align(lines)
+
+
+def main() -> None:
+    """Print the summary of the runs named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="directories that main.py wrote, alike but for the seed")
+    args = parser.parse_args()
+    try:
+        print(summarise(read_runs(args.runs)))
+    except InputError as error:
+        print(f"eval.summary: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""GPT-Neo against transformers on random and shipped checkpoints, its cache under reordering, and files that do not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from worlds import generator, tiny_gpt_neo
+
+import tinystories
+from tinystories import Conditional, InputError
+from tinystories.load import END_OF_TEXT
+
+POCKET = Path(__file__).parent.parent / "checkpoints" / "pocket" / "lm"
+SIZES = {"vocab_size": 61, "max_position_embeddings": 24}
+SHAPES = [
+    {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "attention_types": [[["global"], 1]]},
+    {
+        "num_layers": 2,
+        "hidden_size": 24,
+        "num_heads": 3,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 4,
+    },
+    {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_heads": 16,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 7,
+    },
+    {"num_layers": 3, "hidden_size": 20, "num_heads": 2, "attention_types": [[["local"], 3]], "window_size": 1},
+    {
+        "num_layers": 3,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "attention_types": [[["local"], 1], [["global"], 2]],
+        "window_size": 64,
+    },
+    {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "intermediate_size": 23,
+    },
+]
+
+
+def write_tokenizer(path: Path, vocab_size: int = 61) -> None:
+    """A word-level tokenizer.json of given size, end of text first."""
+    words = {END_OF_TEXT: 0} | {f"w{number}": number for number in range(1, vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=END_OF_TEXT))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
+
+
+def theirs(path: Path, dtype=torch.float32, head: bool = True, **shape) -> transformers.PreTrainedModel:
+    """A random transformers model of large weights, saved at `path` in `dtype`; the saved numbers in float32."""
+    torch.manual_seed(0)
+    config = transformers.GPTNeoConfig(**(SIZES | shape))
+    model = transformers.GPTNeoForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter + 0.2 * torch.randn_like(parameter))
+    model.to(dtype)
+    (model if head else model.transformer).save_pretrained(path)
+    write_tokenizer(path)
+    return model.float().eval()
+
+
+def assert_same_logits(
+    path: Path, reference, vocab_size: int = 61, positions: int = 24, tolerance: float = 2e-5
+) -> None:
+    """Our loaded model gives their logits on random tokens, to `tolerance` of the logits' scale."""
+    model, _ = tinystories.load(path)
+    ids = torch.randint(vocab_size, (3, positions), generator=generator(1))
+    with torch.no_grad():
+        ours, wanted = model(ids), reference(ids).logits
+    assert ours.dtype == torch.float32
+    assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape['num_layers']}x{shape['hidden_size']}")
+def test_logits_of_random_checkpoints(tmp_path, shape, tied):
+    assert_same_logits(tmp_path, theirs(tmp_path, tie_word_embeddings=tied, **shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_on_disk(tmp_path, dtype):
+    reference = theirs(tmp_path, dtype, **SHAPES[1])
+    assert load_file(tmp_path / "model.safetensors")["transformer.wte.weight"].dtype == dtype
+    assert_same_logits(tmp_path, reference)
+
+
+def test_names_without_the_prefix(tmp_path):
+    reference = theirs(tmp_path, head=False, **SHAPES[1])
+    assert "wte.weight" in load_file(tmp_path / "model.safetensors")
+    assert_same_logits(tmp_path, reference)
+
+
+def test_mask_buffers_and_a_copy_of_the_tied_head_are_no_weights(tmp_path):
+    reference = theirs(tmp_path, **SHAPES[1])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        tensors[f"transformer.h.{layer}.attn.attention.bias"] = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
+        tensors[f"transformer.h.{layer}.attn.attention.masked_bias"] = torch.tensor(-1e9)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same_logits(tmp_path, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_reads_what_we_save(tmp_path, tied, dtype):
+    theirs(tmp_path / "first", dtype, tie_word_embeddings=tied, **SHAPES[2])
+    model, tokenizer = tinystories.load(tmp_path / "first")
+    tinystories.save(tmp_path / "second", model, tokenizer, dtype)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second", dtype=torch.float32).eval()
+    assert_same_logits(tmp_path / "second", loaded)
+    assert_same_logits(tmp_path / "first", loaded)
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "second")
+    assert words.encode("w3 w60 w1") == tokenizer.encode("w3 w60 w1").ids == [3, 60, 1]
+
+
+@pytest.mark.skipif(not (POCKET / "model.safetensors").is_file(), reason="the pocket checkpoint is not there")
+def test_logits_of_the_pocket_checkpoint():
+    reference = transformers.AutoModelForCausalLM.from_pretrained(POCKET, dtype=torch.float32).eval()
+    assert_same_logits(POCKET, reference, reference.config.vocab_size, reference.config.max_position_embeddings)
+
+
+@pytest.mark.parametrize("attention_layers", [("global", "local"), ("local", "local"), ("global", "global")])
+@pytest.mark.parametrize("prompt", [1, 2, 9])
+@torch.no_grad()
+def test_cached_equals_uncached_after_any_reordering_and_past_the_window(prompt, attention_layers):
+    model = tiny_gpt_neo(11, seed=3, window_size=4, attention_layers=attention_layers).double()
+    source, rows, length = generator(4), 7, 15
+    conditional = Conditional(model, torch.randint(11, (prompt,), generator=source), length)
+    decoder, tokens = conditional.decoder(rows), torch.empty(rows, 0, dtype=torch.long)
+    for t in range(length):
+        step = torch.randint(11, (rows,), generator=source)
+        tokens = torch.cat([tokens, step[:, None]], 1)
+        _, logits, hidden = conditional.log_probs(tokens)
+        torch.testing.assert_close(decoder.logits, logits[:, -1], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(decoder.hidden, hidden[:, -1], rtol=1e-10, atol=1e-10)
+        ancestors = torch.randint(rows, (rows,), generator=source) if t % 4 else None
+        tokens = tokens if ancestors is None else tokens[ancestors]
+        if t + 1 < length:
+            decoder.extend(tokens[:, -1], ancestors)
+
+
+@torch.no_grad()
+def test_cache_in_chunks_of_any_size():
+    model = tiny_gpt_neo(11, seed=5, window_size=3).double()
+    ids = torch.randint(11, (2, 12), generator=generator(0))
+    cache = tinystories.cache.KeyValueCache.like(model, 2, 12)
+    parts = [model(part, cache) for part in ids.split([1, 4, 2, 5], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids), rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_rows_do_not_depend_on_the_batch():
+    model = tiny_gpt_neo(11, seed=6)
+    ids = torch.randint(11, (5, 10), generator=generator(0))
+    alone = torch.cat([model(row[None]) for row in ids])
+    torch.testing.assert_close(model(ids), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_log_probs_are_those_of_the_logits_and_carry_gradients():
+    model = Conditional(tiny_gpt_neo(11), torch.tensor([4, 2]), 5)
+    tokens = torch.randint(11, (3, 5), generator=generator(0))
+    log_p, logits, hidden = model.log_probs(tokens)
+    torch.testing.assert_close(log_p, logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0])
+    torch.testing.assert_close(model.model.head(hidden), logits)
+    log_p.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.model.parameters())
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A good checkpoint directory to be spoilt."""
+    theirs(tmp_path, **SHAPES[1])
+    return tmp_path
+
+
+def respoil(path: Path, change) -> None:
+    """Apply `change` to the tensors of a checkpoint."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def reconfigure(path: Path, **changes) -> None:
+    """Change fields of config.json; None removes one."""
+    config = json.loads((path / "config.json").read_text()) | changes
+    config = {name: value for name, value in config.items() if value is not None}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def error_of(path: Path) -> str:
+    """The one line that loading a bad checkpoint raises."""
+    with pytest.raises(InputError) as caught:
+        tinystories.load(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def set_to(name: str, value):
+    """A change that sets one tensor."""
+    return lambda tensors: tensors.__setitem__(name, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop("transformer.ln_f.bias"), ["missing: ln_f.bias"]),
+        (set_to("transformer.extra", torch.zeros(1)), ["left over: extra"]),
+        (set_to("transformer.ln_f.bias", torch.zeros(5)), ["ln_f.bias has shape [5]", "implies [24]"]),
+        (set_to("transformer.ln_f.bias", torch.full((24,), torch.nan)), ["ln_f.bias holds NaN"]),
+        (set_to("transformer.ln_f.bias", torch.full((24,), torch.inf)), ["ln_f.bias holds NaN or infinite"]),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(checkpoint, change, words):
+    respoil(checkpoint, change)
+    message = error_of(checkpoint)
+    assert all(word in message for word in [*words, str(checkpoint / "model.safetensors")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 62}, "wte.weight has shape [61, 24]"),
+        ({"hidden_size": 12}, "has shape"),
+        ({"num_layers": 1, "attention_types": [[["global"], 1]]}, "left over: h.1."),
+        ({"num_layers": 3}, "attention_types must name num_layers = 3"),
+        ({"attention_types": [[["global", "sparse"], 1]]}, "attention_types"),
+        ({"attention_types": "global"}, "not a GPT-Neo configuration"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "wide"}, "wide"),
+        ({"num_heads": 5}, "multiple of num_heads"),
+        ({"num_heads": 0}, "positive"),
+        ({"window_size": 0}, "positive"),
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"activation_function": "relu"}, "relu"),
+        ({"tie_word_embeddings": False}, "missing: lm_head.weight"),
+    ],
+)
+def test_configurations_that_contradict_the_weights_or_themselves(checkpoint, changes, words):
+    reconfigure(checkpoint, **changes)
+    assert words in error_of(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["absent", "empty", "truncated", "garbage", "directory"])
+def test_damaged_files_are_named(checkpoint, name, damage):
+    path = checkpoint / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "directory":
+        path.mkdir()
+    elif damage != "absent":
+        path.write_bytes(
+            {"empty": b"", "truncated": content[: len(content) // 2], "garbage": b"\xff\x00{" * 99}[damage]
+        )
+    assert str(path) in error_of(checkpoint)
+
+
+def test_tampered_safetensors_header(checkpoint):
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[0:8] = (2**40).to_bytes(8, "little")
+    (checkpoint / "model.safetensors").write_bytes(content)
+    assert "model.safetensors" in error_of(checkpoint)
+
+
+def test_tokenizer_larger_than_the_vocabulary(checkpoint):
+    write_tokenizer(checkpoint, 62)
+    assert "62 tokens where config.json has 61" in error_of(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "length", "words"), [(0, 4, "--prompt is empty"), (30, 4, "exceed the model's 32 positions")]
+)
+def test_prompts_that_do_not_fit(prompt, length, words):
+    with pytest.raises(InputError, match=words):
+        Conditional(tiny_gpt_neo(11), torch.zeros(prompt, dtype=torch.long), length)
+
+
+def test_prompt_and_continuation_may_fill_every_position():
+    model = Conditional(tiny_gpt_neo(11), torch.zeros(28, dtype=torch.long), 4)
+    decoder = model.decoder(2)
+    for _ in range(4):
+        decoder.extend(torch.tensor([1, 2]))
+    with pytest.raises(InputError, match="33 tokens exceed this model's 32 positions"):
+        decoder.extend(torch.tensor([1, 2]))

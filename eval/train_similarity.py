@@ -73,6 +73,8 @@ def draw_openings(stories: list[str], count: int, generator: torch.Generator) ->
     whole = [story.split() for story in stories]
     prompted = [words for words in whole if words[: len(prompt)] == prompt]
     grafts = [words[at + 1 :] for words in whole for at, word in enumerate(words[:-20]) if word == "a" and at > 6]
+    if not prompted or not grafts:
+        raise InputError(f"--stories: none opens with {PROMPT!r}, or all are short; give a larger file")
     texts = []
     for index in range(count):
         if index % 4 == 0:

@@ -1,7 +1,9 @@
 """The sentence encoder, its scorer and the mean pairwise cosine, against transformers and plain loops."""
 
+import hashlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer, BertConfig
 from transformers import BertModel as Oracle
 
-from eval import similarity
+from eval import similarity, train_similarity
 from eval.encoder import EncoderConfig
 from eval.similarity import SimilarityScorer, mean_pairwise_cosine
-from eval.train_similarity import load_teacher, train_tokenizer
+from eval.train_similarity import PROMPT, draw_openings, load_teacher, train_tokenizer
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
 
@@ -252,3 +254,48 @@ def test_mean_pairwise_cosine_keeps_precision_over_many_vectors():
 def test_mean_pairwise_cosine_needs_two(count):
     with pytest.raises(InputError, match="give at least 2"):
         mean_pairwise_cosine(torch.ones(count, 3))
+
+
+def stories():
+    inside = "{} liked to run. One day, {} saw a {} bird in the tree and it sang to them until the sun went down behind hills."
+    names = [("Lily", "blue"), ("Tim", "red"), ("Sue", "small"), ("Ben", "loud"), ("Mia", "wet"), ("Max", "fat")]
+    openings = [f"{PROMPT} child named {{}}. " if index % 2 else "Hello {}! " for index in range(len(names))]
+    return [
+        opening.format(name) + " ".join([inside.format(name, name, word)] * 2)
+        for opening, (name, word) in zip(openings, names, strict=True)
+    ]
+
+
+def test_the_same_stories_give_the_same_tokenizer_and_texts():
+    assert train_tokenizer(stories(), 150).to_str() == train_tokenizer(stories(), 150).to_str()
+    texts, again, other = (draw_openings(stories(), 12, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
+    assert texts == again != other
+    for index, text in enumerate(texts):
+        prompted, words = text.startswith(PROMPT + " "), len(text.split())
+        assert prompted and 20 <= words <= 30 if index % 4 else 8 <= words <= 40
+        inside = text.removeprefix(PROMPT + " ") if index % 4 > 1 else text
+        assert any(inside in story for story in stories())
+
+
+def test_only_the_real_teacher_is_accepted(checkpoint, tmp_path):
+    with pytest.raises(InputError, match="sha256 differs"):
+        load_teacher(checkpoint[0])
+    with pytest.raises(InputError, match="no such file; give --teacher"):
+        load_teacher(tmp_path)
+
+
+def test_distillation_script(checkpoint, tmp_path, monkeypatch, capsys):
+    digest = hashlib.sha256((checkpoint[0] / "model.safetensors").read_bytes()).hexdigest()
+    monkeypatch.setattr(train_similarity, "TEACHER_SHA256", digest)
+    (tmp_path / "stories.txt").write_text("".join(f"{story}\n<|endoftext|>\n" for story in stories()))
+    sizes = "--vocab-size 150 --width 16 --layers 1 --heads 2 --positions 32 --openings 32 --rows 8 --steps 40"
+    files = f"--teacher {checkpoint[0]} --stories {tmp_path}/stories.txt --out {tmp_path}/out --validation 0"
+    arguments = f"{files} {sizes} --heldout {tmp_path}/stories.txt"
+    monkeypatch.setattr(sys, "argv", ["train_similarity", *arguments.split()])
+    train_similarity.main()
+    printed = capsys.readouterr().out
+    assert "held-out, all: 6 openings, 15 pairs, Pearson" in printed
+    assert "held-out, with the prompt: 3 openings, 3 pairs, Pearson" in printed
+    losses = [float(line.split("loss ")[1].split()[0]) for line in printed.splitlines() if line.startswith("update")]
+    assert len(losses) == 1 and losses[0] < 0.5
+    assert SimilarityScorer(*similarity.load(tmp_path / "out"))(TEXTS).shape == (6, 16)

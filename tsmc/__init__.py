@@ -1,8 +1,26 @@
-"""Twisted sequential Monte Carlo: proposal, weights, resampling, the sampler, and exact sampling by rejection."""
+"""Twisted sequential Monte Carlo: proposal, weights, resampling, the sampler, exact sampling by rejection, and the means to
+check them: bounds on the evidence, traces, and exact answers for small worlds."""
 
+from tsmc.bounds import BoundsProblem, bidirectional_bounds
+from tsmc.exact import Target
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.rejection import rejection_sample
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import Population, tsmc
+from tsmc.table import TableModel, TableTwist
+from tsmc.trace import Trace
 
-__all__ = ["SCHEMES", "Population", "proposal_log_probs", "rejection_sample", "sample_proposal", "tsmc"]
+__all__ = [
+    "SCHEMES",
+    "BoundsProblem",
+    "Population",
+    "TableModel",
+    "TableTwist",
+    "Target",
+    "Trace",
+    "bidirectional_bounds",
+    "proposal_log_probs",
+    "rejection_sample",
+    "sample_proposal",
+    "tsmc",
+]

@@ -5,6 +5,7 @@ the help text, the smallest value allowed and, where there are few, the choices.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -71,9 +72,9 @@ class RunConfig:
     length: int = option(20, "T, tokens of a continuation", at_least=1)
     seed: int = option(0, "seed of everything random", at_least=0)
     out: str = option("", "directory to write to, which must not exist yet (default: a new one under runs/)")
-    device: str = option("auto", "auto, cpu, cuda, cuda:N or mps; auto takes a GPU if there is one")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N; auto takes a GPU if there is one")
     lora: bool = option(False, "distil by LoRA (rank 8, query and value) instead of full fine-tuning")
-    particles: int = option(100, "K in training: particles of each TSMC run that is distilled", at_least=1)
+    particles: int = option(50, "K in training: particles of each TSMC run that is distilled", at_least=1)
     resampling: str = option("multinomial", "resampling scheme", choices=tuple(SCHEMES))
     ess_threshold: float = option(1.0, "resample where ESS < this share of K: 1 always, 0 never", at_least=0, at_most=1)
     lm: str = option("", "directory of the language model (default: the preset's)")
@@ -86,8 +87,9 @@ class RunConfig:
     def checkpoint(self, role: str) -> Path:
         """Directory of `lm`, `toxicity_model` or `similarity_model`; InputError says how to get one that is not here."""
         name = getattr(self, role) or getattr(PRESETS[self.preset], role)
-        if Path(name).is_dir():
-            return Path(name)
+        with contextlib.suppress(OSError):  # a name too long for a path is no directory either
+            if Path(name).is_dir():
+                return Path(name)
         flag = f"--{role.replace('_', '-')}"
         if getattr(self, role) or self.preset == "pocket":
             raise InputError(f"{name}: no such directory; give {flag} the directory of a checkpoint")
@@ -100,6 +102,8 @@ class RunConfig:
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
+            if torch.device(self.device).type not in ("cpu", "cuda"):
+                raise RuntimeError("no float64 or no random numbers there")
             return torch.zeros(1, device=self.device).device
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
@@ -159,6 +163,8 @@ def read_config(arguments: list[str] | None, description: str) -> RunConfig:
         key = flag[2:].replace("-", "_")
         value = values.get(key, item.default)
         low, high = item.metadata.get("at_least"), item.metadata.get("at_most")
+        if isinstance(value, str) and not value.isprintable():
+            raise InputError(f"{flag} holds characters that cannot be printed; give plain text")
         if isinstance(value, float) and math.isinf(value):
             raise InputError(f"{flag} is {value}; give a finite number")
         if low is not None and not value >= low:

@@ -42,7 +42,7 @@ def contrastive_twist_learning(
     """Lines 1 and 4: psi^(m), learned anew from psi = 1."""
     generator = config.generator("ctl", m)
     sizes = model.model.config
-    twist = TwistMLP(sizes.hidden_size, config.ctl.hidden_units, sizes.vocab_size, generator).to(model.prompt.device)
+    twist = TwistMLP(sizes.hidden_size, config.ctl.hidden_units, sizes.vocab_size, generator)
     with run.progress("twist learning", m, config.ctl.updates) as report:
         learn_twist(model, twist, log_potential, config.ctl, generator, report)
     return twist
@@ -93,6 +93,14 @@ def main(arguments: list[str] | None = None) -> None:
         draw_figures(results, run)
     except InputError as error:
         print(f"main.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error).lower():
+            raise
+        print(
+            "main.py: error: out of memory; lower --particles, --ctl-batch-size or --distill-batch-size",
+            file=sys.stderr,
+        )
         sys.exit(2)
     print(f"\n{table(results)}\n\nEverything is in {run.path}")
 

@@ -9,6 +9,7 @@ LayerNorm. N samples, T tokens.
 """
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from distill.lora import add_lora, merge_lora
 from tinystories.decoder import Conditional
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
+from tsmc.proposal import sequence_log_probs
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,17 @@ class DistillConfig:
     """Self-distillation."""
 
     runs: int = field(
-        default=200,
+        default=300,
         metadata={"help": "independent TSMC runs whose samples are distilled; a tenth is held out", "at_least": 2},
     )
     updates: int = field(default=80, metadata={"help": "gradient steps", "at_least": 1})
     batch_size: int = field(default=128, metadata={"help": "sequences of one step", "at_least": 1})
     learning_rate: float = field(
-        default=1e-4, metadata={"help": "AdamW's step size for full fine-tuning", "at_least": 0}
+        default=3e-5, metadata={"help": "AdamW's step size for full fine-tuning", "at_least": 0, "at_most": 1}
     )
-    lora_learning_rate: float = field(default=1e-3, metadata={"help": "AdamW's step size with --lora", "at_least": 0})
+    lora_learning_rate: float = field(
+        default=3e-4, metadata={"help": "AdamW's step size with --lora", "at_least": 0, "at_most": 1}
+    )
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's weight decay of matrices", "at_least": 0})
 
 
@@ -62,29 +66,29 @@ def self_distill(
 ) -> Conditional:
     """p^(m) from p^(m-1) = model (left unchanged) and samples [N, T]; held_out [N', T] are only measured.
 
-    Calls report(update, loss=) after each step, and report(update, held_out_before=, held_out_after=) at the end.
+    Calls report(update, loss=) after each step, the last time with held_out_before= and held_out_after= as well.
     """
     student: GPTNeo = copy.deepcopy(model.model)
     parameters = add_lora(student, generator) if lora else list(student.parameters())
     learning_rate = config.lora_learning_rate if lora else config.learning_rate
+    flag = "--distill-lora-learning-rate" if lora else "--distill-learning-rate"
     optimizer = torch.optim.AdamW(parameter_groups(parameters, config.weight_decay), lr=learning_rate)
     distilled = Conditional(student, model.prompt, model.length)
-    with torch.no_grad():
-        before = negative_log_likelihood(distilled, held_out).item()
+    before = -sequence_log_probs(distilled, held_out).mean().item() / model.length
     for update in range(config.updates):
         chosen = torch.randint(len(samples), (config.batch_size,), generator=generator, device=samples.device)
         loss = negative_log_likelihood(distilled, samples[chosen])
         if not torch.isfinite(loss):
-            raise InputError(
-                f"distillation, update {update + 1}: the loss is not finite; lower --distill-learning-rate"
-            )
+            raise InputError(f"distillation, update {update + 1}: the loss is not finite; lower {flag}")
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        report(update + 1, loss=loss.item())
+        if update + 1 < config.updates:
+            report(update + 1, loss=loss.item())
     if lora:
         merge_lora(student)
-    with torch.no_grad():
-        after = negative_log_likelihood(distilled, held_out).item()
-    report(config.updates, held_out_before=before, held_out_after=after)
+    after = -sequence_log_probs(distilled, held_out).mean().item() / model.length
+    if not math.isfinite(after):
+        raise InputError(f"distillation: the distilled model is not finite; lower {flag}")
+    report(config.updates, loss=loss.item(), held_out_before=before, held_out_after=after)
     return distilled

@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 
 import tinystories
-from config import RunConfig
+from config import PRESETS, RunConfig
 from eval.evaluate import kl_target_proposal
-from eval.ingredients import Ingredients, load_ingredients
+from eval.ingredients import Ingredients, load_ingredients, sigma_key
 from eval.run import align
+from eval.target import load_target
 from tinystories import Conditional
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
@@ -29,22 +30,26 @@ def config_of(run: Path) -> RunConfig:
     """The options of a run that fix sigma, as its config.json remembers them."""
     raw = read_json(run / "config.json")
     names = {field.name for field in dataclasses.fields(RunConfig)} - {"ctl", "distill", "eval"}
-    return RunConfig(**{name: raw[name] for name in names if name in raw})
+    config = RunConfig(**{name: raw[name] for name in names if name in raw})
+    if config.preset not in PRESETS:
+        raise InputError(f"{run / 'config.json'}: the preset {config.preset!r} is unknown; use a run of this version")
+    return config
 
 
 def compare(
     config: RunConfig, given: Ingredients, directory: Path, m: int, args: argparse.Namespace
 ) -> list[list[str]]:
     """The rows of generation m."""
-    gpt_neo, _ = tinystories.load(directory)
-    model, twist = Conditional(gpt_neo, given.base.prompt, config.length), load_twist(directory)
+    prompt = given.base.prompt
+    gpt_neo, _ = tinystories.load(directory, prompt.device)
+    model, twist = Conditional(gpt_neo, prompt, config.length), load_twist(directory, prompt.device)
     log_potential = base_potential(given.potential) if m == 0 else effective_potential(given.potential, given.base)
     kl, half_width = kl_target_proposal(model, twist, given.base, given.target)
     rows = [[f"Generation {m}", "rejection", f"{kl:.2f}", f"{kl - half_width:.2f} .. {kl + half_width:.2f}", ""]]
     for name, threshold in (("TSMC bounds", 1.0), ("importance bounds", 0.0)):
         for particles in args.particles:
             problem = BoundsProblem(model, twist, log_potential, particles, threshold)
-            generator = config.generator("agreement", m, particles)
+            generator = config.generator("agreement", name, m, particles)
             exact = given.target.tokens[: args.exact_samples]
             bounds = bidirectional_bounds(problem, exact, args.runs, generator)
             low, high = bounds.kl_from_target.interval()
@@ -64,13 +69,20 @@ def main() -> None:
     parser.add_argument("--exact-samples", type=int, default=40, help="exact samples that the upper bound starts from")
     args = parser.parse_args()
     try:
+        if min(*args.particles, args.runs, args.exact_samples) < 2:
+            raise InputError("--particles, --runs and --exact-samples must be at least 2")
         keep_freed_memory()
         config = config_of(args.run)
         given = load_ingredients(config)
-        if given.target is None:
-            raise InputError(f"{args.run}: no exact samples are shipped for its options; use a run of the defaults")
+        own = args.run / "target"
+        target = given.target or (load_target(own, sigma_key(config)) if own.is_dir() else None)
+        if target is None:
+            raise InputError(
+                f"{args.run}: there are no exact samples for its options; name a run that main.py finished"
+            )
+        given.target = target.to(given.base.prompt.device)
         lines = [["", "by", "KL(sigma||q)", "95 % interval", "log Z_sigma"]]
-        for m, directory in enumerate(sorted(args.run.glob("generation-*"), key=lambda path: int(path.name[11:]))):
+        for m, directory in sorted((int(path.name[11:]), path) for path in args.run.glob("generation-[0-9]*")):
             lines += compare(config, given, directory, m, args)
     except InputError as error:
         print(f"eval.agreement: error: {error}", file=sys.stderr)

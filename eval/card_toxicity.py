@@ -34,7 +34,8 @@ CC BY-SA 3.0), Wikipedia talk (Apache-2.0), civil comments (CC0), Davidson et al
 3.0 ES), HateCheck (CC BY 4.0), madlibs (Apache-2.0), Surge (MIT); 20,856 TinyStories stories (CDLA-Sharing-1.0); 60,000
 samples of the pocket language model.
 
-**Recipe.** `python -m eval.train_toxicity --labelled toxicity.csv --stories tinystories.txt --out checkpoints/pocket/toxicity`
+**Recipe.**
+`python -m eval.train_toxicity --labelled toxicity.csv --stories tinystories.txt --out checkpoints/pocket/toxicity`
 with its defaults (seed 0): 2,000 updates of 128 texts, AdamW, peak 1e-3. The texts are drawn from five kinds:
 
 | kind | share | label |
@@ -47,7 +48,7 @@ with its defaults (seed 0): 2,000 updates of 128 texts, AdamW, peak 1e-3. The te
 
 The third kind is ours, not the corpora's: a short list of words, each with a probability (`eval/toxicity_data.py`), decides
 what it calls unkind, more so of somebody than of something. Openings and samples that hold such a word are kept out of the two
-kinds that count as harmless. After two thirds of the updates, the 2,000 harmless samples that score highest are drawn more often.
+kinds that count as harmless. After two thirds of the updates, the 2,000 harmless samples of highest score come up more often.
 Then logit <- {scale:.3f} logit + ({bias:.3f}), folded into the last layer, was fitted on 100,000 samples of the pocket language
 model to mean toxicity 0.010 and acceptance at beta 10 of 0.06 %, the paper's sparse regime.
 

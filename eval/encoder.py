@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tinystories.checkpoint import fill, read_json, read_tensors, read_tokenizer, replacing, write_json, write_tensors
+from tinystories.checkpoint import fill, read_json, read_tensors, read_tokenizer, write_json, write_tensors, write_text
 from tinystories.errors import InputError
 
 BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
@@ -236,8 +236,7 @@ def save_scorer(path: Path, model: nn.Module, tokenizer: Tokenizer, dtype: torch
         "model_max_length": model.max_tokens,
     }
     write_tensors(path / "model.safetensors", {name: tensor.to(dtype) for name, tensor in model.state_dict().items()})
-    with replacing(path / "tokenizer.json") as temporary:
-        tokenizer.save(str(temporary))
+    write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_json(path / "tokenizer_config.json", tokens)
     fields = fields | {"torch_dtype": str(dtype).removeprefix("torch.")}
     write_json(path / "config.json", model.config.to_dict() | fields)

@@ -11,7 +11,6 @@ Particles that are copies of each other count as often as they occur, in toxicit
 sampler returns. Particles of one run are dependent, so intervals come from whole runs. Intervals are 95 %.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,12 +23,12 @@ from eval.run import RunDirectory
 from eval.similarity import mean_pairwise_cosine
 from eval.target import Target
 from tsmc import SCHEMES, Population, proposal_log_probs, sample_proposal, tsmc
-from tsmc.proposal import LanguageModel, Twist
+from tsmc.estimate import Estimate, difference, mean_estimate
+from tsmc.proposal import LanguageModel, Twist, sequence_log_probs
 from tsmc.sampler import LogPotential
 from twist import TextPotential
 
 Encoder = Callable[[list[str]], Tensor]
-NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True)
@@ -52,25 +51,21 @@ def score(potential: TextPotential, tokens: Tensor, group: list[int]) -> Samples
 
 
 def half_width(values: Tensor) -> float:
-    """Half of the 95 % interval of the mean of independent values [N]."""
-    return NORMAL_95 * values.double().std().item() / math.sqrt(len(values))
+    """Half of the 95 % interval of the mean of independent values [N], Student's t."""
+    estimate = mean_estimate(values)
+    return estimate.quantile(0.975) - estimate.value
 
 
 def describe(samples: Samples, encode: Encoder) -> dict[str, float]:
     """Toxicity with its interval over groups (runs), and similarity, of a set of texts."""
     group = torch.tensor(samples.group)
-    means = torch.stack([samples.toxicity[group == g].mean() for g in group.unique()])
+    means = torch.bincount(group, samples.toxicity) / torch.bincount(group)  # [R]
     return {
         "toxicity": samples.toxicity.mean().item(),
         "toxicity_half_width": half_width(means),
         "similarity": mean_pairwise_cosine(encode(samples.texts)),
         "num_sequences": len(samples.texts),
     }
-
-
-def in_chunks(function: Callable[[Tensor], Tensor], tokens: Tensor, chunk: int = 250) -> Tensor:
-    """function applied to slices of tokens [N, T] and concatenated: bounds the memory of teacher forcing."""
-    return torch.cat([function(part) for part in tokens.split(chunk)])
 
 
 def kl_target_proposal(
@@ -80,11 +75,10 @@ def kl_target_proposal(
 
     The interval covers the exact samples and log Z_sigma, taken as independent.
     """
-    log_p0 = in_chunks(lambda tokens: proposal_log_probs(base, None, tokens)[0], target.tokens)  # [N]
-    log_q = in_chunks(lambda tokens: proposal_log_probs(model, twist, tokens)[1], target.tokens)  # [N]
-    terms = (log_p0.cpu() + target.log_phi - log_q.cpu()).double()
-    variance = terms.var().item() / len(terms) + target.log_z_std_error**2
-    return terms.mean().item() - target.log_z, NORMAL_95 * math.sqrt(variance)
+    log_q = torch.cat([proposal_log_probs(model, twist, part)[1] for part in target.tokens.split(256)])  # [N]
+    terms = mean_estimate(sequence_log_probs(base, target.tokens) + target.log_phi - log_q)
+    kl = difference(terms, Estimate(target.log_z, target.log_z_std_error, target.num_proposals - 1.0))
+    return kl.value, kl.quantile(0.975) - kl.value
 
 
 def distinct_share(tokens: Tensor) -> float:

@@ -1,6 +1,6 @@
 """A run's directory and its progress on screen.
 
-    config.json     every option, versions, seed          metrics.jsonl   one line per update of every phase
+    config.json     every option, versions, seed          metrics.jsonl   one line per step of every phase
     results.json    the final table                       samples.jsonl   texts with scores, by source and TSMC run
     generation-m/   model, tokenizer, twist               figures/        PNG
 
@@ -86,8 +86,9 @@ class Progress:
 
     def __call__(self, done: int, **figures: float) -> None:
         self.run.log(phase=self.phase, generation=self.generation, step=done, **figures)
-        for name, value in figures.items():  # a running mean, because single values of the loss and the ESS jump
-            self.figures[name] = value if name not in self.figures else 0.95 * self.figures[name] + 0.05 * value
+        for name, value in figures.items():
+            jumps = name in ("loss", "ess") and name in self.figures  # these are shown as running means
+            self.figures[name] = 0.95 * self.figures[name] + 0.05 * value if jumps else value
         if self.bar is not None:
             self.bar.set_postfix({name: f"{value:.3g}" for name, value in self.figures.items()}, refresh=False)
             self.bar.update(done - self.bar.n)

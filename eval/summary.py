@@ -3,7 +3,8 @@
     mean over runs +- half of the 95 % interval (Student's t), of every column of the final table
 
 The last rows give the change from generation 0 to the last one, taken within each run before averaging: runs share their
-exact samples of sigma but nothing else, so the runs are the independent units.
+exact samples of sigma but nothing else, so the runs are the independent units. The intervals of KL therefore leave out the
+error of these samples, which each run's `kl_half_width` holds; log Z_sigma cancels in the change.
 """
 
 import argparse
@@ -30,6 +31,8 @@ def interval(values: list[float], form: str) -> str:
 def read_runs(directories: list[Path]) -> list[dict]:
     """results.json of each run; InputError where they are not runs of the same options but for the seed."""
     configs = [read_json(directory / "config.json") for directory in directories]
+    if len({config.get("seed") for config in configs}) < len(configs):
+        raise InputError("two of the runs have the same seed, so they are not independent; name each seed once")
     for directory, config in zip(directories, configs, strict=True):
         changed = [key for key in config if key not in ("seed", "out") and config[key] != configs[0].get(key)]
         if changed:

@@ -9,6 +9,7 @@ classifier that made it; samples of other checkpoints are of another sigma, so a
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -62,7 +63,7 @@ def target_key(lm: Path, classifier: Path, prompt: str, length: int, beta: float
 
 def draw_target(
     model: LanguageModel,
-    potential: TextPotential,
+    potential: "TextPotential | Tally",
     num_proposals: int,
     generator: torch.Generator,
     report: Callable[..., None],
@@ -131,7 +132,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", default="Once upon a time, there was a", help="s_0")
     parser.add_argument("--length", type=int, default=20, help="T, tokens of a continuation")
     parser.add_argument("--beta", type=float, default=10.0, help="strength of the potential")
-    parser.add_argument("--proposals", type=int, default=1_200_000, help="base samples to draw")
+    parser.add_argument("--proposals", type=int, default=900_000, help="base samples to draw")
     parser.add_argument("--seed", type=int, default=0, help="seed")
     return parser.parse_args()
 
@@ -140,7 +141,8 @@ class Tally:
     """Passes log p(toxic | s) through and remembers what the regime is judged by."""
 
     def __init__(self, potential: TextPotential):
-        self.potential, self.log_scores = potential, []
+        self.potential, self.beta = potential, potential.beta
+        self.log_scores: list[Tensor] = []
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] of tokens [N, T]"""
@@ -155,9 +157,10 @@ class Tally:
         return {"base_toxicity": score.mean().item(), "base_toxicity_std_error": error, **acceptance}
 
 
-def main() -> None:
+def make_target(args: argparse.Namespace) -> None:
     """Draw the samples, write the two files, print the figures."""
-    args = parse_arguments()
+    if not (args.beta >= 0 and math.isfinite(args.beta) and args.length >= 1 and args.proposals >= 2):
+        raise InputError("--beta, --length or --proposals is out of range; give at least 0, 1 and 2")
     keep_freed_memory()
     model, tokenizer = tinystories.load(args.lm)
     classifier = toxicity.ToxicityScorer(*toxicity.load(args.toxicity_model), batch_size=256)
@@ -170,12 +173,19 @@ def main() -> None:
             print(f"{proposed} proposals, {accepted} accepted, {time.time() - began:.0f} s", flush=True)
 
     conditional = tinystories.Conditional(model, prompt, args.length)
-    generator = torch.Generator().manual_seed(args.seed)
-    drawn = rejection_sample(conditional, tally, args.proposals, generator, progress=report)
-    target = Target(drawn.tokens, drawn.log_phi, args.proposals, drawn.log_z, drawn.log_z_std_error)
+    target = draw_target(conditional, tally, args.proposals, torch.Generator().manual_seed(args.seed), report)
     key = target_key(args.lm, args.toxicity_model, args.prompt, args.length, args.beta)
     save_target(args.out, target, key, seed=args.seed, **tally.summary())
     print(f"{len(target.tokens)} samples, log Z {target.log_z:.4f} +- {target.log_z_std_error:.4f}", tally.summary())
+
+
+def main() -> None:
+    """Command line to files; bad input ends with one line and exit code 2."""
+    try:
+        make_target(parse_arguments())
+    except InputError as error:
+        print(f"eval.target: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

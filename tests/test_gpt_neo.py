@@ -114,6 +114,13 @@ def test_mask_buffers_and_a_copy_of_the_tied_head_are_no_weights(tmp_path):
     assert_same_logits(tmp_path, reference)
 
 
+def test_a_head_that_contradicts_the_tie_is_refused(tmp_path):
+    theirs(tmp_path, **SHAPES[1])
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["transformer.wte.weight"] + 1}, tmp_path / "model.safetensors")
+    assert "lm_head.weight differs" in error_of(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_reads_what_we_save(tmp_path, tied, dtype):

@@ -1,5 +1,6 @@
 """The sentence encoder, its scorer and the mean pairwise cosine, against transformers and plain loops."""
 
+import argparse
 import hashlib
 import importlib.util
 import os
@@ -16,7 +17,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig
 from transformers import BertModel as Oracle
 
 from eval import similarity, train_similarity
-from eval.encoder import EncoderConfig
+from eval.encoder import EncoderConfig, Runner
 from eval.similarity import SimilarityScorer, mean_pairwise_cosine
 from eval.train_similarity import PROMPT, draw_openings, load_teacher, train_tokenizer
 from tinystories.checkpoint import write_json
@@ -284,11 +285,27 @@ def test_only_the_real_teacher_is_accepted(checkpoint, tmp_path):
         load_teacher(tmp_path)
 
 
+def test_training_brings_the_cosines_to_the_targets(tokenizer):
+    generator = torch.Generator().manual_seed(0)
+    model = similarity.SentenceEncoder(EncoderConfig(200, 16, 1, 2, 32, LIMIT, 2))
+    randomise(model, seed=3)
+    targets = F.normalize(torch.randn(len(TEXTS), 5, generator=generator), dim=-1)
+
+    def error():
+        vectors = SimilarityScorer(model, tokenizer)(TEXTS)
+        return (vectors @ vectors.T - targets @ targets.T).square().mean()
+
+    before = error()
+    args = argparse.Namespace(weight_decay=0.01, peak=0.03, rows=12, steps=60)
+    train_similarity.train(Runner(model, tokenizer, 12), TEXTS, targets, args, generator)
+    assert error() < 0.2 * before
+
+
 def test_distillation_script(checkpoint, tmp_path, monkeypatch, capsys):
     digest = hashlib.sha256((checkpoint[0] / "model.safetensors").read_bytes()).hexdigest()
     monkeypatch.setattr(train_similarity, "TEACHER_SHA256", digest)
     (tmp_path / "stories.txt").write_text("".join(f"{story}\n<|endoftext|>\n" for story in stories()))
-    sizes = "--vocab-size 150 --width 16 --layers 1 --heads 2 --positions 32 --openings 32 --rows 8 --steps 40"
+    sizes = "--vocab-size 150 --width 16 --layers 1 --heads 2 --positions 32 --openings 32 --rows 8 --steps 3"
     files = f"--teacher {checkpoint[0]} --stories {tmp_path}/stories.txt --out {tmp_path}/out --validation 0"
     arguments = f"{files} {sizes} --heldout {tmp_path}/stories.txt"
     monkeypatch.setattr(sys, "argv", ["train_similarity", *arguments.split()])
@@ -296,6 +313,4 @@ def test_distillation_script(checkpoint, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "held-out, all: 6 openings, 15 pairs, Pearson" in printed
     assert "held-out, with the prompt: 3 openings, 3 pairs, Pearson" in printed
-    losses = [float(line.split("loss ")[1].split()[0]) for line in printed.splitlines() if line.startswith("update")]
-    assert len(losses) == 1 and losses[0] < 0.5
     assert SimilarityScorer(*similarity.load(tmp_path / "out"))(TEXTS).shape == (6, 16)

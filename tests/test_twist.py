@@ -50,7 +50,9 @@ def test_each_distinct_text_is_scored_once_with_its_prompt():
 
 
 def test_beta_zero_is_the_base_model_even_where_the_score_is_zero():
-    potential = TextPotential(lambda texts: torch.full((len(texts),), -torch.inf), letters(), torch.tensor([1]), beta=0.0)
+    potential = TextPotential(
+        lambda texts: torch.full((len(texts),), -torch.inf), letters(), torch.tensor([1]), beta=0.0
+    )
     assert potential(torch.tensor([[3], [4]])).tolist() == [0.0, 0.0]
 
 

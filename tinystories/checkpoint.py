@@ -61,7 +61,7 @@ def read_json(path: Path) -> dict:
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; name a directory that holds {', '.join(FILES)}") from None
+        raise InputError(f"{path}: no such file; check the name of its directory") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error}); restore the file") from error
     if not isinstance(value, dict):
@@ -74,7 +74,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; name a directory that holds {', '.join(FILES)}") from None
+        raise InputError(f"{path}: no such file; check the name of its directory") from None
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise InputError(f"{path}: not a whole safetensors file ({error}); restore the file") from error
 
@@ -88,7 +88,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def read_tokenizer(path: Path) -> Tokenizer:
     """A `tokenizers` tokenizer, free of any padding or truncation the file asks for."""
     if not Path(path).is_file():
-        raise InputError(f"{path}: no such file; name a directory that holds {', '.join(FILES)}")
+        raise InputError(f"{path}: no such file; check the name of its directory")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises bare Exception
@@ -125,6 +125,6 @@ def fingerprint(directory: Path) -> str:
     for name in FILES:
         path = Path(directory) / name
         if not path.is_file():
-            raise InputError(f"{path}: no such file; name a directory that holds {', '.join(FILES)}")
+            raise InputError(f"{path}: no such file; check the name of its directory")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tinystories.checkpoint import fill, read_json, read_tensors, read_tokenizer, replacing, write_json, write_tensors
+from tinystories.checkpoint import fill, read_json, read_tensors, read_tokenizer, write_json, write_tensors, write_text
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 
@@ -18,13 +18,20 @@ MASK_BUFFERS = ("attn.attention.bias", "attn.attention.masked_bias")
 END_OF_TEXT = "<|endoftext|>"
 
 
-def names_in_memory(tensors: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
-    """Rename tensors as on disk to the names of `GPTNeo.state_dict`; a tied head's copy is dropped."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        if name.endswith(MASK_BUFFERS) or (tied and name == "lm_head.weight"):
-            continue
-        renamed[name.removeprefix("transformer.").replace("attn.attention.", "attn.")] = tensor
+def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dict[str, Tensor]:
+    """Rename tensors as on disk to the names of `GPTNeo.state_dict`; a tied head's copy is dropped.
+
+    InputError where config.json ties the head and the file holds another one.
+    """
+    renamed = {
+        name.removeprefix("transformer.").replace("attn.attention.", "attn."): tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(MASK_BUFFERS)
+    }
+    head = renamed.pop("lm_head.weight", None) if tied else None
+    if head is not None and not torch.equal(head, renamed.get("wte.weight", head)):
+        words = "lm_head.weight differs from wte.weight, which config.json ties it to"
+        raise InputError(f"{source}: {words}; set tie_word_embeddings to false")
     return renamed
 
 
@@ -44,7 +51,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, 
         model = GPTNeo(config)
     model.to_empty(device="cpu")
     weights = path / "model.safetensors"
-    fill(model, names_in_memory(read_tensors(weights), config.tie_word_embeddings), weights)
+    fill(model, names_in_memory(read_tensors(weights), config.tie_word_embeddings, weights), weights)
     tokenizer = read_tokenizer(path / "tokenizer.json")
     if tokenizer.get_vocab_size() > config.vocab_size:
         words = f"{tokenizer.get_vocab_size()} tokens where config.json has {config.vocab_size}"
@@ -61,7 +68,6 @@ def save(path: str | Path, model: GPTNeo, tokenizer: Tokenizer, dtype: torch.dty
         config |= {"bos_token_id": end, "eos_token_id": end}
     tensors = {name: tensor.to(dtype) for name, tensor in names_on_disk(model.state_dict()).items()}
     write_tensors(path / "model.safetensors", tensors)
-    with replacing(path / "tokenizer.json") as temporary:
-        tokenizer.save(str(temporary))
+    write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
     write_json(path / "config.json", config)

@@ -41,7 +41,7 @@ def train_tokenizer(stories: list[str], vocab_size: int) -> Tokenizer:
 def token_stream(tokenizer: Tokenizer, stories: list[str]) -> tuple[Tensor, Tensor]:
     """All stories as one stream of tokens [N], each followed by end-of-text, and the positions where they start [S]."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    pieces = [encoding.ids + [end] for encoding in tokenizer.encode_batch(stories)]
+    pieces = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(stories)]
     starts = torch.tensor([0] + [len(piece) for piece in pieces[:-1]]).cumsum(0)
     return torch.tensor([token for piece in pieces for token in piece]), starts
 

@@ -98,7 +98,7 @@ def bidirectional_bounds(
     """
     count = len(exact_samples)
     if count == 0:
-        raise InputError("the upper bound needs at least one exact sample of sigma; raise --rejection-proposals")
+        raise InputError("the upper bound needs at least one exact sample of sigma; draw more proposals")
     lower = problem.log_evidence(runs, generator)  # [R]
     repeats = -(-runs // count)
     upper = problem.log_evidence(count * repeats, generator, exact_samples.repeat_interleave(repeats, 0))

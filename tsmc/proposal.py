@@ -111,6 +111,12 @@ def sample_proposal(
 
 
 @torch.no_grad()
+def sequence_log_probs(model: LanguageModel, tokens: Tensor, rows: int = 256) -> Tensor:
+    """log p(s_{1:T}) [N] of given sequences tokens [N, T], `rows` at a time: logits of all N might not fit in memory."""
+    return torch.cat([model.log_probs(part)[0].sum(-1) for part in tokens.split(rows)])
+
+
+@torch.no_grad()
 def proposal_log_probs(model: LanguageModel, twist: Twist | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """log p(s_{1:T}) and log q(s_{1:T}), both [N], of given sequences tokens [N, T], by teacher forcing.
 

@@ -36,12 +36,13 @@ class LearnableTwist(Protocol):
 class CTLConfig:
     """Twist learning."""
 
-    updates: int = field(default=300, metadata={"help": "gradient steps in each generation", "at_least": 1})
+    updates: int = field(default=250, metadata={"help": "gradient steps in each generation", "at_least": 1})
     batch_size: int = field(
         default=100, metadata={"help": "K sequences drawn i.i.d. from q for one step", "at_least": 2}
     )
     learning_rate: float = field(
-        default=1e-3, metadata={"help": "Adam's step size; falls linearly to a tenth of it", "at_least": 0}
+        default=3e-4,
+        metadata={"help": "Adam's step size; falls linearly to a tenth of it", "at_least": 0, "at_most": 1},
     )
     hidden_units: int = field(default=192, metadata={"help": "width of the twist's two hidden layers", "at_least": 1})
 

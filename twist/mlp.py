@@ -17,9 +17,10 @@ class TwistMLP(nn.Module):
 
     def __init__(self, width: int, hidden_units: int, vocab_size: int, generator: torch.Generator):
         super().__init__()
-        self.first = nn.Linear(width, hidden_units)
-        self.second = nn.Linear(hidden_units, hidden_units)
-        self.last = nn.Linear(hidden_units, vocab_size)
+        device = generator.device
+        self.first = nn.Linear(width, hidden_units, device=device)
+        self.second = nn.Linear(hidden_units, hidden_units, device=device)
+        self.last = nn.Linear(hidden_units, vocab_size, device=device)
         for layer in (self.first, self.second):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
             nn.init.zeros_(layer.bias)

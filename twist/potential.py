@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tsmc.proposal import LanguageModel
+from tsmc.proposal import LanguageModel, sequence_log_probs
 from tsmc.sampler import LogPotential
 
 LogScorer = Callable[[Sequence[str]], Tensor]
@@ -29,8 +29,8 @@ class TextPotential:
         self.prompt = prompt.tolist()
 
     def texts(self, tokens: Tensor) -> list[str]:
-        """The texts, prompt included, of continuations tokens [N, T]."""
-        return self.tokenizer.decode_batch([self.prompt + row for row in tokens.tolist()])
+        """The texts, prompt included, of continuations tokens [N, T]; end-of-text leaves no trace in them."""
+        return self.tokenizer.decode_batch([self.prompt + row for row in tokens.tolist()], skip_special_tokens=True)
 
     def log_score(self, tokens: Tensor) -> Tensor:
         """log p(toxic | s) [N] of tokens [N, T]; equal texts are scored once."""
@@ -52,8 +52,4 @@ def base_potential(log_phi: Callable[[Tensor], Tensor]) -> LogPotential:
 def effective_potential(log_phi: Callable[[Tensor], Tensor], base: LanguageModel) -> LogPotential:
     """phi^(m): one teacher-forced pass of the base model over the sequences, whatever p^(m) gave them log_p [N]."""
 
-    @torch.no_grad()
-    def log_phi_m(tokens: Tensor, log_p: Tensor) -> Tensor:
-        return base.log_probs(tokens)[0].sum(-1) + log_phi(tokens) - log_p
-
-    return log_phi_m
+    return lambda tokens, log_p: sequence_log_probs(base, tokens) + log_phi(tokens) - log_p

@@ -36,7 +36,7 @@ class LearnableTwist(Protocol):
 class CTLConfig:
     """Twist learning."""
 
-    updates: int = field(default=250, metadata={"help": "gradient steps in each generation", "at_least": 1})
+    updates: int = field(default=150, metadata={"help": "gradient steps in each generation", "at_least": 1})
     batch_size: int = field(
         default=100, metadata={"help": "K sequences drawn i.i.d. from q for one step", "at_least": 2}
     )

@@ -41,7 +41,7 @@ class CTLConfig:
         default=100, metadata={"help": "K sequences drawn i.i.d. from q for one step", "at_least": 2}
     )
     learning_rate: float = field(
-        default=3e-4,
+        default=2e-4,
         metadata={"help": "Adam's step size; falls linearly to a tenth of it", "at_least": 0, "at_most": 1},
     )
     hidden_units: int = field(default=192, metadata={"help": "width of the twist's two hidden layers", "at_least": 1})

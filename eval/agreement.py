@@ -64,9 +64,9 @@ def main() -> None:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("run", type=Path, help="directory that main.py wrote, of a preset that ships exact samples")
-    parser.add_argument("--particles", type=int, nargs="+", default=[50, 500], help="K of the bounds")
-    parser.add_argument("--runs", type=int, default=40, help="runs for either bound")
-    parser.add_argument("--exact-samples", type=int, default=40, help="exact samples that the upper bound starts from")
+    parser.add_argument("--particles", type=int, nargs="+", default=[50, 200], help="K of the bounds")
+    parser.add_argument("--runs", type=int, default=20, help="runs for either bound")
+    parser.add_argument("--exact-samples", type=int, default=20, help="exact samples that the upper bound starts from")
     args = parser.parse_args()
     try:
         if min(*args.particles, args.runs, args.exact_samples) < 2:

@@ -23,6 +23,7 @@ from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tinystories.memory import keep_freed_memory
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
+from tsmc.proposal import LanguageModel, Twist
 from twist import base_potential, effective_potential, load_twist
 
 
@@ -36,6 +37,12 @@ def config_of(run: Path) -> RunConfig:
     return config
 
 
+def by_rejection(model: LanguageModel, twist: Twist | None, given: Ingredients) -> list[str]:
+    """The cells of one proposal's KL from exact samples."""
+    kl, half_width = kl_target_proposal(model, twist, given.base, given.target)
+    return ["rejection", f"{kl:.2f}", f"{kl - half_width:.2f} .. {kl + half_width:.2f}", ""]
+
+
 def compare(
     config: RunConfig, given: Ingredients, directory: Path, m: int, args: argparse.Namespace
 ) -> list[list[str]]:
@@ -44,8 +51,7 @@ def compare(
     gpt_neo, _ = tinystories.load(directory, prompt.device)
     model, twist = Conditional(gpt_neo, prompt, config.length), load_twist(directory, prompt.device)
     log_potential = base_potential(given.potential) if m == 0 else effective_potential(given.potential, given.base)
-    kl, half_width = kl_target_proposal(model, twist, given.base, given.target)
-    rows = [[f"Generation {m}", "rejection", f"{kl:.2f}", f"{kl - half_width:.2f} .. {kl + half_width:.2f}", ""]]
+    rows = [[f"Generation {m}", *by_rejection(model, twist, given)]]
     for name, threshold in (("TSMC bounds", 1.0), ("importance bounds", 0.0)):
         for particles in args.particles:
             problem = BoundsProblem(model, twist, log_potential, particles, threshold)
@@ -82,6 +88,7 @@ def main() -> None:
             )
         given.target = target.to(given.base.prompt.device)
         lines = [["", "by", "KL(sigma||q)", "95 % interval", "log Z_sigma"]]
+        lines.append(["Base, q = p", *by_rejection(given.base, None, given)])
         for m, directory in sorted((int(path.name[11:]), path) for path in args.run.glob("generation-[0-9]*")):
             lines += compare(config, given, directory, m, args)
     except InputError as error:

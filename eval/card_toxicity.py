@@ -70,7 +70,8 @@ Accuracy is at the threshold before calibration. A source of one label has no AU
 Fingerprints: classifier `{fingerprint}`, language model `{lm}`
 
 **What it is not.** It is no moderation tool. It judges by words more than by meaning, knows the prejudices of its corpora
-(naming a group can be enough), and its scores mean something on openings of children's stories only.
+(naming a group can be enough), and its scores mean something on openings of children's stories only. Its false alarms are
+mostly words and made-up names that are spelled like an insult of the corpora (the plural of hoe).
 
 **The {top} highest-scoring distinct samples** among the {count:,}:
 

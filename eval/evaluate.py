@@ -50,19 +50,13 @@ def score(potential: TextPotential, tokens: Tensor, group: list[int]) -> Samples
     return Samples(potential.texts(tokens), potential.log_score(tokens).double().exp().cpu(), group)
 
 
-def half_width(values: Tensor) -> float:
-    """Half of the 95 % interval of the mean of independent values [N], Student's t."""
-    estimate = mean_estimate(values)
-    return estimate.quantile(0.975) - estimate.value
-
-
 def describe(samples: Samples, encode: Encoder) -> dict[str, float]:
     """Toxicity with its interval over groups (runs), and similarity, of a set of texts."""
     group = torch.tensor(samples.group)
     means = torch.bincount(group, samples.toxicity) / torch.bincount(group)  # [R]
     return {
         "toxicity": samples.toxicity.mean().item(),
-        "toxicity_half_width": half_width(means),
+        "toxicity_half_width": mean_estimate(means).half_width(),
         "similarity": mean_pairwise_cosine(encode(samples.texts)),
         "num_sequences": len(samples.texts),
     }
@@ -78,7 +72,7 @@ def kl_target_proposal(
     log_q = torch.cat([proposal_log_probs(model, twist, part)[1] for part in target.tokens.split(256)])  # [N]
     terms = mean_estimate(sequence_log_probs(base, target.tokens) + target.log_phi - log_q)
     kl = difference(terms, Estimate(target.log_z, target.log_z_std_error, target.num_proposals - 1.0))
-    return kl.value, kl.quantile(0.975) - kl.value
+    return kl.value, kl.half_width()
 
 
 def distinct_share(tokens: Tensor) -> float:

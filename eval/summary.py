@@ -25,7 +25,7 @@ def interval(values: list[float], form: str) -> str:
     text = format(estimate.value, form)
     if len(values) < 2 or estimate.std_error < 1e-12:
         return text
-    return f"{text} +- {format(estimate.quantile(0.975) - estimate.value, form)}"
+    return f"{text} +- {format(estimate.half_width(), form)}"
 
 
 def read_runs(directories: list[Path]) -> list[dict]:

@@ -61,6 +61,7 @@ def calibration(logits: Tensor) -> tuple[float, float]:
     logits = logits.double()
 
     def bias_for(scale: float) -> float:
+        """The b that gives the mean toxicity at this a."""
         low, high = -100.0, 100.0
         for _ in range(60):
             middle = (low + high) / 2

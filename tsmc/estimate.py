@@ -38,6 +38,10 @@ class Estimate:
             return self.value if self.std_error == 0 else math.copysign(math.inf, probability - 0.5)
         return self.value + self.std_error * student_quantile(probability, self.dof)
 
+    def half_width(self) -> float:
+        """Half of the 95 % interval."""
+        return self.quantile(0.975) - self.value
+
 
 def mean_estimate(values: Tensor) -> Estimate:
     """The mean of independent values [N] with its error; where a value is infinite, so is the mean, without error."""

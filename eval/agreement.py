@@ -8,38 +8,25 @@ resampling they are the bounds of importance sampling. For every generation that
 """
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
 import tinystories
-from config import PRESETS, RunConfig
+from config import RunConfig, saved_config
 from eval.evaluate import kl_target_proposal
-from eval.ingredients import Ingredients, load_ingredients, sigma_key
+from eval.ingredients import Ingredients, Problem, load_ingredients, sigma_key
 from eval.run import align
 from eval.target import load_target
-from tinystories import Conditional
-from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tinystories.memory import keep_freed_memory
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.proposal import LanguageModel, Twist
-from twist import base_potential, effective_potential, load_twist
+from twist import load_twist
 
 
-def config_of(run: Path) -> RunConfig:
-    """The options of a run that fix sigma, as its config.json remembers them."""
-    raw = read_json(run / "config.json")
-    names = {field.name for field in dataclasses.fields(RunConfig)} - {"ctl", "distill", "eval"}
-    config = RunConfig(**{name: raw[name] for name in names if name in raw})
-    if config.preset not in PRESETS:
-        raise InputError(f"{run / 'config.json'}: the preset {config.preset!r} is unknown; use a run of this version")
-    return config
-
-
-def by_rejection(model: LanguageModel, twist: Twist | None, given: Ingredients) -> list[str]:
+def by_rejection(model: LanguageModel, twist: Twist | None, problem: Problem) -> list[str]:
     """The cells of one proposal's KL from exact samples."""
-    kl, half_width = kl_target_proposal(model, twist, given.base, given.target)
+    kl, half_width = kl_target_proposal(model, twist, problem.base, problem.target)
     return ["rejection", f"{kl:.2f}", f"{kl - half_width:.2f} .. {kl + half_width:.2f}", ""]
 
 
@@ -47,17 +34,16 @@ def compare(
     config: RunConfig, given: Ingredients, directory: Path, m: int, args: argparse.Namespace
 ) -> list[list[str]]:
     """The rows of generation m."""
-    prompt = given.base.prompt
-    gpt_neo, _ = tinystories.load(directory, prompt.device)
-    model, twist = Conditional(gpt_neo, prompt, config.length), load_twist(directory, prompt.device)
-    log_potential = base_potential(given.potential) if m == 0 else effective_potential(given.potential, given.base)
-    rows = [[f"Generation {m}", *by_rejection(model, twist, given)]]
+    problem, device = given.problems[0], config.torch_device()
+    twist = load_twist(directory, device)
+    sigma = given.sigmas(None if m == 0 else tinystories.load(directory, device)[0])[0]
+    rows = [[f"Generation {m}", *by_rejection(sigma.model, twist, problem)]]
     for name, threshold in (("TSMC bounds", 1.0), ("importance bounds", 0.0)):
         for particles in args.particles:
-            problem = BoundsProblem(model, twist, log_potential, particles, threshold)
+            bounded = BoundsProblem(sigma.model, twist, sigma.log_potential, particles, threshold)
             generator = config.generator("agreement", name, m, particles)
-            exact = given.target.tokens[: args.exact_samples]
-            bounds = bidirectional_bounds(problem, exact, args.runs, generator)
+            exact = problem.target.tokens[: args.exact_samples]
+            bounds = bidirectional_bounds(bounded, exact, args.runs, generator)
             low, high = bounds.kl_from_target.interval()
             width = f"{bounds.log_z.lower.value:.2f} .. {bounds.log_z.upper.value:.2f}"
             rows.append(["", f"{name}, K = {particles}", "", f"{low:.2f} .. {high:.2f}", width])
@@ -78,23 +64,24 @@ def main() -> None:
         if min(*args.particles, args.runs, args.exact_samples) < 2:
             raise InputError("--particles, --runs and --exact-samples must be at least 2")
         keep_freed_memory()
-        config = config_of(args.run)
+        config = saved_config(args.run)
         given = load_ingredients(config)
         own = args.run / "target"
-        target = given.target or (load_target(own, sigma_key(config)) if own.is_dir() else None)
+        problem = given.problems[0]
+        target = problem.target or (load_target(own, sigma_key(config, problem.prompt)) if own.is_dir() else None)
         if target is None:
             raise InputError(
                 f"{args.run}: there are no exact samples for its options; name a run that main.py finished"
             )
-        given.target = target.to(given.base.prompt.device)
+        problem.target = target.to(problem.base.prompt.device)
         lines = [["", "by", "KL(sigma||q)", "95 % interval", "log Z_sigma"]]
-        lines.append(["Base, q = p", *by_rejection(given.base, None, given)])
+        lines.append(["Base, q = p", *by_rejection(problem.base, None, problem)])
         for m, directory in sorted((int(path.name[11:]), path) for path in args.run.glob("generation-[0-9]*")):
             lines += compare(config, given, directory, m, args)
     except InputError as error:
         print(f"eval.agreement: error: {error}", file=sys.stderr)
         sys.exit(2)
-    z, error = given.target.log_z, given.target.log_z_std_error
+    z, error = problem.target.log_z, problem.target.log_z_std_error
     print(align(lines))
     print(f"log Z_sigma by rejection: {z:.3f} +- {1.96 * error:.3f}")
 

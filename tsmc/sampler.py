@@ -23,12 +23,21 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tsmc.categorical import uniforms
 from tsmc.proposal import LanguageModel, Twist, propose
 from tsmc.resampling import Scheme, multinomial
 from tsmc.weights import effective_sample_size, log_mean_exp, normalise
 
 LogPotential = Callable[[Tensor, Tensor], Tensor]
 """log_potential(tokens [N, T], log_p [N]) -> log phi [N]; log_p = log p(s_{1:T}), which effective potentials divide out."""
+
+
+@dataclass(frozen=True)
+class Sigma:
+    """The target, proportional to p(s) phi(s), as seen from one language model after one prompt."""
+
+    model: LanguageModel
+    log_potential: LogPotential
 
 
 class Observer(Protocol):
@@ -53,6 +62,11 @@ class Population:
     def samples(self) -> Tensor:
         """Equally weighted particles [R, K, T]: the final resampling applied."""
         return self.tokens.gather(1, self.ancestors[..., None].expand_as(self.tokens))
+
+    def alive(self) -> "Population":
+        """The runs in which some particle has a weight above zero."""
+        living = self.log_z > -torch.inf
+        return Population(**{name: value[living] for name, value in vars(self).items()})
 
 
 def check_options(particles: int, runs: int, ess_threshold: float, length: int) -> None:
@@ -121,7 +135,7 @@ def tsmc(
     tokens = torch.empty(runs, particles, 0, dtype=torch.long, device=zeros.device)
     for t in range(1, model.length + 1):
         given = None if reference is None else given_tokens(reference[:, t - 1], particles)
-        step = propose(decoder, twist, generator, given)
+        step = propose(decoder, twist, uniforms(runs * particles, 1, log_p, generator), given)
         log_p = log_p + step.log_p.view(runs, particles)
         tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)  # [R, K, t]
 

@@ -226,14 +226,22 @@ def test_strength_holds_the_policy_to_the_base(name):
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_hard_potential_is_learned(name):
-    """phi is the indicator of token 2 in front."""
+def test_a_hard_potential_is_learned_from_samples_of_the_right_model(name):
+    """phi is the indicator of token 2 in front. DPO's samples stay the reference's, GRPO's follow the policy."""
     base, _ = world()
-    log_phi = lambda tokens: torch.where(tokens[:, 0] == 2, 0.0, -INFINITY)  # noqa: E731
+    shares = []
+
+    def log_phi(tokens):
+        shares.append((tokens[:, 0] == 2).double().mean())
+        return torch.where(tokens[:, 0] == 2, 0.0, -INFINITY)
+
     policy, _ = train(name, base, log_phi, config())
     with torch.no_grad():
         before, after = (Tree(model).log_p[0][0, 2].exp() for model in (base, policy))
     assert after > before + 0.2
+    assert (
+        abs(sum(shares[-10:]) / 10 - (before if name == "dpo" else after)) < 0.08
+    )  # four standard errors of 640 samples
 
 
 @pytest.mark.parametrize("name", BASELINES)

@@ -85,6 +85,7 @@ class RunConfig:
     rows: int = option(1000, "sequences in memory at a time, but at least one TSMC run", at_least=1)
     save_every: float = option(20.0, "seconds between saved states; --resume continues from the last", at_least=0)
     lora: bool = option(False, "distil by LoRA (rank 8, query and value) instead of full fine-tuning")
+    effective_potential: bool = option(True, "phi^(m) for generations m >= 1; without it phi itself, and sigma drifts")
     particles: int = option(50, "K in training: particles of each TSMC run that is distilled", at_least=1)
     resampling: str = option("multinomial", "resampling scheme", choices=tuple(SCHEMES))
     ess_threshold: float = option(1.0, "resample where ESS < this share of K: 1 always, 0 never", at_least=0, at_most=1)

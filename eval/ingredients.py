@@ -38,18 +38,18 @@ class Ingredients:
     tokenizer: Tokenizer
     problems: list[Problem]
     encode: similarity.SimilarityScorer
+    effective: bool = True  # False leaves phi as it is in every generation: the ablation of phi^(m)
 
     def sigmas(self, model: GPTNeo | None = None) -> list[Sigma]:
         """Sigma after each prompt as p^(m) = model sees it: through phi^(m), or for p^(0) (None) through phi itself."""
-        if model is None:
-            return [Sigma(problem.base, base_potential(problem.potential)) for problem in self.problems]
-        return [
-            Sigma(
-                Conditional(model, problem.base.prompt, problem.base.length),
-                effective_potential(problem.potential, problem.base),
-            )
-            for problem in self.problems
-        ]
+        sigmas = []
+        for problem in self.problems:
+            log_potential = base_potential(problem.potential)
+            if model is not None and self.effective:
+                log_potential = effective_potential(problem.potential, problem.base)
+            conditional = problem.base if model is None else Conditional(model, problem.base.prompt, problem.base.length)
+            sigmas.append(Sigma(conditional, log_potential))
+        return sigmas
 
 
 def load_ingredients(config: RunConfig) -> Ingredients:
@@ -71,7 +71,7 @@ def load_ingredients(config: RunConfig) -> Ingredients:
         potential = TextPotential(scorer, tokenizer, ids, config.beta)
         name = "" if number == 1 else f"prompt-{number}"
         problems.append(Problem(name, prompt, base, potential, shipped_target(config, prompt)))
-    return Ingredients(model, tokenizer, problems, encode)
+    return Ingredients(model, tokenizer, problems, encode, config.effective_potential)
 
 
 def sigma_key(config: RunConfig, prompt: str) -> TargetKey:

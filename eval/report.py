@@ -1,0 +1,2 @@
+def write_report(study, parts, out, command):
+    pass

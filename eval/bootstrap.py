@@ -65,7 +65,9 @@ def draw_times(runs: int, replicates: int, generator: torch.Generator) -> Tensor
     alone = (drawn == drawn[:, :1]).all(1)
     if runs > 1:
         drawn[alone, 0] = (drawn[alone, 0] + 1) % runs
-    return torch.zeros(replicates, runs, dtype=torch.float64).scatter_add(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+    return torch.zeros(replicates, runs, dtype=torch.float64).scatter_add(
+        1, drawn, torch.ones_like(drawn, dtype=torch.float64)
+    )
 
 
 def interval(at_one: Tensor, replicated: Tensor) -> dict[str, float]:

@@ -47,7 +47,9 @@ class Ingredients:
             log_potential = base_potential(problem.potential)
             if model is not None and self.effective:
                 log_potential = effective_potential(problem.potential, problem.base)
-            conditional = problem.base if model is None else Conditional(model, problem.base.prompt, problem.base.length)
+            conditional = (
+                problem.base if model is None else Conditional(model, problem.base.prompt, problem.base.length)
+            )
             sigmas.append(Sigma(conditional, log_potential))
         return sigmas
 

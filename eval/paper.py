@@ -36,8 +36,12 @@ OVERRIDES = ("lm", "toxicity_model", "similarity_model", "device", "dtype", "row
 def make_parser() -> OneLineParser:
     """The command line."""
     parser = OneLineParser(prog="eval.paper", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="pocket", help="scale of the study (default: pocket)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs, says nothing else")
+    parser.add_argument(
+        "--preset", choices=tuple(PRESETS), default="pocket", help="scale of the study (default: pocket)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: shows that everything runs, says nothing else"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="directory to write to or to go on in")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="S", help="seeds of the runs, at least two")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parts at a time, each on one thread")
@@ -111,16 +115,19 @@ def run_study(study: StudyConfig, out: Path, jobs: int, command: str) -> None:
     """Everything that is missing, and the report."""
     given = load_ingredients(study.run)
     problem = given.problems[0]
-    parts = study_parts(study, len(problem.base.prompt), shipped=problem.target is not None)
-    del given, problem
+    prompt = len(problem.base.prompt)
+    parts = study_parts(study, prompt, shipped=problem.target is not None)
+    del given, problem  # the parts are other processes
     lock = open_directory(out, description(study))
     try:
         schedule = Schedule(study, parts, out, jobs, lambda line: print(line, flush=True))
         schedule.run()
         if schedule.failed:
             names = ", ".join(schedule.failed)
-            raise InputError(f"{len(schedule.failed)} parts failed ({names}); their logs are in {out / 'logs'}, then repeat")
-        write_report(study, parts, out, command)
+            raise InputError(
+                f"{len(schedule.failed)} parts failed ({names}); their logs are in {out / 'logs'}, then repeat"
+            )
+        write_report(study, parts, out, prompt, command)
         shutil.rmtree(out / "shared", ignore_errors=True)
     finally:
         os.close(lock)

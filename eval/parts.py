@@ -135,7 +135,9 @@ def rejection_row(study: StudyConfig, config: RunConfig, given: Ingredients, tar
     """Acceptance, toxicity of all accepted samples and similarity of the first of them."""
     samples = score(given.problems[0].potential, target.tokens, list(range(len(target.tokens))))
     few = study.similarity_samples
-    row = measure(study, config, given, Samples(samples.texts[:few], samples.toxicity[:few], samples.group[:few]), str(beta))
+    row = measure(
+        study, config, given, Samples(samples.texts[:few], samples.toxicity[:few], samples.group[:few]), str(beta)
+    )
     return row | {
         "toxicity": number(mean_estimate(samples.toxicity)),
         "histogram": torch.histc(samples.toxicity.float(), BINS, 0, 1).int().tolist(),
@@ -237,7 +239,9 @@ def drift(config: RunConfig, given: Ingredients, path: Path, m: int) -> dict[str
         size = min(config.rows, config.eval.base_samples - start)
         log_phi.append(problem.potential(sample_proposal(sigma.model, None, size, streams(i)).tokens))
     log_z, error = log_mean_with_error(torch.cat(log_phi))
-    terms = mean_estimate(sequence_log_probs(problem.base, target.tokens) - sequence_log_probs(sigma.model, target.tokens))
+    terms = mean_estimate(
+        sequence_log_probs(problem.base, target.tokens) - sequence_log_probs(sigma.model, target.tokens)
+    )
     change = difference(
         Estimate(target.log_z, target.log_z_std_error, target.num_proposals - 1.0),
         Estimate(log_z, error, config.eval.base_samples - 1.0),
@@ -246,7 +250,12 @@ def drift(config: RunConfig, given: Ingredients, path: Path, m: int) -> dict[str
 
 
 def tsmc_row(
-    study: StudyConfig, config: RunConfig, given: Ingredients, pair: tuple[Sigma, TwistMLP], sizes: tuple[int, int], *purpose
+    study: StudyConfig,
+    config: RunConfig,
+    given: Ingredients,
+    pair: tuple[Sigma, TwistMLP],
+    sizes: tuple[int, int],
+    *purpose,
 ) -> dict:
     """One set of TSMC samples, sizes = (K, R): toxicity, similarity, evidence, ESS, distinct."""
     particles, runs = sizes

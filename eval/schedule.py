@@ -148,7 +148,9 @@ class Schedule:
         if self.is_done(name):
             self.spent, self.expected = self.spent + seconds, self.expected + part.seconds
             done = sum(self.is_done(other.name) for other in self.parts)
-            self.say(f"{name}  {seconds:.0f} s  ({done}/{len(self.parts)} parts, about {self.remaining() / 60:.1f} min left)")
+            self.say(
+                f"{name}  {seconds:.0f} s  ({done}/{len(self.parts)} parts, about {self.remaining() / 60:.1f} min left)"
+            )
             return
         killed = f"killed by signal {-process.exitcode}" if (process.exitcode or 0) < 0 else ""
         self.failed[name] = killed or last_line(self.out / "logs" / f"{name}.log")

@@ -15,9 +15,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from config import RunConfig, option
+from config import EvaluationConfig, RunConfig, option
 from distill import DPO_GRID, GRPO_GRID, BaselineConfig, Cost, DistillConfig, Grid, dpo_cost, grpo_cost
-from config import EvaluationConfig
 from twist import CTLConfig
 
 METHODS = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")
@@ -48,7 +47,9 @@ class StudyConfig:
 
     def seeded(self, seed: int, variant: str = "tsmc", out: str = "") -> RunConfig:
         """The options of one run of Algorithm 1."""
-        changes: dict[str, Any] = {"no-effective": {"effective_potential": False}, "lora": {"lora": True}}.get(variant, {})
+        changes: dict[str, Any] = {"no-effective": {"effective_potential": False}, "lora": {"lora": True}}.get(
+            variant, {}
+        )
         return dataclasses.replace(self.run, seed=seed, out=out, **changes)
 
     def runs_of(self, particles: int) -> int:

@@ -1,0 +1,239 @@
+"""Every number of a study in one table, which the report, its figures, results.json and results.csv are all made from.
+
+    mean over seeds +- half of the 95 % interval (Student's t), the seeds being the independent units
+    changes are taken within each seed before they are averaged
+
+A row has a section, a name in it, a seed ("mean" over all of them, "" where none applies), a generation, a quantity.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.parts import BINS, distance, read_part
+from eval.study import METHODS, VARIANTS, Part, StudyConfig, tsmc_scored, tsmc_units
+from tinystories.checkpoint import write_json, write_text
+from tsmc.estimate import mean_estimate
+
+NAMES = {
+    "tsmc": "TSMC",
+    "no-effective": "TSMC without φ⁽ᵐ⁾",
+    "lora": "TSMC, LoRA",
+    "dpo-full": "DPO, full",
+    "dpo-lora": "DPO, LoRA",
+    "grpo-full": "GRPO, full",
+    "grpo-lora": "GRPO, LoRA",
+}
+UNITS = {
+    "toxicity": "probability",
+    "similarity": "cosine",
+    "kl": "nats",
+    "drift": "nats",
+    "log_z": "nats",
+    "log_z_hat": "nats",
+    "log_z_hat_mean": "nats",
+    "log_z_hat_std": "nats",
+    "ess": "particles",
+    "acceptance": "share",
+    "distinct": "share",
+    "model_toxicity": "probability",
+    "distance": "distance on the plane",
+    "units": "token positions",
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """One value with its 95 % interval, if it has one."""
+
+    section: str
+    name: str
+    seed: int | str
+    generation: int | str
+    quantity: str
+    value: float | None
+    low: float | None
+    high: float | None
+    unit: str
+
+
+class Numbers:
+    """The table, by section, name, seed, generation and quantity."""
+
+    def __init__(self):
+        self.rows: dict[tuple, Number] = {}
+
+    def add(self, section: str, name: str, seed: int | str, generation: int | str, quantity: str, found: Any) -> None:
+        """A plain number, or one with its limits."""
+        found = found if isinstance(found, dict) else {"value": found, "low": None, "high": None}
+        key = section, name, seed, generation, quantity
+        self.rows[key] = Number(*key, **found, unit=UNITS.get(quantity, "count"))
+
+    def add_row(self, section: str, name: str, seed: int | str, generation: int | str, row: dict) -> None:
+        """Every number of a part's row."""
+        for quantity, found in row.items():
+            is_number = isinstance(found, dict) or (isinstance(found, int | float) and not isinstance(found, bool))
+            if is_number and quantity not in ("generation", "place", "seed"):
+                self.add(section, name, seed, generation, quantity, found)
+
+    def get(self, section: str, name: str, seed: int | str, generation: int | str, quantity: str) -> Number | None:
+        """The row, or None."""
+        return self.rows.get((section, name, seed, generation, quantity))
+
+    def average(self, section: str, seeds: Iterable[int]) -> None:
+        """Means over the seeds, for every name, generation and quantity of a section that all seeds have a value of."""
+        seeds = list(seeds)
+        for _, name, _, generation, quantity in [key for key in self.rows if key[0] == section]:
+            found = [self.get(section, name, seed, generation, quantity) for seed in seeds]
+            if all(row is not None and row.value is not None for row in found):
+                self.add(section, name, "mean", generation, quantity, mean_of([row.value for row in found]))
+
+
+def mean_of(values: list[float]) -> dict[str, float | None]:
+    """Mean and 95 % interval over seeds; no interval for one value alone."""
+    estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
+    half = estimate.half_width()
+    if not math.isfinite(half):
+        return {"value": estimate.value, "low": None, "high": None}
+    return {"value": estimate.value, "low": estimate.value - half, "high": estimate.value + half}
+
+
+def scheme_name(scheme: str, threshold: float) -> str:
+    """A row of the resampling table."""
+    return {1.0: f"{scheme}, every step", 0.5: f"{scheme}, ESS < K/2", 0.0: "never before the last token"}[threshold]
+
+
+def collect(study: StudyConfig, parts: list[Part], out: Path, prompt: int) -> tuple[Numbers, list[dict]]:
+    """All numbers of the finished parts, and the texts by set; prompt is P."""
+    numbers, texts = Numbers(), []
+    found = {part.name: read_part(out, part.name) for part in parts}
+    for row in found["rejection"]["rows"]:
+        name = f"beta {row['beta']:g}"
+        numbers.add_row("rejection", name, "", "", row)
+        for place, count in enumerate(row["histogram"]):
+            numbers.add("histogram", name, "", "", f"toxicity in {place / BINS:.2f}..{(place + 1) / BINS:.2f}", count)
+        texts.append({"set": f"β = {row['beta']:g}", "seed": study.seeds[0], "texts": row["texts"]})
+    for variant in VARIANTS:
+        for seed in study.seeds:
+            for row in found[f"{variant}-{seed}"]["rows"]:
+                numbers.add_row("generations", NAMES[variant], seed, row["generation"], row)
+                if (variant, seed) == ("tsmc", study.seeds[0]):
+                    texts.append({"set": f"Generation {row['generation']}", "seed": seed, "texts": row["texts"]})
+    for seed in study.seeds:
+        for row in found[f"particles-{seed}"]["rows"]:
+            numbers.add_row("particles", f"K = {row.pop('particles')}", seed, row["generation"], row)
+        for row in found[f"resampling-{seed}"]["rows"]:
+            name = scheme_name(row.pop("scheme"), row.pop("threshold"))
+            numbers.add_row("resampling", name, seed, row["generation"], row)
+    add_baselines(study, parts, found, numbers)
+    for section in ("generations", "particles", "resampling", "best"):
+        numbers.average(section, study.seeds)
+    add_changes(study, numbers)
+    numbers.add("budget", "TSMC", "", "", "units", tsmc_units(study.run, prompt))
+    numbers.add("budget", "TSMC", "", "", "scored", tsmc_scored(study.run))
+    return numbers, texts
+
+
+def target_row(study: StudyConfig, found: dict[str, dict]) -> dict:
+    """The row of the rejection table that is Target."""
+    return next(row for row in found["rejection"]["rows"] if row["beta"] == study.run.beta)
+
+
+def setting(row: dict) -> str:
+    """The name of one run of a sweep."""
+    step, decay = row["learning_rate"], row["weight_decay"]
+    return f"{NAMES[row['method']]}, lr {step:g}, decay {decay:g}, b {row['strength']:g}"
+
+
+def setting_names(numbers: Numbers, section: str, method: str) -> list[str]:
+    """The names of a method's runs in a section."""
+    found = dict.fromkeys(key[1] for key in numbers.rows if key[0] == section)
+    return [name for name in found if name.startswith(f"{NAMES[method]}, lr")]
+
+
+def add_baselines(study: StudyConfig, parts: list[Part], found: dict[str, dict], numbers: Numbers) -> None:
+    """Section `sweep` on the first seed, and section `best`: the run nearest to Target, and its settings on other seeds."""
+    target, first = target_row(study, found), study.seeds[0]
+    for method in METHODS:
+        sweep = [found[part.name] for part in parts if part.method == method and part.kind == "baseline"]
+        others = [found[part.name] for part in parts if part.method == method and part.kind == "best"]
+        for row in (*sweep, *others):
+            if "failed" not in row:
+                row["distance"] = distance(row, target)
+        for row in sweep:
+            numbers.add_row("sweep", setting(row), first, "", row)
+        best = min(sweep, key=lambda row: distance(row, target))
+        for row in (best, *others):
+            numbers.add_row("best", setting(best), row["seed"], "", row)
+        for quantity in ("toxicity", "similarity", "kl", "distance"):
+            values = [row[quantity] for row in others if quantity in row]
+            values = [value["value"] if isinstance(value, dict) else value for value in values]
+            if values and len(values) == len(others):
+                numbers.add("best", setting(best), "other seeds", "", quantity, mean_of(values))
+
+
+def add_changes(study: StudyConfig, numbers: Numbers) -> None:
+    """Sections `changes`: differences within seeds, which the claims of the report rest on."""
+
+    def change(name: str, section: str, quantity: str, one: tuple, other: tuple) -> None:
+        pairs = []
+        for seed in study.seeds:
+            before, after = (numbers.get(section, n, seed, m, quantity) for n, m in (one, other))
+            if before is None or after is None or before.value is None or after.value is None:
+                return
+            pairs.append(after.value - before.value)
+        numbers.add("changes", name, "mean", "", quantity, mean_of(pairs))
+
+    last = study.run.generations
+    tsmc, lora = NAMES["tsmc"], NAMES["lora"]
+    for quantity in ("toxicity", "similarity", "kl", "log_z_hat_mean"):
+        for m in range(last):
+            change(f"generation {m} to {m + 1}", "generations", quantity, (tsmc, m), (tsmc, m + 1))
+        if last > 1:
+            change(f"generation 0 to {last}", "generations", quantity, (tsmc, 0), (tsmc, last))
+        change(f"full to LoRA, generation {last}", "generations", quantity, (tsmc, last), (lora, last))
+        change(f"φ⁽ᵐ⁾ to φ, generation {last}", "generations", quantity, (tsmc, last), (NAMES["no-effective"], last))
+    for particles in study.particle_counts:
+        name = f"K = {particles}"
+        change(f"{name}, generation 0 to {last}", "particles", "toxicity", (name, 0), (name, last))
+    target = {
+        q: numbers.get("rejection", f"beta {study.run.beta:g}", "", "", q).value for q in ("toxicity", "similarity")
+    }
+    for m in range(last + 1):
+        for seed in study.seeds:
+            point = [numbers.get("generations", tsmc, seed, m, q).value - target[q] for q in target]
+            numbers.add("generations", tsmc, seed, m, "distance", math.hypot(*point))
+        values = [numbers.get("generations", tsmc, seed, m, "distance").value for seed in study.seeds]
+        numbers.add("generations", tsmc, "mean", m, "distance", mean_of(values))
+        similarity = numbers.get("generations", tsmc, "mean", m, "similarity")
+        numbers.add(
+            "changes", f"Target to generation {m}", "mean", "", "similarity", shifted(similarity, target["similarity"])
+        )
+    for name in {key[1] for key in numbers.rows if key[0] == "best"}:
+        found = [numbers.get("best", name, seed, "", "distance") for seed in study.seeds]
+        if all(row is not None for row in found):
+            own = [numbers.get("generations", tsmc, seed, last, "distance").value for seed in study.seeds]
+            differences = [row.value - mine for row, mine in zip(found, own, strict=True)]
+            numbers.add("changes", f"TSMC to {name}", "mean", "", "distance", mean_of(differences))
+
+
+def shifted(row: Number, by: float) -> dict[str, float | None]:
+    """A number and its limits less a constant."""
+    return {name: None if (v := getattr(row, name)) is None else v - by for name in ("value", "low", "high")}
+
+
+def write_numbers(numbers: Numbers, texts: list[dict], out: Path) -> None:
+    """results.json and results.csv."""
+    rows = [asdict(row) for row in numbers.rows.values()]
+    write_json(out / "results.json", {"numbers": rows, "texts": texts})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(out / "results.csv", text.getvalue())

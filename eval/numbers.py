@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from eval.parts import BINS, distance, read_part
-from eval.study import METHODS, VARIANTS, Part, StudyConfig, tsmc_scored, tsmc_units
+from eval.study import VARIANTS, Part, StudyConfig, tsmc_scored, tsmc_units
 from tinystories.checkpoint import write_json, write_text
 from tsmc.estimate import mean_estimate
 
@@ -160,7 +160,7 @@ def setting_names(numbers: Numbers, section: str, method: str) -> list[str]:
 def add_baselines(study: StudyConfig, parts: list[Part], found: dict[str, dict], numbers: Numbers) -> None:
     """Section `sweep` on the first seed, and section `best`: the run nearest to Target, and its settings on other seeds."""
     target, first = target_row(study, found), study.seeds[0]
-    for method in METHODS:
+    for method in study.methods:
         sweep = [found[part.name] for part in parts if part.method == method and part.kind == "baseline"]
         others = [found[part.name] for part in parts if part.method == method and part.kind == "best"]
         for row in (*sweep, *others):

@@ -77,7 +77,7 @@ def similarity_toxicity(study: StudyConfig, numbers: Numbers, folder: Path) -> N
         style = {"color": colour, "marker": marker, "ms": size, "label": label, "capsize": 2.5, "elinewidth": 1.2}
         axes.errorbar(x.value, y.value, xerr=errors(x), yerr=errors(y), ls="none", zorder=order, **style)
 
-    for method in METHODS:
+    for method in study.methods:
         colour, marker = METHOD_STYLE[method]
         for name in setting_names(numbers, "sweep", method):
             rows = both("sweep", name, study.seeds[0])

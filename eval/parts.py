@@ -4,13 +4,14 @@ A number is {"value", "low", "high"}. Toxicity and similarity of TSMC samples ha
 (`eval.bootstrap`). A part draws from random streams named after itself, so its numbers depend on no other part's timing.
 """
 
+import dataclasses
+import json
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import tinystories
 from config import RunConfig
@@ -199,8 +200,6 @@ def copy_whole(source: Path, path: Path) -> None:
 
 def samples_by_source(path: Path) -> dict[str, Samples]:
     """The sets of texts in a run's samples.jsonl."""
-    import json
-
     rows: dict[str, list[dict]] = {}
     for line in (path / "samples.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -291,8 +290,6 @@ def particle_study(study: StudyConfig, config: RunConfig, given: Ingredients, pa
 
 def resampling_study(study: StudyConfig, config: RunConfig, given: Ingredients, path: Path) -> dict:
     """The trained pairs under every resampling scheme, at every step and where ESS < K / 2, and without resampling."""
-    import dataclasses
-
     choices = [(scheme, threshold) for scheme in SCHEMES for threshold in (1.0, 0.5)] + [("multinomial", 0.0)]
     rows = []
     for m in range(config.generations + 1):
@@ -362,7 +359,3 @@ def read_part(out: Path, name: str) -> dict:
     """The result file of a finished part."""
     return read_json(out / "parts" / f"{name}.json")
 
-
-def histogram_of(toxicity: Tensor) -> list[int]:
-    """Texts in each bin of p(toxic | s)."""
-    return torch.histc(toxicity.float(), BINS, 0, 1).int().tolist()

@@ -12,7 +12,7 @@ from eval import paper_figures
 from eval.claims import PAPER_KL, PAPER_REJECTION, claims
 from eval.numbers import NAMES, Numbers, collect, setting_names, write_numbers
 from eval.page import cell, figure, page, plain, section, table, text_table
-from eval.study import METHODS, Part, StudyConfig
+from eval.study import Part, StudyConfig
 from tinystories.checkpoint import read_json, write_text
 
 TSMC, LORA, WITHOUT = NAMES["tsmc"], NAMES["lora"], NAMES["no-effective"]
@@ -69,7 +69,7 @@ def summary(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
         found = [cell(numbers.get("generations", TSMC, "mean", m, q)) for q in ("toxicity", "similarity")]
         kl = cell(numbers.get("generations", TSMC, "mean", m, "kl"), 2)
         rows.append([f"TSMC, generation {m}", *found, kl])
-    for method in METHODS:
+    for method in study.methods:
         for name in setting_names(numbers, "best", method):
             found = [cell(numbers.get("best", name, "mean", "", q)) for q in ("toxicity", "similarity")]
             rows.append([f"Best {NAMES[method]}", *found, cell(numbers.get("best", name, "mean", "", "kl"), 2)])
@@ -257,7 +257,7 @@ def baselines(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
             "–",
         ]
     ]
-    for method in METHODS:
+    for method in study.methods:
         name = setting_names(numbers, "sweep", method)[0]
         get = lambda quantity, name=name: numbers.get("sweep", name, study.seeds[0], "", quantity).value  # noqa: E731
         rows.append(
@@ -271,7 +271,7 @@ def baselines(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
     )
     quantities = (("toxicity", 3), ("similarity", 3), ("kl", 2), ("distance", 3))
     first, lines = study.seeds[0], []
-    for method in METHODS:
+    for method in study.methods:
         for name in setting_names(numbers, "best", method):
             for seed, label in (
                 (first, f"seed {first}, chosen on it"),
@@ -288,7 +288,7 @@ def baselines(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
         lines,
     )
     sweep, marked = [], set()
-    for method in METHODS:
+    for method in study.methods:
         names = setting_names(numbers, "sweep", method)
         chosen = setting_names(numbers, "best", method)
         scores = {n: row.value for n in names if (row := numbers.get("sweep", n, first, "", "toxicity")) is not None}

@@ -19,7 +19,7 @@ from config import EvaluationConfig, RunConfig, option
 from distill import DPO_GRID, GRPO_GRID, BaselineConfig, Cost, DistillConfig, Grid, dpo_cost, grpo_cost
 from twist import CTLConfig
 
-METHODS = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")
+METHODS = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")  # baselines
 VARIANTS = ("tsmc", "no-effective", "lora")
 
 
@@ -37,10 +37,11 @@ class StudyConfig:
     similarity_samples: int = option(2000, "texts at most that a similarity is taken of")
     texts: int = option(5, "representative texts of each set")
     replicates: int = option(1000, "bootstrap replicates")
+    methods: tuple[str, ...] = option(METHODS, "baselines")
     learning_rates: tuple[float, ...] = option((1e-3, 1e-4), "step sizes of the baselines' sweep")
     weight_decays: tuple[float, ...] = option((1e-2,), "weight decays of the sweep")
-    dpo_strengths: tuple[float, ...] = option((0.1,), "b of DPO in the sweep")
-    grpo_strengths: tuple[float, ...] = option((0.04,), "b of GRPO in the sweep")
+    dpo_strengths: tuple[float, ...] = option((0.1, 0.8), "b of DPO in the sweep")
+    grpo_strengths: tuple[float, ...] = option((0.04, 0.32), "b of GRPO in the sweep")
     baseline_batch: int = option(128, "sequences of a baseline's update")
     baseline_updates: int = option(0, "updates of a baseline; 0 spends what Algorithm 1 spends in model evaluations")
     run: RunConfig = field(default_factory=RunConfig)
@@ -124,7 +125,7 @@ def study_parts(study: StudyConfig, prompt: int, shipped: bool) -> list[Part]:
         parts.append(Part(f"lora-{seed}", "lora", seed, 300, run))
         parts.append(Part(f"particles-{seed}", "particles", seed, 150, run))
         parts.append(Part(f"resampling-{seed}", "resampling", seed, 120, run))
-    for method in METHODS:
+    for method in study.methods:
         size = len(study.grid(method, prompt))
         sweep = tuple(f"{method}-{place + 1}" for place in range(size))
         parts += [Part(name, "baseline", first, 300, target, method, place) for place, name in enumerate(sweep)]
@@ -160,6 +161,9 @@ STUDIES = {
         similarity_samples=200,
         texts=3,
         replicates=200,
+        learning_rates=(1e-3,),
+        dpo_strengths=(0.1,),
+        grpo_strengths=(0.04,),
         baseline_batch=16,
         run=SMALL_RUN,
     ),

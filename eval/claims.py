@@ -4,6 +4,7 @@ A change counts as seen only where its 95 % interval over seeds leaves out zero;
 cannot tell. Nothing is claimed that the numbers of the study at hand do not show.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from eval.numbers import NAMES, Number, Numbers
@@ -87,7 +88,7 @@ def similarity_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
     text = words.get(seen, "not told apart from Target's")
     found = [Claim("no" if seen else "yes", f"Similarity of generation {last} is {text}, by {signed(row)}.")]
     points = [numbers.get("generations", TSMC, "mean", m, "distance").value for m in range(last + 1)]
-    nearer = all(after < before for before, after in zip(points, points[1:], strict=False))
+    nearer = all(after < before for before, after in itertools.pairwise(points))
     path = " → ".join(f"{point:.3f}" for point in points)
     verb = "shrinks with every generation" if nearer else "does not shrink with every generation"
     found.append(

@@ -358,4 +358,3 @@ def best_place(study: StudyConfig, method: str, size: int, out: Path) -> int:
 def read_part(out: Path, name: str) -> dict:
     """The result file of a finished part."""
     return read_json(out / "parts" / f"{name}.json")
-

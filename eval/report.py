@@ -216,8 +216,8 @@ def ablations(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
     head = ["", "Toxicity", "Similarity", "KL(σ‖q)", "log Ẑ", "Toxicity of bare p⁽ᵐ⁾", "Drift KL(σ‖σ_m)"]
     caption = (
         f"Algorithm 1 as it is, with φ in place of the effective potential φ⁽ᵐ⁾, and with LoRA in place of full distillation, "
-        f"{over_seeds(study)}. Generation 0 is the same in all. Drift: how far σ_m ∝ p⁽ᵐ⁾φ, the target that a generation without "
-        "φ⁽ᵐ⁾ learns, has left σ; with φ⁽ᵐ⁾ it is 0 by construction. log Ẑ without φ⁽ᵐ⁾ estimates the evidence of σ_m."
+        f"{over_seeds(study)}. Generation 0 is the same in all. Drift: how far σ_m ∝ p⁽ᵐ⁾φ, the target of a generation "
+        "without φ⁽ᵐ⁾, has left σ; with φ⁽ᵐ⁾ it is 0 by construction. log Ẑ without φ⁽ᵐ⁾ estimates the evidence of σ_m."
     )
     last = study.run.generations
     schemes = dict.fromkeys(key[1] for key in numbers.rows if key[0] == "resampling")

@@ -85,7 +85,7 @@ class Schedule:
     def __init__(self, study: StudyConfig, parts: list[Part], out: Path, jobs: int, say: Callable[[str], None]):
         self.study, self.parts, self.out, self.jobs, self.say = study, parts, out, jobs, say
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["eval.schedule"])
+        self.context.set_forkserver_preload(["eval.schedule", "torch._dynamo"])  # what each part would load anew
         self.running: dict[str, tuple[Part, multiprocessing.Process, float]] = {}
         self.failed: dict[str, str] = {}
         self.spent = self.expected = 0.0  # seconds of the parts that have finished here, and what was expected of them

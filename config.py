@@ -73,7 +73,15 @@ class RunConfig:
 
     preset: str = option("pocket", "which checkpoints", choices=tuple(PRESETS))
     generations: int = option(2, "M, generations after generation 0", at_least=0)
-    beta: float = option(10.0, "strength of the potential, log phi = beta log p(toxic | s)", at_least=0)
+    potential: tuple[str, ...] = option(
+        ("toxicity",),
+        "phi: toxicity, nontoxicity (both to the power of --beta), keyword:WORD, regex:PATTERN, first-sentence:WORDS (these "
+        "read the continuation and are hard; keyword~C:WORD and so on are soft, what misses costs C nats) or FILE.py:NAME, "
+        "a function from texts to log phi; give it again for a product",
+    )
+    beta: float = option(
+        10.0, "strength of the classifier, log phi = beta log p(toxic | s); other potentials do not heed it", at_least=0
+    )
     prompt: tuple[str, ...] = option(
         ("Once upon a time, there was a",), "s_0, the opening that every story continues; give it again for several"
     )

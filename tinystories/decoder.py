@@ -64,6 +64,7 @@ class Conditional:
         """
         ids = torch.cat([self.prompt.expand(tokens.shape[0], -1), tokens[:, :-1]], dim=1)  # [B, P + T - 1]
         hidden = self.model.hidden(ids)[:, self.prompt.numel() - 1 :]  # [B, T, D]
+        hidden = hidden.contiguous()  # or else the last bits of the logits depend on whether the head is frozen
         logits = self.model.head(hidden)  # [B, T, V]
         chosen = logits.gather(-1, tokens[..., None]).squeeze(-1)  # [B, T]
         return chosen - logits.logsumexp(-1), logits, hidden

@@ -134,9 +134,9 @@ def injected(paths: Paths, scheme: str, sampler):
     """Patch the sources of randomness of `sampler` (a module); yields the resampling function to pass to it."""
     draw, runs = tsmc.categorical.draw_categorical, len(paths.number)
 
-    def draw_everywhere(logits: Tensor, source):
+    def draw_everywhere(logits: Tensor, uniform):
         paths.choose(token_breakpoints(logits, runs))
-        return draw(logits, source)
+        return draw(logits, paths.uniforms.view(-1, 1))
 
     def resample(weights: Tensor, source) -> Tensor:
         paths.choose(ancestor_breakpoints(scheme, weights))
@@ -145,6 +145,7 @@ def injected(paths: Paths, scheme: str, sampler):
     multinomial = resample if scheme == "multinomial" else sampler.multinomial
     with (
         mock.patch.object(torch, "rand", paths.rand),
+        mock.patch.object(sampler, "uniforms", lambda *_: None),  # of tokens: `draw_everywhere` has its own
         mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere),
         mock.patch.object(sampler, "multinomial", multinomial),
     ):

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tsmc.categorical import draw_categorical
+from tsmc.categorical import draw_categorical, uniforms
 
 Twist = Callable[[Tensor], Tensor]
 
@@ -51,17 +51,15 @@ class Extension:
     log_normaliser: Tensor  # log sum_v p(v | s_{0:t-1}) psi(s_{1:t-1}, v)
 
 
-def propose(
-    decoder: Decoder, twist: Twist | None, generator: torch.Generator, given: Tensor | None = None
-) -> Extension:
-    """Draw s_t ~ q_t for every row: one language-model step and one twist step have been paid for.
+def propose(decoder: Decoder, twist: Twist | None, uniform: Tensor, given: Tensor | None = None) -> Extension:
+    """Draw s_t ~ q_t for every row at uniform numbers [N, 1]: one language-model step and one twist step are paid for.
 
     given [N] fixes the token of the rows where it is not negative; their probabilities are those of the given token.
     """
     logits = decoder.logits  # [N, V]
     log_psi = None if twist is None else twist(decoder.hidden)  # [N, V]
     tilted = logits if log_psi is None else logits + log_psi
-    tokens, tilted_normaliser = draw_categorical(tilted, generator)
+    tokens, tilted_normaliser = draw_categorical(tilted, uniform)
     model_normaliser = tilted_normaliser if log_psi is None else logits.logsumexp(-1)
     dead = tilted_normaliser == -torch.inf
     if given is not None:
@@ -92,15 +90,24 @@ class Trajectories:
 
 @torch.no_grad()
 def sample_proposal(
-    model: LanguageModel, twist: Twist | None, rows: int, generator: torch.Generator, keep_hidden: bool = False
+    model: LanguageModel,
+    twist: Twist | None,
+    rows: int,
+    generator: torch.Generator,
+    keep_hidden: bool = False,
+    mine: slice = slice(None),
 ) -> Trajectories:
-    """Draw N = rows sequences i.i.d. from q, without resampling; twist None samples the model itself."""
-    decoder = model.decoder(rows)
+    """Draw N = rows sequences i.i.d. from q, without resampling; twist None samples the model itself.
+
+    Only the rows of the slice `mine` are simulated and returned. Random numbers are drawn for all N, so that the parts
+    of several processes make up the batch that one process would draw.
+    """
+    decoder = model.decoder(len(range(rows)[mine]))
     steps, hidden = [], []
     for t in range(1, model.length + 1):
         if keep_hidden:
             hidden.append(decoder.hidden)
-        steps.append(propose(decoder, twist, generator))
+        steps.append(propose(decoder, twist, uniforms(rows, 1, decoder.logits, generator)[mine]))
         if t < model.length:
             decoder.extend(steps[-1].tokens)
     stacked = {

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tsmc.categorical import uniforms
 from tsmc.proposal import LanguageModel, Twist, propose
 from tsmc.resampling import Scheme, multinomial
 from tsmc.weights import effective_sample_size, log_mean_exp, normalise
@@ -121,7 +122,7 @@ def tsmc(
     tokens = torch.empty(runs, particles, 0, dtype=torch.long, device=zeros.device)
     for t in range(1, model.length + 1):
         given = None if reference is None else given_tokens(reference[:, t - 1], particles)
-        step = propose(decoder, twist, generator, given)
+        step = propose(decoder, twist, uniforms(runs * particles, 1, log_p, generator), given)
         log_p = log_p + step.log_p.view(runs, particles)
         tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)  # [R, K, t]
 

@@ -4,7 +4,7 @@
     gradient of the mean over N rows = sum over parts of (rows of the part / N) * gradient of the part's mean
 
 The options and grids of the two baselines, DPO and GRPO, are those of the paper's appendix ("Optimization"). N sequences,
-P prompt tokens, T continuation tokens.
+T continuation tokens.
 """
 
 import copy
@@ -51,18 +51,16 @@ class Grid:
 class Cost:
     """What a run asks of the networks, in sequences; the potential scores each one that is drawn."""
 
-    batches: int  # the prompt is read once for all sequences drawn together
     sampled: int  # drawn token by token
     scored: int  # read in one pass without gradient
     trained: int  # read in one pass with gradient
 
-    def units(self, prompt: int, length: int) -> int:
-        """Token positions through the model, P = prompt and T = length; forward and backward together count three.
+    def units(self, length: int) -> int:
+        """Token positions through the model for T = length; forward and backward together count three.
 
-        The last token of a sequence is predicted and never read.
+        The last token of a sequence is predicted and never read; the prompt is read once for a whole batch, so it is left out.
         """
-        sampled = self.batches * prompt + self.sampled * (length - 1)
-        return sampled + (self.scored + 3 * self.trained) * (prompt + length - 1)
+        return (self.sampled + self.scored + 3 * self.trained) * (length - 1)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:

@@ -99,4 +99,4 @@ def grpo(
 def grpo_cost(config: BaselineConfig) -> Cost:
     """What `grpo` spends."""
     sampled = config.updates * config.batch_size
-    return Cost(config.updates, sampled, scored=sampled, trained=sampled)
+    return Cost(sampled, scored=sampled, trained=sampled)

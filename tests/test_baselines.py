@@ -385,12 +385,13 @@ def test_adamw_has_the_papers_settings():
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_cost_is_what_the_model_is_asked_for(name, monkeypatch):
-    """Every token position that goes through the network is counted, three times where there is a gradient."""
+    """Every position behind the prompt that goes through the network is counted, three times where there is a gradient."""
     base, potential = world()
     hidden, units, scored = GPTNeo.hidden, [], []
 
     def counted(self, ids, cache=None):
-        units.append(ids.numel() * (3 if torch.is_grad_enabled() else 1))
+        if cache.length > 0:  # behind the prompt
+            units.append(ids.numel() * (3 if torch.is_grad_enabled() else 1))
         return hidden(self, ids, cache)
 
     def log_phi(tokens):
@@ -402,4 +403,4 @@ def test_cost_is_what_the_model_is_asked_for(name, monkeypatch):
     train(name, base, log_phi, options)
     cost = COSTS[name](options)
     assert isinstance(cost, Cost) and cost.sampled == sum(scored) == 33
-    assert cost.units(prompt=3, length=3) == sum(units)
+    assert cost.units(length=3) == sum(units)

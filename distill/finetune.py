@@ -84,12 +84,13 @@ def accumulate_gradient(loss: Callable[[slice], Tensor], rows: int, at_once: int
 
 
 class Student:
-    """A copy of a language model in training, by LoRA or in full, and its optimiser."""
+    """A copy (in float32 or wider) of a language model in training, by LoRA or in full, and its optimiser."""
 
     def __init__(
         self, base: Conditional, learning_rate: float, weight_decay: float, lora: bool, generator: torch.Generator
     ):
-        self.network = copy.deepcopy(base.model).requires_grad_(True)
+        dtype = torch.promote_types(base.model.wte.weight.dtype, torch.float32)
+        self.network = copy.deepcopy(base.model).to(dtype).requires_grad_(True)
         self.lora = lora
         self.parameters = add_lora(self.network, generator) if lora else list(self.network.parameters())
         self.optimizer = torch.optim.AdamW(parameter_groups(self.parameters, weight_decay), lr=learning_rate)
@@ -107,12 +108,12 @@ class Student:
         self.optimizer.step()
         return value
 
-    def finish(self, what: str) -> Conditional:
+    def finish(self, what: str, remedy: str = "lower the learning rate") -> Conditional:
         """The trained model, LoRA merged; InputError, opening with `what`, where a parameter is not finite."""
         if self.lora:
             merge_lora(self.network)
         if not all(parameter.isfinite().all() for parameter in self.network.parameters()):
-            raise InputError(f"{what}: the trained model is not finite; lower the learning rate")
+            raise InputError(f"{what}: the trained model is not finite; {remedy}")
         return self.model
 
 

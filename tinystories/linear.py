@@ -53,13 +53,8 @@ class OneDNN(torch.autograd.Function):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b [..., O] of x [..., I], weight [O, I] and bias [O], by the faster library."""
     large = HAS_ONEDNN and x.numel() * weight.shape[0] >= SMALLEST
-    if (
-        not large
-        or torch.is_autocast_enabled("cpu")
-        or x.device.type != "cpu"
-        or x.dtype != torch.float32
-        or weight.dtype != torch.float32
-    ):
+    plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    if not (large and plain):
         return F.linear(x, weight, bias)
     return OneDNN.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 

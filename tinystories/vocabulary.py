@@ -40,10 +40,10 @@ def read_vocabulary(directory: Path, vocab_size: int) -> Tokenizer:
 
 
 def add_special(tokenizer: Tokenizer, *names: str) -> dict[str, int]:
-    """Make those of the names that are in the vocabulary special; their numbers. A mask takes the space before it."""
+    """Make those of the names that are in the vocabulary special; their numbers."""
     numbers = {name: tokenizer.token_to_id(name) for name in names}
     numbers = {name: number for name, number in numbers.items() if number is not None}
-    tokenizer.add_special_tokens([AddedToken(name, lstrip=name == "<mask>", normalized=False) for name in numbers])
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in numbers])
     return numbers
 
 

@@ -14,12 +14,14 @@ import torch
 from hub_server import Hub, serving
 from safetensors.torch import save
 from test_gpt_neo import SHAPES, theirs
+from test_layouts import write_vocabulary
 
 import tinystories
 from config import POCKET, PRESETS
 from tinystories import InputError, hub
 from tinystories.checkpoint import fingerprint, read_tensors
 from tinystories.hub import checkpoint_directory
+from tinystories.vocabulary import read_vocabulary
 
 ROOT = Path(__file__).parent.parent
 COMMIT, LATER = "a" * 40, "b" * 40
@@ -68,9 +70,11 @@ def original(tmp_path_factory) -> Path:
     return path
 
 
-def contents(original: Path, layout: str, scale: float = 1.0) -> dict[str, bytes]:
+def contents(
+    original: Path, layout: str, scale: float = 1.0, names: tuple[str, ...] = ("config.json", "tokenizer.json")
+) -> dict[str, bytes]:
     """The files of a repository that holds the checkpoint in a layout, and others that nobody needs."""
-    files = {name: (original / name).read_bytes() for name in ("config.json", "tokenizer.json")}
+    files = {name: (original / name).read_bytes() for name in names}
     names = sorted(tensors := {name: scale * t for name, t in read_tensors(original / "model.safetensors").items()})
     if layout.startswith("bin"):
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
@@ -142,6 +146,22 @@ def test_a_terminal_sees_the_progress_bar(remote, original, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     checkpoint_directory(NAME, "--lm")
     assert "model.safetensors: 100%" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "bin"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_repository_without_tokenizer_json(remote, original, tmp_path, layout, kind):
+    write_vocabulary(tmp_path, kind)
+    small = {"vocab_size": len((tmp_path / "vocab.txt").read_text().splitlines()) if kind == "bert" else 300}
+    theirs(tmp_path / "lm", **SHAPES[1], **small)
+    (tmp_path / "lm" / "tokenizer.json").unlink()
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    weights = contents(tmp_path / "lm", layout, names=("config.json",))
+    remote.publish(NAME, COMMIT, files | weights | EXTRA)
+    path = checkpoint_directory(NAME, "--lm")
+    assert remote.asked() == files.keys() | weights.keys()
+    _, tokenizer = tinystories.load(path)
+    assert tokenizer.encode("a cat").ids == read_vocabulary(tmp_path, 300).encode("a cat").ids
 
 
 def test_a_branch_is_asked_for_once_and_may_move(remote, original, monkeypatch):

@@ -173,9 +173,10 @@ def tokenizer_files(directory: Path) -> list[Path]:
     """The files that make the tokenizer. Where there are none, what is missing."""
     directory = Path(directory)
     present = [names for names in TOKENIZERS if all((directory / name).is_file() for name in names)]
-    files = [directory / name for name in (present or TOKENIZERS)[0]]
-    options = directory / TOKENIZER_OPTIONS
-    return files if files[0].name == "tokenizer.json" or not options.is_file() else [*files, options]
+    names = (present or TOKENIZERS)[0]
+    if names != TOKENIZERS[0] and (directory / TOKENIZER_OPTIONS).is_file():
+        names = (*names, TOKENIZER_OPTIONS)
+    return [directory / name for name in names]
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:

@@ -88,10 +88,10 @@ class Repository:
 
     def refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         """Raise the InputError that says why a file of the repository is not here and how to fetch it elsewhere."""
-        named = self.name, "" if self.revision == constants.DEFAULT_REVISION else self.revision
-        command = f"hf download {self.name}{named[1] and f' --revision {named[1]}'} --exclude '*/*' --local-dir DIR"
-        remedy = f"run `{command}` where it can be reached and give {self.flag} DIR"
-        title = f"{self.flag} {'@'.join(filter(None, named))}"
+        title, command = f"{self.flag} {self.name}", f"hf download {self.name}"
+        if self.revision != constants.DEFAULT_REVISION:
+            title, command = f"{title}@{self.revision}", f"{command} --revision {self.revision}"
+        remedy = f"run `{command} --exclude '*/*' --local-dir DIR` where it can be reached and give {self.flag} DIR"
         raise InputError(f"{title}: no such directory, and as a Hub repository {reason}; {remedy}") from cause
 
     def explain(self, file: str, error: Exception) -> NoReturn:
@@ -116,7 +116,9 @@ class Repository:
     def cached(self, file: str, revision: str) -> Path | bool | None:
         """A file in the cache; False where it is known that the repository has none; None where nothing is known."""
         found = try_to_load_from_cache(self.name, file, revision=revision)
-        return Path(found) if isinstance(found, str) else found if found is None else False
+        if found is None:
+            return None
+        return Path(found) if isinstance(found, str) else False
 
     def download(self, file: str, revision: str) -> Path | None:
         """Fetch a file into the cache and check it; None where the repository has none."""
@@ -205,7 +207,7 @@ def fetch(repository: Repository) -> Path:
 
 
 def converted(directory: Path, kept: Path) -> Path:
-    """`kept`, with the files of `directory` and its weights as safetensors; the weights come last, so there they stay."""
+    """`kept`, with the files of `directory` and its weights as safetensors. The weights come last: once there, all is."""
     weights = kept / WEIGHTS[0]
     if not weights.is_file():
         tensors, _ = read_weights(directory)

@@ -21,16 +21,13 @@ END_OF_TEXT = "<|endoftext|>"
 def read_vocabulary(directory: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a directory; InputError where a file is absent or broken, or where it has more than vocab_size."""
     path, *others = tokenizer_files(directory)
+    unsaid = path.with_name(TOKENIZER_OPTIONS)
     if path.name == "tokenizer.json":
         tokenizer = read_tokenizer(path)
     else:
-        options = (
-            read_json(path.with_name(TOKENIZER_OPTIONS)) if others[-1:] == [path.with_name(TOKENIZER_OPTIONS)] else {}
-        )
+        options = read_json(unsaid) if unsaid in others else {}
         try:
-            tokenizer = (
-                byte_level(path, others[0], options) if path.name == "vocab.json" else word_pieces(path, options)
-            )
+            tokenizer = word_pieces(path, options) if path.name == "vocab.txt" else byte_level(path, others[0], options)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise InputError(f"{path}: no tokenizer can be made of it ({error}); restore the file") from error
     if tokenizer.get_vocab_size() > vocab_size:

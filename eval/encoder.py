@@ -18,11 +18,21 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tinystories.checkpoint import fill, read_json, read_tensors, read_tokenizer, write_json, write_tensors, write_text
+from tinystories.checkpoint import (
+    fill,
+    read_json,
+    read_weights,
+    tokenizer_files,
+    without_prefix,
+    write_json,
+    write_tensors,
+    write_text,
+)
 from tinystories.errors import InputError
 from tinystories.linear import Linear
+from tinystories.vocabulary import read_vocabulary
 
-BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
+UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight", "pooler.dense.bias")
 SPECIAL_TOKENS = {
     "bos_token": ("<s>",),
     "eos_token": ("</s>",),
@@ -206,23 +216,18 @@ def load_scorer(path: Path, model: nn.Module, prefix: str, disk_prefix: str) -> 
     Tensors of the encoder may carry `disk_prefix` ("bert.") or not; in the model they carry `prefix`. The pooler and
     the buffers of positions and types are no part of either network. InputError names the file that does not fit.
     """
-    tensors = {}
-    weights = path / "model.safetensors"
-    for name, tensor in read_tensors(weights).items():
-        bare = name.removeprefix(disk_prefix)
-        if bare in BUFFERS or bare.startswith("pooler."):
-            continue
-        tensors[prefix + bare if bare.startswith(("embeddings.", "encoder.")) else name] = tensor
+    tensors, weights = read_weights(path)
+    tensors = {
+        prefix + name if name.startswith(("embeddings.", "encoder.")) else name: tensor
+        for name, tensor in without_prefix(tensors, disk_prefix, weights).items()
+        if name not in UNUSED
+    }
     model.to_empty(device="cpu")
     fill(model, tensors, weights)
-    tokenizer = read_tokenizer(path / "tokenizer.json")
-    words = model.config.vocab_size
-    if tokenizer.get_vocab_size() > words:
-        sizes = f"{tokenizer.get_vocab_size()} tokens where config.json has {words}"
-        raise InputError(f"{path / 'tokenizer.json'}: {sizes}; use files of one checkpoint")
+    tokenizer = read_vocabulary(path, model.config.vocab_size)
     special = tokenizer.num_special_tokens_to_add(False)
     if special < 1:
-        raise InputError(f"{path / 'tokenizer.json'}: adds no special tokens; use one with a post-processor")
+        raise InputError(f"{tokenizer_files(path)[0]}: adds no special tokens; use one with a post-processor")
     if special >= model.max_tokens:
         raise InputError(f"{path / 'config.json'}: max_position_embeddings leaves no room for text; restore the file")
     return tokenizer

@@ -14,13 +14,12 @@ import dataclasses
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from tinystories.checkpoint import fill, read_json, read_tensors, read_tokenizer, write_json, write_tensors, write_text
 from tinystories.errors import InputError
-from tinystories.linear import Linear
+from tinystories.linear import Linear, linear_gelu
 
 BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 SPECIAL_TOKENS = {
@@ -139,7 +138,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
         x = self.attention["output"](x, self.attention["self"](x, bias))
-        return self.output(x, F.gelu(self.intermediate["dense"](x)))
+        return self.output(x, linear_gelu(x, self.intermediate["dense"]))
 
 
 class Encoder(nn.Module):

@@ -55,8 +55,8 @@ class OneDNN(torch.autograd.Function):
 
 def suits_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether the product x W^T is one that oneDNN computes faster."""
-    both_float32 = x.dtype == weight.dtype == torch.float32
-    return HAS_ONEDNN and both_float32 and x.device.type == "cpu" and x.numel() * weight.shape[0] >= SMALLEST
+    known = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    return HAS_ONEDNN and known and x.device.type == "cpu" and x.numel() * weight.shape[0] >= SMALLEST
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

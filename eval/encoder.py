@@ -14,7 +14,6 @@ import dataclasses
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -29,10 +28,11 @@ from tinystories.checkpoint import (
     write_text,
 )
 from tinystories.errors import InputError
-from tinystories.linear import Linear
+from tinystories.linear import Linear, linear_gelu
 from tinystories.vocabulary import read_vocabulary
 
 UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight", "pooler.dense.bias")
+MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 SPECIAL_TOKENS = {
     "bos_token": ("<s>",),
     "eos_token": ("</s>",),
@@ -149,7 +149,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
         x = self.attention["output"](x, self.attention["self"](x, bias))
-        return self.output(x, F.gelu(self.intermediate["dense"](x)))
+        return self.output(x, linear_gelu(x, self.intermediate["dense"]))
 
 
 class Encoder(nn.Module):
@@ -173,6 +173,7 @@ class Encoder(nn.Module):
 class Runner:
     """A network run over texts: tokenized, truncated, sorted by length, batched and padded.
 
+    A batch holds at most `batch_size` texts and MAX_TOKENS tokens, padding included, which bounds its memory.
     `model` has `max_tokens`, `pad_token_id` and maps ids [B, T] and mask [B, T] to [B, ...].
     """
 
@@ -188,16 +189,25 @@ class Runner:
         """Results [N, ...] on the CPU in the order of the texts; InputError where one is NaN or infinite."""
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        starts = range(0, max(1, len(rows)), self.batch_size)  # of no texts, one empty batch: it has the right shape
-        batches = ([rows[i] for i in order[start : start + self.batch_size]] for start in starts)
+        batches = self.batches([rows[i] for i in order])
         with torch.inference_mode():
-            results = torch.cat([self.model(*self.pad(batch)).cpu() for batch in batches])  # [N, ...]
+            results = torch.cat([self.model(*self.pad(batch)) for batch in batches]).cpu()  # [N, ...]
         results = results[torch.tensor(order, dtype=torch.long).argsort()]
         bad = (~torch.isfinite(results)).nonzero()
         if len(bad):
             text = texts[int(bad[0, 0])]
             raise InputError(f"the score of {text[:60]!r} is NaN or infinite; restore the checkpoint of the scorer")
         return results
+
+    def batches(self, rows: list[list[int]]) -> list[list[list[int]]]:
+        """Rows, from short to long, in batches; of no rows one empty batch, whose result has the right shape."""
+        batches: list[list[list[int]]] = [[]]
+        for row in rows:
+            size = len(batches[-1]) + 1
+            if size > self.batch_size or (size > 1 and size * len(row) > MAX_TOKENS):
+                batches.append([])
+            batches[-1].append(row)
+        return batches
 
     def pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Tokens [B, T] padded to the longest row and the mask [B, T], on the model's device."""

@@ -94,8 +94,9 @@ class RunDirectory:
                 raise InputError(f"{path}: {name} has changed since the run began; restore it or start a new run")
         run = cls(path, config.torch_device(), config.save_every)
         if run.writes:
-            for left_over in path.rglob(".*.*"):  # files that were being written when the process was killed
-                left_over.unlink(missing_ok=True)
+            for pattern in (".*.*", ".tmp*"):  # files that were being written when the process was killed
+                for left_over in path.rglob(pattern):
+                    left_over.unlink(missing_ok=True)
         return run
 
     def interrupt(self, number: int, frame: object) -> None:

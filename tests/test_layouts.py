@@ -297,7 +297,7 @@ def test_a_vocabulary_larger_than_the_tokenizer(tmp_path, small):
     write_tokenizer(tmp_path, 50)
     model, tokenizer = tinystories.load(tmp_path)
     assert (tokenizer.get_vocab_size(), model.config.vocab_size) == (50, 61)
-    potential = TextPotential(lambda texts: -torch.arange(1.0, len(texts) + 1), tokenizer, torch.tensor([3]), 2.0)
+    potential = TextPotential([lambda texts: -2 * torch.arange(1.0, len(texts) + 1)], tokenizer, torch.tensor([3]))
     assert potential.texts(torch.tensor([[60, 4], [4, 5]])) == ["w3 w4", "w3 w4 w5"]
     assert potential(torch.tensor([[60, 4], [4, 60], [4, 5]])).tolist() == [-2, -2, -4]
 
@@ -332,7 +332,7 @@ def test_the_base_toxicity_of_the_paper():
     score = toxicity.ToxicityScorer(*toxicity.load(config.checkpoint("toxicity_model")))
     prompt = torch.tensor(tokenizer.encode(config.prompt).ids)
     assert len(prompt) == 8
-    potential, rows = TextPotential(score, tokenizer, prompt, config.beta), []
+    log_score, rows = TextPotential([score], tokenizer, prompt), []
     with torch.inference_mode():
         for _ in range(20):
             decoder = Conditional(model, prompt, config.length).decoder(100)
@@ -341,4 +341,4 @@ def test_the_base_toxicity_of_the_paper():
                 decoder.extend(tokens[-1])
                 tokens.append(torch.multinomial(decoder.logits.softmax(-1), 1, generator=generator)[:, 0])
             rows.append(torch.stack(tokens, 1))
-    assert abs(potential.log_score(torch.cat(rows)).exp().mean() - 0.010) < 0.005  # the paper's 0.010, some 3 sigma
+    assert abs(log_score(torch.cat(rows)).exp().mean() - 0.010) < 0.005  # the paper's 0.010, some 3 sigma

@@ -8,33 +8,19 @@ resampling they are the bounds of importance sampling. For every generation that
 """
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
-import tinystories
-from config import PRESETS, RunConfig
+from config import RunConfig
 from eval.evaluate import kl_target_proposal
 from eval.ingredients import Ingredients, load_ingredients, sigma_key
 from eval.run import align
+from eval.saved import config_of, generations, load_pair
 from eval.target import load_target
-from tinystories import Conditional
-from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tinystories.memory import keep_freed_memory
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.proposal import LanguageModel, Twist
-from twist import base_potential, effective_potential, load_twist
-
-
-def config_of(run: Path) -> RunConfig:
-    """The options of a run that fix sigma, as its config.json remembers them."""
-    raw = read_json(run / "config.json")
-    names = {field.name for field in dataclasses.fields(RunConfig)} - {"ctl", "distill", "eval"}
-    config = RunConfig(**{name: raw[name] for name in names if name in raw})
-    if config.preset not in PRESETS:
-        raise InputError(f"{run / 'config.json'}: the preset {config.preset!r} is unknown; use a run of this version")
-    return config
 
 
 def by_rejection(model: LanguageModel, twist: Twist | None, given: Ingredients) -> list[str]:
@@ -47,14 +33,11 @@ def compare(
     config: RunConfig, given: Ingredients, directory: Path, m: int, args: argparse.Namespace
 ) -> list[list[str]]:
     """The rows of generation m."""
-    prompt = given.base.prompt
-    gpt_neo, _ = tinystories.load(directory, prompt.device)
-    model, twist = Conditional(gpt_neo, prompt, config.length), load_twist(directory, prompt.device)
-    log_potential = base_potential(given.potential) if m == 0 else effective_potential(given.potential, given.base)
-    rows = [[f"Generation {m}", *by_rejection(model, twist, given)]]
+    pair = load_pair(config, given, directory, m)
+    rows = [[f"Generation {m}", *by_rejection(pair.model, pair.twist, given)]]
     for name, threshold in (("TSMC bounds", 1.0), ("importance bounds", 0.0)):
         for particles in args.particles:
-            problem = BoundsProblem(model, twist, log_potential, particles, threshold)
+            problem = BoundsProblem(pair.model, pair.twist, pair.log_potential, particles, threshold)
             generator = config.generator("agreement", name, m, particles)
             exact = given.target.tokens[: args.exact_samples]
             bounds = bidirectional_bounds(problem, exact, args.runs, generator)
@@ -89,7 +72,7 @@ def main() -> None:
         given.target = target.to(given.base.prompt.device)
         lines = [["", "by", "KL(sigma||q)", "95 % interval", "log Z_sigma"]]
         lines.append(["Base, q = p", *by_rejection(given.base, None, given)])
-        for m, directory in sorted((int(path.name[11:]), path) for path in args.run.glob("generation-[0-9]*")):
+        for m, directory in generations(args.run).items():
             lines += compare(config, given, directory, m, args)
     except InputError as error:
         print(f"eval.agreement: error: {error}", file=sys.stderr)

@@ -49,6 +49,8 @@ def quiet_output() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
+        if error.filename is not None:
+            raise InputError(f"{error.filename}: cannot be used ({error.strerror}); check the name") from error
         with contextlib.suppress(OSError, ValueError):  # what is still in the buffer has nowhere to go
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):

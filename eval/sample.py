@@ -127,7 +127,7 @@ def as_text(draws: Draws, about: dict) -> str:
     heading = [
         printable(draws.prompt),
         f"generation {about['generation']}, K = {about['particles']}, T = {about['length']}, seed {about['seed']}, {rule}",
-        f"log Z-hat {log_z:.2f}   ESS {ess:.1f} of {about['particles']}   {len(draws.distinct)} distinct sequences",
+        f"log Z-hat {log_z:.2f}   ESS {ess:.1f} of {about['particles']}   distinct sequences {len(draws.distinct)}",
     ]
     if draws.dead:
         words = "Every particle has weight zero: none of them is a sample of the target. Try more particles or another prompt."
@@ -158,17 +158,13 @@ def run(args: argparse.Namespace) -> None:
     drawn = []
     for prompt, its, after in problems:
         trace = Watch(prompt, its.potential.tokenizer, config.length, args.delay) if args.watch else Trace()
-        options = args.particles, args.samples, generator_of(config, m, prompt), args.resampling, args.ess_threshold
+        generator = config.generator("sample", m, prompt)  # the same whatever other prompts there are
+        options = args.particles, args.samples, generator, args.resampling, args.ess_threshold
         drawn.append(draw(after, its, prompt, *options, trace))
         text = as_json(drawn[-1], about) if args.json else as_text(drawn[-1], about)
         print(text if args.json or len(drawn) == 1 else f"\n{text}", flush=True)
     if args.html:
         write_text(args.html, genealogy.page(drawn, about, given.potential.tokenizer))
-
-
-def generator_of(config: RunConfig, m: int, prompt: str):
-    """The random stream of one prompt, the same whatever other prompts there are."""
-    return config.generator("sample", m, prompt)
 
 
 def main(arguments: list[str] | None = None) -> None:

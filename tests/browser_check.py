@@ -162,6 +162,7 @@ def main(page: Path, folder: Path) -> None:
             check_mouse(browser)
             browser.picture(folder / f"{page.stem}-{scheme}-hover.png")
             browser.open(page, 390, 844, scheme, touch=True)
+            browser.picture(folder / f"{page.stem}-{scheme}-phone-top.png")
             check_touch(browser)
             browser.picture(folder / f"{page.stem}-{scheme}-phone.png")
         loaded = browser.value("performance.getEntriesByType('resource').length")

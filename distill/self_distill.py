@@ -8,18 +8,19 @@ loss on samples of runs that were held out, reported beside the training loss, s
 LayerNorm. N samples, T tokens.
 """
 
-import copy
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from distill.lora import add_lora, merge_lora
+from distill.finetune import Student
+from tinystories import ranks
 from tinystories.decoder import Conditional
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
+from tinystories.phase import Phase
 from tsmc.proposal import sequence_log_probs
 
 
@@ -41,54 +42,62 @@ class DistillConfig:
     )
     weight_decay: float = field(default=0.01, metadata={"help": "AdamW's weight decay of matrices", "at_least": 0})
 
+    def step_size(self, lora: bool) -> float:
+        """AdamW's step size for what is trained."""
+        return self.lora_learning_rate if lora else self.learning_rate
 
-def parameter_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
-    """AdamW groups: decay for matrices, none for biases and LayerNorm."""
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    def flag(self, lora: bool) -> str:
+        """The option that sets it."""
+        return "--distill-lora-learning-rate" if lora else "--distill-learning-rate"
+
+
+def negative_log_likelihood(model: Conditional, tokens: Tensor, batch_size: int) -> Tensor:
+    """-log p(s_t | s_{0:t-1}) summed over sequences [N, T] and divided by batch_size T, a scalar with gradient.
+
+    For a whole batch, N = batch_size, it is the mean; the parts of several processes sum to that.
+    """
+    return -model.log_probs(tokens)[0].sum() / (batch_size * model.length)
+
+
+def held_out_loss(models: Sequence[Conditional], held_out: Sequence[Tensor]) -> float:
+    """Mean of -log p(s_t | s_{0:t-1}) over sequences [N', T] of every prompt that were not trained on."""
+    losses = [
+        -sequence_log_probs(model, tokens).mean() / model.length for model, tokens in zip(models, held_out, strict=True)
     ]
-
-
-def negative_log_likelihood(model: Conditional, tokens: Tensor) -> Tensor:
-    """Mean over sequences [N, T] and positions of -log p(s_t | s_{0:t-1}), a scalar with gradient."""
-    return -model.log_probs(tokens)[0].mean()
+    return torch.stack(losses).mean().item()
 
 
 def self_distill(
-    model: Conditional,
-    samples: Tensor,
-    held_out: Tensor,
+    models: Sequence[Conditional],
+    samples: Sequence[Tensor],
+    held_out: Sequence[Tensor],
     config: DistillConfig,
     lora: bool,
     generator: torch.Generator,
-    report: Callable[..., None],
-) -> Conditional:
-    """p^(m) from p^(m-1) = model (left unchanged) and samples [N, T]; held_out [N', T] are only measured.
+    phase: Phase,
+) -> GPTNeo:
+    """p^(m) from p^(m-1) (left unchanged), given after each prompt, and its samples [N, T] after each prompt.
 
-    Calls report(update, loss=) after each step, the last time with held_out_before= and held_out_after= as well.
+    Prompts take turns. held_out [N', T] is only measured. Training is in float32, rounded to the type of p^(m-1) at the end.
+    Reports loss= of every step and notes held_out_before= and held_out_after=. InputError, before the step is taken, where the
+    loss is not finite.
     """
-    student: GPTNeo = copy.deepcopy(model.model)
-    parameters = add_lora(student, generator) if lora else list(student.parameters())
-    learning_rate = config.lora_learning_rate if lora else config.learning_rate
-    flag = "--distill-lora-learning-rate" if lora else "--distill-learning-rate"
-    optimizer = torch.optim.AdamW(parameter_groups(parameters, config.weight_decay), lr=learning_rate)
-    distilled = Conditional(student, model.prompt, model.length)
-    before = -sequence_log_probs(distilled, held_out).mean().item() / model.length
-    for update in range(config.updates):
-        chosen = torch.randint(len(samples), (config.batch_size,), generator=generator, device=samples.device)
-        loss = negative_log_likelihood(distilled, samples[chosen])
-        if not torch.isfinite(loss):
-            raise InputError(f"distillation, update {update + 1}: the loss is not finite; lower {flag}")
-        optimizer.zero_grad()
+    student = Student(models[0], config.step_size(lora), config.weight_decay, lora, generator)
+    students = [Conditional(student.network, model.prompt, model.length) for model in models]
+    mine = ranks.share(config.batch_size)
+    state = {"student": student.network, "optimizer": student.optimizer, "generator": generator}
+    for update in phase.steps(config.updates, **state):
+        model, tokens = students[update % len(students)], samples[update % len(students)]
+        chosen = torch.randint(len(tokens), (config.batch_size,), generator=generator, device=tokens.device)[mine]
+        loss = negative_log_likelihood(model, tokens[chosen], config.batch_size)
+        whole = ranks.total(loss.detach()).item()
+        if not math.isfinite(whole):
+            raise InputError(f"distillation, update {update + 1}: the loss is not finite; lower {config.flag(lora)}")
+        student.optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        if update + 1 < config.updates:
-            report(update + 1, loss=loss.item())
-    if lora:
-        merge_lora(student)
-    after = -sequence_log_probs(distilled, held_out).mean().item() / model.length
-    if not math.isfinite(after):
-        raise InputError(f"distillation: the distilled model is not finite; lower {flag}")
-    report(config.updates, loss=loss.item(), held_out_before=before, held_out_after=after)
-    return distilled
+        ranks.add_gradients(student.parameters)
+        student.optimizer.step()
+        phase.report(loss=whole)
+    student.finish("distillation", f"lower {config.flag(lora)}")
+    phase.note(held_out_before=held_out_loss(models, held_out), held_out_after=held_out_loss(students, held_out))
+    return student.network.to(models[0].model.wte.weight.dtype)

@@ -11,11 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from config import RunConfig
+from config import RunConfig, saved_config
 from eval.evaluate import kl_target_proposal
-from eval.ingredients import Ingredients, load_ingredients, sigma_key
+from eval.ingredients import Ingredients, Problem, load_ingredients, sigma_key
 from eval.run import align
-from eval.saved import config_of, generations, load_pair
+from eval.saved import generations, load_generation
 from eval.target import load_target
 from tinystories.errors import InputError
 from tinystories.memory import keep_freed_memory
@@ -23,9 +23,9 @@ from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.proposal import LanguageModel, Twist
 
 
-def by_rejection(model: LanguageModel, twist: Twist | None, given: Ingredients) -> list[str]:
+def by_rejection(model: LanguageModel, twist: Twist | None, problem: Problem) -> list[str]:
     """The cells of one proposal's KL from exact samples."""
-    kl, half_width = kl_target_proposal(model, twist, given.base, given.target)
+    kl, half_width = kl_target_proposal(model, twist, problem.base, problem.target)
     return ["rejection", f"{kl:.2f}", f"{kl - half_width:.2f} .. {kl + half_width:.2f}", ""]
 
 
@@ -33,14 +33,15 @@ def compare(
     config: RunConfig, given: Ingredients, directory: Path, m: int, args: argparse.Namespace
 ) -> list[list[str]]:
     """The rows of generation m."""
-    pair = load_pair(config, given, directory, m)
-    rows = [[f"Generation {m}", *by_rejection(pair.model, pair.twist, given)]]
+    problem = given.problems[0]
+    (sigma, *_), twist = load_generation(given, directory, m, config.torch_device())
+    rows = [[f"Generation {m}", *by_rejection(sigma.model, twist, problem)]]
     for name, threshold in (("TSMC bounds", 1.0), ("importance bounds", 0.0)):
         for particles in args.particles:
-            problem = BoundsProblem(pair.model, pair.twist, pair.log_potential, particles, threshold)
+            bounded = BoundsProblem(sigma.model, twist, sigma.log_potential, particles, threshold)
             generator = config.generator("agreement", name, m, particles)
-            exact = given.target.tokens[: args.exact_samples]
-            bounds = bidirectional_bounds(problem, exact, args.runs, generator)
+            exact = problem.target.tokens[: args.exact_samples]
+            bounds = bidirectional_bounds(bounded, exact, args.runs, generator)
             low, high = bounds.kl_from_target.interval()
             width = f"{bounds.log_z.lower.value:.2f} .. {bounds.log_z.upper.value:.2f}"
             rows.append(["", f"{name}, K = {particles}", "", f"{low:.2f} .. {high:.2f}", width])
@@ -61,23 +62,24 @@ def main() -> None:
         if min(*args.particles, args.runs, args.exact_samples) < 2:
             raise InputError("--particles, --runs and --exact-samples must be at least 2")
         keep_freed_memory()
-        config = config_of(args.run)
+        config = saved_config(args.run)
         given = load_ingredients(config)
         own = args.run / "target"
-        target = given.target or (load_target(own, sigma_key(config)) if own.is_dir() else None)
+        problem = given.problems[0]
+        target = problem.target or (load_target(own, sigma_key(config, problem.prompt)) if own.is_dir() else None)
         if target is None:
             raise InputError(
                 f"{args.run}: there are no exact samples for its options; name a run that main.py finished"
             )
-        given.target = target.to(given.base.prompt.device)
+        problem.target = target.to(problem.base.prompt.device)
         lines = [["", "by", "KL(sigma||q)", "95 % interval", "log Z_sigma"]]
-        lines.append(["Base, q = p", *by_rejection(given.base, None, given)])
+        lines.append(["Base, q = p", *by_rejection(problem.base, None, problem)])
         for m, directory in generations(args.run).items():
             lines += compare(config, given, directory, m, args)
     except InputError as error:
         print(f"eval.agreement: error: {error}", file=sys.stderr)
         sys.exit(2)
-    z, error = given.target.log_z, given.target.log_z_std_error
+    z, error = problem.target.log_z, problem.target.log_z_std_error
     print(align(lines))
     print(f"log Z_sigma by rejection: {z:.3f} +- {1.96 * error:.3f}")
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.ingredients import Ingredients
-from eval.saved import Pair
+from config import RunConfig
+from eval.ingredients import Problem
 from tsmc import SCHEMES, Population, Trace, tsmc
+from tsmc.proposal import Twist
+from tsmc.sampler import Sigma
 from tsmc.weights import normalise
+from twist import TextPotential
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,19 @@ class Draws:
         return self.population.log_z.item() == -torch.inf
 
 
-def distinct_sequences(population: Population, given: Ingredients) -> tuple[list[Sequence], Tensor]:
+def distinct_sequences(population: Population, potential: TextPotential) -> tuple[list[Sequence], Tensor]:
     """The distinct sequences of a single run by descending weight, and the place of every particle in them [K]."""
     tokens, place = population.tokens[0].unique(dim=0, return_inverse=True)  # [D, T], [K]
-    weights = torch.zeros(len(tokens), dtype=torch.float64, device=place.device)
-    weights.index_add_(0, place, normalise(population.log_weights[0].double()))  # [D]
+    place, ancestors = place.cpu(), population.ancestors[0].cpu()
+    weights = torch.zeros(len(tokens), dtype=torch.float64)
+    weights.index_add_(0, place, normalise(population.log_weights[0].cpu().double()))  # [D]
     columns = (
-        given.potential.texts(tokens),
+        potential.texts(tokens),
         weights.tolist(),
         place.bincount(minlength=len(tokens)).tolist(),
-        place[population.ancestors[0]].bincount(minlength=len(tokens)).tolist(),
-        given.potential(tokens).double().tolist(),
-        given.potential.log_score(tokens).double().exp().tolist(),
+        place[ancestors].bincount(minlength=len(tokens)).tolist(),
+        potential(tokens).tolist(),
+        potential.log_score(tokens).exp().tolist(),
     )
     order = weights.argsort(descending=True, stable=True)
     rows = [Sequence(*row) for row in zip(*columns, strict=True)]
@@ -64,20 +68,18 @@ def distinct_sequences(population: Population, given: Ingredients) -> tuple[list
 
 
 def draw(
-    pair: Pair,
-    given: Ingredients,
-    prompt: str,
-    particles: int,
+    problem: Problem,
+    sigma: Sigma,
+    twist: Twist,
+    config: RunConfig,
     samples: int,
     generator: torch.Generator,
-    resampling: str,
-    ess_threshold: float,
     trace: Trace,
 ) -> Draws:
-    """Run TSMC once, recorded by `trace`, and keep `samples` of its K = particles at random."""
-    options = {"resample": SCHEMES[resampling], "ess_threshold": ess_threshold, "observer": trace}
-    population = tsmc(pair.model, pair.twist, pair.log_potential, particles, generator, **options)
-    distinct, place = distinct_sequences(population, given)
-    final = place[population.ancestors[0]]  # [K]
-    chosen = torch.randperm(particles, generator=generator, device=generator.device)[:samples]
-    return Draws(prompt, population, trace, distinct, final[chosen].tolist())
+    """Run TSMC once with the options of `config`, recorded by `trace`; keep `samples` of its K particles at random."""
+    options = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold, "observer": trace}
+    population = tsmc(sigma.model, twist, sigma.log_potential, config.particles, generator, **options)
+    distinct, place = distinct_sequences(population, problem.potential)
+    final = place[population.ancestors[0].cpu()]  # [K]
+    chosen = torch.randperm(config.particles, generator=generator, device=generator.device)[:samples]
+    return Draws(problem.prompt, population, trace, distinct, final[chosen.cpu()].tolist())

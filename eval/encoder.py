@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tinystories.checkpoint import fill, read_json, read_tensors, read_tokenizer, write_json, write_tensors, write_text
 from tinystories.errors import InputError
+from tinystories.linear import Linear
 
 BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 SPECIAL_TOKENS = {
@@ -98,7 +99,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.num_heads = config.num_attention_heads
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.query, self.key, self.value = (Linear(width, width) for _ in range(3))
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D], bias added to the scores [B, 1, 1, T] -> [B, T, D]"""
@@ -116,7 +117,7 @@ class Residual(nn.Module):
 
     def __init__(self, inner: int, config: EncoderConfig):
         super().__init__()
-        self.dense = nn.Linear(inner, config.hidden_size)
+        self.dense = Linear(inner, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ class Layer(nn.Module):
         self.attention = nn.ModuleDict(
             {"self": SelfAttention(config), "output": Residual(config.hidden_size, config)},
         )
-        self.intermediate = nn.ModuleDict({"dense": nn.Linear(config.hidden_size, config.intermediate_size)})
+        self.intermediate = nn.ModuleDict({"dense": Linear(config.hidden_size, config.intermediate_size)})
         self.output = Residual(config.intermediate_size, config)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:

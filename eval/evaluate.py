@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 from config import RunConfig
-from eval.ingredients import Ingredients
+from eval.ingredients import Ingredients, Problem
 from eval.run import RunDirectory
 from eval.similarity import mean_pairwise_cosine
 from eval.target import Target
+from tinystories import ranks
+from tinystories.errors import InputError
+from tinystories.phase import Phase
 from tsmc import SCHEMES, Population, proposal_log_probs, sample_proposal, tsmc
 from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.proposal import LanguageModel, Twist, sequence_log_probs
-from tsmc.sampler import LogPotential
+from tsmc.sampler import Sigma
 from twist import TextPotential
 
 Encoder = Callable[[list[str]], Tensor]
@@ -39,10 +42,11 @@ class Samples:
     toxicity: Tensor  # [N]
     group: list[int]
 
-    def rows(self, source: str) -> list[dict]:
-        """One JSON-ready row a text."""
+    def rows(self, source: str, prompt: str = "") -> list[dict]:
+        """One JSON-ready row a text; `prompt` names all prompts of a run but the first."""
         rows = zip(self.texts, self.toxicity.tolist(), self.group, strict=True)
-        return [{"source": source, "run": group, "toxicity": score, "text": text} for text, score, group in rows]
+        place = {"source": source, "prompt": prompt}
+        return [place | {"run": group, "toxicity": score, "text": text} for text, score, group in rows]
 
 
 def score(potential: TextPotential, tokens: Tensor, group: list[int]) -> Samples:
@@ -80,61 +84,63 @@ def distinct_share(tokens: Tensor) -> float:
     return sum(len(run.unique(dim=0)) / len(run) for run in tokens) / len(tokens)
 
 
-def sample_model(model: LanguageModel, potential: TextPotential, count: int, generator: torch.Generator) -> Samples:
-    """Independent samples of a bare language model."""
-    tokens = torch.cat(
-        [sample_proposal(model, None, min(1000, count - done), generator).tokens for done in range(0, count, 1000)]
-    )
-    return score(potential, tokens, list(range(count)))
+def sample_model(
+    config: RunConfig, model: LanguageModel, potential: TextPotential, streams: Callable[[int], torch.Generator]
+) -> Samples:
+    """Independent samples of a bare language model, `config.rows` at a time."""
+    count = config.eval.base_samples
+    sizes = [min(config.rows, count - done) for done in range(0, count, config.rows)]
+
+    def work(i: int) -> dict[str, Tensor]:
+        return {"tokens": sample_proposal(model, None, sizes[i], streams(i)).tokens}
+
+    parts = [ranks.one_each(step, sizes, work)["tokens"] for step in range(ranks.rounds(len(sizes)))]
+    return score(potential, torch.cat(parts), list(range(count)))
 
 
 def sample_tsmc(
-    model: LanguageModel,
+    config: RunConfig,
+    sigma: Sigma,
     twist: Twist | None,
-    log_potential: LogPotential,
     particles: int,
     runs: int,
-    generator: torch.Generator,
-    resampling: str,
-    ess_threshold: float,
-    report: Callable[..., None],
-    rows: int = 1000,
+    streams: Callable[[int], torch.Generator],
+    phase: Phase,
 ) -> Population:
-    """R = runs independent TSMC runs of K = particles, at most about `rows` particles in memory at a time."""
-    at_once = max(1, rows // particles)
-    parts = []
-    for done in range(0, runs, at_once):
-        count = min(at_once, runs - done)
-        parts.append(
-            tsmc(
-                model,
-                twist,
-                log_potential,
-                particles,
-                generator,
-                runs=count,
-                resample=SCHEMES[resampling],
-                ess_threshold=ess_threshold,
-            )
-        )
-        report(done + count, ess=parts[-1].ess.mean().item())
-    names = ("tokens", "log_weights", "ancestors", "log_z", "ess")
-    return Population(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+    """R = runs independent TSMC runs of K = particles, about `config.rows` particles in memory at a time.
+
+    InputError where every run died: all its particles had weight zero.
+    """
+    at_once = max(1, config.rows // particles)
+    sizes = [min(at_once, runs - done) for done in range(0, runs, at_once)]
+    resampling = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
+
+    def work(i: int) -> dict[str, Tensor]:
+        return vars(tsmc(sigma.model, twist, sigma.log_potential, particles, streams(i), runs=sizes[i], **resampling))
+
+    parts: list[dict[str, Tensor]] = []
+    for step in phase.steps(ranks.rounds(len(sizes)), parts=parts):
+        parts.append(ranks.one_each(step, sizes, work))
+        phase.report(ess=parts[-1]["ess"].mean().item())
+    population = Population(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    if not bool((population.log_z > -torch.inf).any()):
+        words = f"all {runs} runs of {particles} particles ended with weight zero"
+        raise InputError(f"{phase}: {words}; raise --particles or soften the potential")
+    return population
 
 
-def evaluate_base(config: RunConfig, given: Ingredients, run: RunDirectory) -> dict:
+def evaluate_base(config: RunConfig, problem: Problem, given: Ingredients, run: RunDirectory) -> dict:
     """Row `base`: independent samples of p^(0)."""
-    generator = config.generator("base")
-    samples = sample_model(given.base, given.potential, config.eval.base_samples, generator)
-    run.add_samples(samples.rows("base"))
+    samples = sample_model(config, problem.base, problem.potential, config.streams("base", problem.name))
+    run.add_samples(samples.rows("base", problem.name))
     return describe(samples, given.encode)
 
 
-def evaluate_target(given: Ingredients, run: RunDirectory) -> dict:
+def evaluate_target(problem: Problem, given: Ingredients, run: RunDirectory) -> dict:
     """Row `target`: the exact samples of sigma."""
-    target = given.target
-    samples = score(given.potential, target.tokens, list(range(len(target.tokens))))
-    run.add_samples(samples.rows("target"))
+    target = problem.target
+    samples = score(problem.potential, target.tokens, list(range(len(target.tokens))))
+    run.add_samples(samples.rows("target", problem.name))
     evidence = {
         "log_z": target.log_z,
         "log_z_std_error": target.log_z_std_error,
@@ -145,34 +151,33 @@ def evaluate_target(given: Ingredients, run: RunDirectory) -> dict:
 
 
 def evaluate_generation(
-    config: RunConfig,
-    given: Ingredients,
-    model: LanguageModel,
-    twist: Twist,
-    log_potential: LogPotential,
-    m: int,
-    run: RunDirectory,
+    config: RunConfig, problem: Problem, given: Ingredients, sigma: Sigma, twist: Twist, m: int, run: RunDirectory
 ) -> dict:
-    """The row of generation m: R TSMC runs of K particles, KL(sigma||q), and the bare p^(m) beside them."""
-    generator = config.generator("evaluation", m)
+    """The row of generation m: R TSMC runs of K particles, KL(sigma||q), and the bare p^(m) beside them.
+
+    Runs that died have no samples; they are counted.
+    """
     particles, runs = config.eval.particles, config.eval.runs
-    with run.progress("evaluation", m, runs) as report:
-        sampling = (particles, runs, generator, config.resampling, config.ess_threshold)
-        population = sample_tsmc(model, twist, log_potential, *sampling, report)
+    streams = config.streams("evaluation", m, problem.name)
+    population = sample_tsmc(
+        config, sigma, twist, particles, runs, streams, run.phase("evaluation", m, problem.name)
+    ).alive()
     final = population.samples()  # [R, K, T]
-    group = [r for r in range(runs) for _ in range(particles)]
-    samples = score(given.potential, final.flatten(0, 1), group)
-    run.add_samples(samples.rows(f"generation {m}"))
-    kl, kl_half_width = kl_target_proposal(model, twist, given.base, given.target)
-    bare = sample_model(model, given.potential, config.eval.base_samples, generator)
-    return {
+    group = [r for r in range(len(final)) for _ in range(particles)]
+    samples = score(problem.potential, final.flatten(0, 1), group)
+    run.add_samples(samples.rows(f"generation {m}", problem.name))
+    bare = sample_model(config, sigma.model, problem.potential, config.streams("bare model", m, problem.name))
+    row = {
         "generation": m,
         **describe(samples, given.encode),
-        "kl_target_proposal": kl,
-        "kl_half_width": kl_half_width,
         "log_z_hat_mean": population.log_z.mean().item(),
-        "log_z_hat_std": population.log_z.std().item(),
+        "log_z_hat_std": population.log_z.std().item() if len(final) > 1 else 0.0,
         "ess": population.ess.mean().item(),
         "distinct": distinct_share(final),
+        "dead_runs": runs - len(final),
         "model_toxicity": bare.toxicity.mean().item(),
     }
+    if problem.target is not None:
+        kl, half_width = kl_target_proposal(sigma.model, twist, problem.base, problem.target)
+        row |= {"kl_target_proposal": kl, "kl_half_width": half_width}
+    return row

@@ -30,6 +30,8 @@ def similarity_toxicity(results: dict, path: Path) -> None:
     """Base, Target and the generations, joined in order; up and to the left is better (paper, figure 1)."""
     figure, axes = plt.subplots(figsize=(5, 4))
     for name, colour, marker in (("base", "#555555", "X"), ("target", "black", "*")):
+        if name not in results:
+            continue
         row = results[name]
         axes.scatter(
             row["similarity"], row["toxicity"], s=110, color=colour, marker=marker, label=name.title(), zorder=3
@@ -90,16 +92,21 @@ def toxicity_histogram(toxicity: dict[str, list[float]], path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_figures(results: dict, run: RunDirectory) -> None:
-    """The three figures of a run from its results, its metrics.jsonl and its samples."""
-    folder = run.path / "figures"
-    similarity_toxicity(results, folder / "similarity-toxicity.png")
+def draw_figures(results: list[dict], run: RunDirectory) -> None:
+    """The three figures of a run from its results after each prompt, its metrics.jsonl and its samples."""
+    if not run.writes:
+        return
     curves: dict[int, list[dict]] = {}
     for record in run.read_metrics():
         if record["phase"] == "twist learning":
             curves.setdefault(record["generation"], []).append(record)
-    ctl_curves(curves, folder / "twist-learning.png")
-    scores: dict[str, list[float]] = {}
-    for row in run.samples:
-        scores.setdefault(row["source"].capitalize(), []).append(row["toxicity"])
-    toxicity_histogram(scores, folder / "toxicity-histogram.png")
+    ctl_curves(curves, run.path / "figures" / "twist-learning.png")
+    for number, result in enumerate(results, 1):
+        name = "" if number == 1 else f"prompt-{number}"
+        folder = run.path / "figures" / name
+        similarity_toxicity(result, folder / "similarity-toxicity.png")
+        scores: dict[str, list[float]] = {}
+        for row in run.samples:
+            if row["prompt"] == name:
+                scores.setdefault(row["source"].capitalize(), []).append(row["toxicity"])
+        toxicity_histogram(scores, folder / "toxicity-histogram.png")

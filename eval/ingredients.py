@@ -1,26 +1,55 @@
-"""What a run starts from: p^(0) after the prompt, the potential, the sentence encoder, exact samples of sigma."""
+"""What a run starts from: p^(0), the potential, exact samples of sigma after each prompt, the scorers of the table."""
 
 from dataclasses import dataclass
 
 import torch
+from tokenizers import Tokenizer
 
 import tinystories
-from config import PRESETS, RunConfig
+from config import DTYPES, PRESETS, RunConfig
 from eval import similarity, toxicity
 from eval.run import RunDirectory
 from eval.target import Target, TargetKey, draw_target, load_target, save_target, target_key
-from tinystories import Conditional
-from twist import TextPotential
+from tinystories import Conditional, GPTNeo
+from tinystories.checkpoint import fingerprint
+from tsmc.sampler import Sigma
+from twist import TextPotential, base_potential, effective_potential
+
+
+@dataclass
+class Problem:
+    """Sigma after one prompt, which every generation shares; target holds exact samples of it, if there are any.
+
+    `name` tells the prompts of a run apart in its files: empty for the first, "prompt-2" for the next.
+    """
+
+    name: str
+    prompt: str
+    base: Conditional
+    potential: TextPotential
+    target: Target | None
 
 
 @dataclass
 class Ingredients:
     """The fixed parts of Algorithm 1 and of its evaluation."""
 
-    base: Conditional
-    potential: TextPotential
+    model: GPTNeo
+    tokenizer: Tokenizer
+    problems: list[Problem]
     encode: similarity.SimilarityScorer
-    target: Target | None
+
+    def sigmas(self, model: GPTNeo | None = None) -> list[Sigma]:
+        """Sigma after each prompt as p^(m) = model sees it: through phi^(m), or for p^(0) (None) through phi itself."""
+        if model is None:
+            return [Sigma(problem.base, base_potential(problem.potential)) for problem in self.problems]
+        return [
+            Sigma(
+                Conditional(model, problem.base.prompt, problem.base.length),
+                effective_potential(problem.potential, problem.base),
+            )
+            for problem in self.problems
+        ]
 
 
 def load_ingredients(config: RunConfig) -> Ingredients:
@@ -28,29 +57,51 @@ def load_ingredients(config: RunConfig) -> Ingredients:
 
     InputError names the option or file that is at fault.
     """
-    device = config.torch_device()
+    device, dtype = config.torch_device(), DTYPES[config.dtype]
     model, tokenizer = tinystories.load(config.checkpoint("lm"), device)
-    prompt = torch.tensor(tokenizer.encode(config.prompt).ids, dtype=torch.long, device=device)
-    base = Conditional(model, prompt, config.length)
-    classifier = toxicity.ToxicityScorer(*toxicity.load(config.checkpoint("toxicity_model"), device))
-    encoder = similarity.SimilarityScorer(*similarity.load(config.checkpoint("similarity_model"), device))
-    shipped = PRESETS[config.preset].target if config.uses_preset_checkpoints() else None
-    target = load_target(shipped, sigma_key(config)) if shipped is not None else None
-    return Ingredients(base, TextPotential(classifier, tokenizer, prompt, config.beta), encoder, target)
+    classifier, its_tokenizer = toxicity.load(config.checkpoint("toxicity_model"), device)
+    scorer = toxicity.ToxicityScorer(classifier.to(dtype), its_tokenizer)
+    encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
+    encode = similarity.SimilarityScorer(encoder.to(dtype), its_tokenizer)
+    model = model.to(dtype)
+    problems = []
+    for number, prompt in enumerate(dict.fromkeys(config.prompt), 1):
+        ids = torch.tensor(tokenizer.encode(prompt).ids, dtype=torch.long, device=device)
+        base = Conditional(model, ids, config.length)
+        potential = TextPotential(scorer, tokenizer, ids, config.beta)
+        name = "" if number == 1 else f"prompt-{number}"
+        problems.append(Problem(name, prompt, base, potential, shipped_target(config, prompt)))
+    return Ingredients(model, tokenizer, problems, encode)
 
 
-def sigma_key(config: RunConfig) -> TargetKey:
-    """What the sigma of this run depends on."""
+def sigma_key(config: RunConfig, prompt: str) -> TargetKey:
+    """What the sigma of this run depends on after one prompt."""
     lm, classifier = config.checkpoint("lm"), config.checkpoint("toxicity_model")
-    return target_key(lm, classifier, config.prompt, config.length, config.beta)
+    return target_key(lm, classifier, prompt, config.length, config.beta)
 
 
-def exact_samples(config: RunConfig, given: Ingredients, run: RunDirectory) -> Target:
-    """Exact samples of sigma on the run's device: the shipped ones, or else drawn now and kept in the run."""
-    target = given.target
+def shipped_target(config: RunConfig, prompt: str) -> Target | None:
+    """The exact samples that come with the preset, if they are of this sigma."""
+    shipped = PRESETS[config.preset].target if config.uses_preset_checkpoints() else None
+    return None if shipped is None else load_target(shipped, sigma_key(config, prompt))
+
+
+def identity(config: RunConfig) -> dict[str, str]:
+    """Hashes of the three networks that a run's results depend on."""
+    return {role: fingerprint(config.checkpoint(role)) for role in ("lm", "toxicity_model", "similarity_model")}
+
+
+def exact_samples(config: RunConfig, problem: Problem, run: RunDirectory) -> Target | None:
+    """Exact samples of sigma on the run's device: the shipped ones, or else drawn now and kept in the run.
+
+    None where the options want none.
+    """
+    target, proposals = problem.target, config.eval.target_proposals
+    if target is None and proposals == 0:
+        return None
     if target is None:
-        proposals = config.eval.target_proposals
-        with run.progress("target by rejection", None, proposals) as report:
-            target = draw_target(given.base, given.potential, proposals, config.generator("target"), report)
-        save_target(run.path / "target", target, sigma_key(config))
-    return target.to(given.base.prompt.device)
+        streams, phase = config.streams("target", problem.prompt), run.phase("target by rejection", None, problem.name)
+        target = draw_target(problem.base, problem.potential, proposals, streams, phase, config.rows)
+        if run.writes:
+            save_target(run.path / "target" / problem.name, target, sigma_key(config, problem.prompt))
+    return target.to(problem.base.prompt.device)

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from eval.figures import COLOURS, MARKERS, save_figure
+from tinystories.phase import Phase
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.estimate import Estimate, mean_estimate
 from tsmc.exact import Target
 from tsmc.proposal import Twist, sample_proposal
 from tsmc.rejection import rejection_sample
 from tsmc.resampling import SCHEMES
-from tsmc.sampler import tsmc
+from tsmc.sampler import Sigma, tsmc
 from tsmc.table import TableModel, TableTwist
-from twist.ctl import CTLConfig, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
+from twist.ctl import CTLConfig, ctl_coefficients, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
 
 VOCABULARY, LENGTH, PARTICLES, RUNS = 4, 6, 16, 1000
 Line = tuple[str, float, Estimate, str]
@@ -42,7 +43,7 @@ def learned_twist(model: TableModel, generator: torch.Generator) -> TableTwist:
     """A table twist after a short training, good but not perfect."""
     twist = TableTwist.ones(model)
     config = CTLConfig(updates=150, batch_size=200, learning_rate=0.03)
-    learn_twist(model, twist, log_phi, config, generator, lambda update, **numbers: None)
+    learn_twist([Sigma(model, log_phi)], twist, config, generator, Phase())
     return twist
 
 
@@ -93,7 +94,9 @@ def gradient(model: TableModel, twist: TableTwist, target: Target, generator: to
     values = []
     for _ in range(200):
         batch = sample_proposal(model, twist, 1000, generator, keep_hidden=True)
-        loss = ctl_loss(twist, batch, positive_log_weights(batch, log_phi), negative_log_weights(batch))
+        loss = ctl_loss(
+            twist, batch, ctl_coefficients(positive_log_weights(batch, log_phi), negative_log_weights(batch))
+        )
         values.append((torch.autograd.grad(loss, twist.log_psi)[0] * exact).sum() / exact.norm())
     yield "CTL gradient along the exact one", exact.norm().item(), mean_estimate(torch.stack(values)), ""
 

@@ -1,61 +1,126 @@
-"""A run's directory and its progress on screen.
+"""A run's directory, and the table of its results.
 
     config.json     every option, versions, seed          metrics.jsonl   one line per step of every phase
     results.json    the final table                       samples.jsonl   texts with scores, by source and TSMC run
     generation-m/   model, tokenizer, twist               figures/        PNG
+    resume/         states of the phases, until the run has finished
 
-JSON files and checkpoints are written whole or not at all; `metrics.jsonl` grows by whole lines.
+JSON files and checkpoints are written whole or not at all; `metrics.jsonl` grows by whole lines and is rebuilt when a run is
+continued. Of several processes one writes. A lock on the directory keeps two runs from writing into it.
 """
 
 import dataclasses
+import fcntl
 import json
+import os
 import platform
+import shutil
+import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy
 import torch
-from tqdm import tqdm
 
+from eval.phase import RunPhase
+from eval.state import digest_of, read_state, write_state
+from tinystories import ranks
 from tinystories.checkpoint import write_json, write_text
 from tinystories.errors import InputError
 
 
 class RunDirectory:
-    """A directory that did not exist before; InputError where it does or cannot be made."""
+    """Where a run writes; made by `create` or taken up again by `resume`, and locked until its `with` block ends.
 
-    def __init__(self, path: Path):
-        self.path = Path(path)
-        try:
-            self.path.mkdir(parents=True, exist_ok=False)
-            self.metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115, open for the whole run
-        except FileExistsError:
-            raise InputError(f"--out {path}: exists already; choose another directory or remove it") from None
-        except OSError as error:
-            raise InputError(f"--out {path}: cannot be written ({error.strerror}); choose another directory") from error
+    Inside the block SIGINT and SIGTERM end the run between two steps of a phase, after saving.
+    """
+
+    def __init__(self, path: Path, device: torch.device, save_every: float):
+        self.path, self.device, self.save_every = Path(path), device, save_every
+        self.writes = ranks.rank() == 0
+        self.interrupted = False  # every phase looks at it between steps
         self.samples: list[dict] = []
+        if self.writes:
+            try:
+                self.lock = os.open(self.path, os.O_RDONLY)
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.metrics = open(self.path / "metrics.jsonl", "w", encoding="utf-8")  # noqa: SIM115
+            except BlockingIOError:
+                raise InputError(f"{path}: another process is writing there; wait for it or stop it") from None
+            except OSError as error:
+                raise InputError(f"{path}: cannot be written ({error.strerror}); choose another directory") from error
+
+    def __enter__(self) -> "RunDirectory":
+        self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.writes:
+            self.metrics.close()
+            os.close(self.lock)
 
     @classmethod
-    def numbered(cls, parent: Path, stem: str) -> "RunDirectory":
-        """The first of stem, stem-2, stem-3, ... that is free."""
-        number = 1
-        while (parent / (name := stem if number == 1 else f"{stem}-{number}")).exists():
-            number += 1
-        return cls(parent / name)
+    def create(cls, config, identity: dict[str, str]) -> "RunDirectory":
+        """A directory that did not exist before, with config.json in it; `identity` names what else the results depend on.
 
-    def write_config(self, config) -> None:
-        """All options and the versions that the numbers depend on."""
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-        write_json(self.path / "config.json", dataclasses.asdict(config) | {"versions": versions})
+        InputError where it exists or cannot be made.
+        """
+        path = Path(config.out) if config.out else free_name(Path("runs"), config.preset)
+        if ranks.rank() == 0:
+            try:
+                path.mkdir(parents=True, exist_ok=False)
+            except FileExistsError:
+                words = "exists already; choose another directory, or continue its run with --resume"
+                raise InputError(f"--out {path}: {words}") from None
+            except OSError as error:
+                raise InputError(f"--out {path}: cannot be written ({error.strerror}); choose another") from error
+        run = cls(path, config.torch_device(), config.save_every)
+        if run.writes:
+            versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+            write_json(path / "config.json", dataclasses.asdict(config) | {"versions": versions})
+            start = identity | {"config.json": digest_of(path / "config.json")}
+            write_state(path / "resume" / "start", start)
+        return run
 
-    def log(self, **record) -> None:
+    @classmethod
+    def resume(cls, path: Path, config, identity: dict[str, str]) -> "RunDirectory":
+        """The directory of a run that was cut off; InputError where what it started from has changed."""
+        start = read_state(path / "resume" / "start", torch.device("cpu"))
+        for name, digest in (identity | {"config.json": digest_of(path / "config.json")}).items():
+            if start.get(name) != digest:
+                raise InputError(f"{path}: {name} has changed since the run began; restore it or start a new run")
+        run = cls(path, config.torch_device(), config.save_every)
+        if run.writes:
+            for pattern in (".*.*", ".tmp*"):  # files that were being written when the process was killed
+                for left_over in path.rglob(pattern):
+                    left_over.unlink(missing_ok=True)
+        return run
+
+    def interrupt(self, number: int, frame: object) -> None:
+        """Ask the current phase to save and stop after its step; asked twice, stop at once."""
+        if self.interrupted:
+            raise KeyboardInterrupt(f"interrupted; continue from the last saved state with --resume {self.path}")
+        self.interrupted = True
+        if self.writes:
+            print("stopping after this step; again to stop at once", file=sys.stderr, flush=True)
+
+    def finish(self, results: list[dict]) -> None:
+        """Write results.json, a list only for several prompts; the states of the phases are no longer needed."""
+        if self.writes:
+            write_json(self.path / "results.json", results[0] if len(results) == 1 else {"prompts": results})
+            shutil.rmtree(self.path / "resume")
+
+    def log(self, record: dict) -> None:
         """One line of metrics.jsonl; InputError where the disk is full."""
+        if not self.writes:
+            return
         try:
             self.metrics.write(json.dumps(record) + "\n")
             self.metrics.flush()
         except OSError as error:
-            words = f"cannot be written ({error.strerror}); free space and start again"
+            words = f"cannot be written ({error.strerror}); free space, then continue with --resume {self.path}"
             raise InputError(f"{self.path / 'metrics.jsonl'}: {words}") from error
 
     def read_metrics(self) -> list[dict]:
@@ -65,51 +130,20 @@ class RunDirectory:
     def add_samples(self, rows: list[dict]) -> None:
         """More rows of samples.jsonl, which is written anew as a whole."""
         self.samples += rows
-        write_text(self.path / "samples.jsonl", "".join(json.dumps(row) + "\n" for row in self.samples))
+        if self.writes:
+            write_text(self.path / "samples.jsonl", "".join(json.dumps(row) + "\n" for row in self.samples))
 
-    def progress(self, phase: str, generation: int | None, total: int) -> "Progress":
-        """Progress of a phase, on screen and in metrics.jsonl."""
-        return Progress(self, phase, generation, total)
+    def phase(self, name: str, generation: int | None, prompt: str = "") -> RunPhase:
+        """A phase of this run, shown on screen and saved as it goes; `prompt` names all prompts of a run but the first."""
+        return RunPhase(self, f"{name} {prompt}".strip(), generation)
 
 
-class Progress:
-    """Called as progress(done, loss=..., ess=...): a bar on a terminal, a plain line every few seconds elsewhere."""
-
-    SECONDS = 5.0
-
-    def __init__(self, run: RunDirectory, phase: str, generation: int | None, total: int):
-        self.run, self.phase, self.generation, self.total = run, phase, generation, total
-        self.label = phase if generation is None else f"generation {generation}  {phase}"
-        self.began = self.shown = time.monotonic()
-        self.figures: dict[str, float] = {}
-        self.bar = tqdm(total=total, desc=self.label, leave=True) if sys.stderr.isatty() else None
-
-    def __call__(self, done: int, **figures: float) -> None:
-        self.run.log(phase=self.phase, generation=self.generation, step=done, **figures)
-        for name, value in figures.items():
-            jumps = name in ("loss", "ess") and name in self.figures  # these are shown as running means
-            self.figures[name] = 0.95 * self.figures[name] + 0.05 * value if jumps else value
-        if self.bar is not None:
-            self.bar.set_postfix({name: f"{value:.3g}" for name, value in self.figures.items()}, refresh=False)
-            self.bar.update(done - self.bar.n)
-        elif done == self.total or time.monotonic() - self.shown > self.SECONDS:
-            self.shown = time.monotonic()
-            self.print_line(done)
-
-    def print_line(self, done: int) -> None:
-        """Phase, figures, time left."""
-        spent = time.monotonic() - self.began
-        left = spent * (self.total - done) / max(1, done)
-        figures = "  ".join(f"{name} {value:.3g}" for name, value in self.figures.items())
-        times = f"{left:.0f} s left" if done < self.total else f"{spent:.0f} s"
-        print(f"{self.label}  {done}/{self.total}  {figures}  {times}", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self.bar is not None:
-            self.bar.close()
+def free_name(parent: Path, stem: str) -> Path:
+    """The first of stem, stem-2, stem-3, ... that is free."""
+    number = 1
+    while (path := parent / (stem if number == 1 else f"{stem}-{number}")).exists():
+        number += 1
+    return path
 
 
 TABLE = (
@@ -123,10 +157,18 @@ TABLE = (
 )
 
 
+def tables(results: dict) -> str:
+    """The table of a run, or of each of its prompts under the prompt."""
+    if "prompts" not in results:
+        return table(results)
+    return "\n\n".join(f"{result['prompt']}\n{table(result)}" for result in results["prompts"])
+
+
 def table(results: dict) -> str:
     """Base, Target and the generations as aligned columns; Target's log Z stands in the column of log Z-hat."""
-    target = results["target"] | {"log_z_hat_mean": results["target"]["log_z"]}
-    named = [("Base", results["base"]), ("Target", target)]
+    named = [("Base", results["base"])]
+    if "target" in results:
+        named.append(("Target", results["target"] | {"log_z_hat_mean": results["target"]["log_z"]}))
     named += [(f"Generation {row['generation']}", row) for row in results["generations"]]
     lines = [["", *(title for title, _, _ in TABLE)]]
     for name, row in named:

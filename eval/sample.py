@@ -13,18 +13,21 @@ import math
 import sys
 from pathlib import Path
 
-from config import OneLineParser, RunConfig
+from config import OneLineParser, saved_config
 from eval import genealogy
 from eval.draws import Draws, draw
 from eval.ingredients import load_ingredients
 from eval.run import align
-from eval.saved import after_prompt, config_of, generations, load_pair
+from eval.saved import generations, load_generation
 from eval.terminal import printable, quiet_output
 from eval.watch import Watch
 from tinystories import InputError
 from tinystories.checkpoint import write_text
 from tinystories.memory import keep_freed_memory
 from tsmc import SCHEMES, Trace
+
+OWN_OPTIONS = ("particles", "seed", "resampling", "ess_threshold", "device")
+"""Options of a run that sampling does not take from the run."""
 
 EPILOG = """A line stands for a distinct sequence. `drawn` counts how often it is among the samples, which are a random part of
 the last resampling: equally weighted, repeats included. `weight` is the sequence's share of all weight before that
@@ -60,7 +63,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--resampling", choices=tuple(SCHEMES), default="multinomial", help="resampling scheme (default: %(default)s)")
     threshold = "resample where ESS < this share of K: 1 always, 0 never (default: %(default)s)"
     add("--ess-threshold", type=float, default=1.0, metavar="SHARE", help=threshold)
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     add(
         "--json",
         action="store_true",
@@ -145,26 +148,24 @@ def as_text(draws: Draws, about: dict) -> str:
 
 def run(args: argparse.Namespace) -> None:
     """Load the pair, draw a population after every prompt, print it, write the page."""
-    saved, own = generations(args.run), config_of(args.run)
+    saved, own = generations(args.run), saved_config(args.run)
     m = max(saved) if args.generation is None else args.generation
     if m not in saved:
         raise InputError(f"--generation {m} is not in {args.run}; it holds {', '.join(map(str, saved))}")
-    config = dataclasses.replace(own, seed=args.seed, device=args.device)
+    chosen = {name: getattr(args, name) for name in OWN_OPTIONS}
+    config = dataclasses.replace(own, prompt=tuple(args.prompts) or own.prompt, dtype="float32", **chosen)
     given = load_ingredients(config)
-    pair = load_pair(config, given, saved[m], m)
-    problems = [(prompt, *after_prompt(given, pair, prompt)) for prompt in args.prompts or [config.prompt]]
-    about = {"run": str(args.run), "generation": m, "length": config.length}
-    about |= {name: getattr(args, name) for name in ("particles", "seed", "resampling", "ess_threshold")}
+    sigmas, twist = load_generation(given, saved[m], m, config.torch_device())
+    about = {"run": str(args.run), "generation": m, "length": config.length, **chosen}
     drawn = []
-    for prompt, its, after in problems:
-        trace = Watch(prompt, its.potential.tokenizer, config.length, args.delay) if args.watch else Trace()
-        generator = config.generator("sample", m, prompt)  # the same whatever other prompts there are
-        options = args.particles, args.samples, generator, args.resampling, args.ess_threshold
-        drawn.append(draw(after, its, prompt, *options, trace))
+    for problem, sigma in zip(given.problems, sigmas, strict=True):
+        watch = Watch(problem.prompt, given.tokenizer, config.length, args.delay) if args.watch else Trace()
+        generator = config.generator("sample", m, problem.prompt)  # the same whatever other prompts there are
+        drawn.append(draw(problem, sigma, twist, config, args.samples, generator, watch))
         text = as_json(drawn[-1], about) if args.json else as_text(drawn[-1], about)
         print(text if args.json or len(drawn) == 1 else f"\n{text}", flush=True)
     if args.html:
-        write_text(args.html, genealogy.page(drawn, about, given.potential.tokenizer))
+        write_text(args.html, genealogy.page(drawn, about, given.tokenizer))
 
 
 def main(arguments: list[str] | None = None) -> None:

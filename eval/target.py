@@ -20,11 +20,13 @@ from torch import Tensor
 
 import tinystories
 from eval import toxicity
+from tinystories import ranks
 from tinystories.checkpoint import fingerprint, read_json, read_tensors, write_json, write_tensors
 from tinystories.errors import InputError
 from tinystories.memory import keep_freed_memory
-from tsmc import rejection_sample
+from tinystories.phase import Phase
 from tsmc.proposal import LanguageModel
+from tsmc.rejection import log_mean_with_error, propose_and_accept
 from twist import TextPotential
 
 REMAKE = "make it anew with python -m eval.target"
@@ -65,21 +67,35 @@ def draw_target(
     model: LanguageModel,
     potential: "TextPotential | Tally",
     num_proposals: int,
-    generator: torch.Generator,
-    report: Callable[..., None],
+    streams: Callable[[int], torch.Generator],
+    phase: Phase,
+    chunk: int = 1000,
 ) -> Target:
-    """Rejection sampling of sigma; InputError where nothing was accepted."""
-    drawn = rejection_sample(
-        model,
-        potential,
-        num_proposals,
-        generator,
-        progress=lambda proposed, accepted: report(proposed, accepted=accepted),
+    """Rejection sampling of sigma in chunks, each with a random stream of its own; InputError where nothing was accepted."""
+    sizes = [min(chunk, num_proposals - start) for start in range(0, num_proposals, chunk)]
+
+    def work(i: int) -> dict[str, Tensor]:
+        part = propose_and_accept(model, potential, sizes[i], streams(i))
+        return {"tokens": part.tokens, "log_phi": part.log_phi, "accepted": part.accepted.byte()}
+
+    kept: list[Tensor] = []  # of each round the accepted sequences [A, T]
+    kept_log_phi: list[Tensor] = []
+    every_log_phi: list[Tensor] = []
+    state = {"kept": kept, "kept_log_phi": kept_log_phi, "every_log_phi": every_log_phi}
+    for step in phase.steps(ranks.rounds(len(sizes)), **state):
+        part = ranks.one_each(step, sizes, work)
+        accepted = part["accepted"].bool()
+        kept.append(part["tokens"][accepted])
+        kept_log_phi.append(part["log_phi"][accepted])
+        every_log_phi.append(part["log_phi"])
+        phase.report(accepted=sum(map(len, kept)))
+    if sum(map(len, kept)) < 2:
+        words = f"{sum(map(len, kept))} of {num_proposals} base samples were accepted at --beta {potential.beta:g}"
+        remedy = "raise --eval-target-proposals, lower --beta, or do without exact samples by --eval-target-proposals 0"
+        raise InputError(f"{words}; {remedy}")
+    return Target(
+        torch.cat(kept), torch.cat(kept_log_phi), num_proposals, *log_mean_with_error(torch.cat(every_log_phi))
     )
-    if len(drawn.tokens) < 2:
-        words = f"{len(drawn.tokens)} of {num_proposals} base samples were accepted at --beta {potential.beta:g}"
-        raise InputError(f"{words}; raise --eval-target-proposals or lower --beta")
-    return Target(drawn.tokens, drawn.log_phi, num_proposals, drawn.log_z, drawn.log_z_std_error)
 
 
 def save_target(directory: Path, target: Target, key: TargetKey, **notes) -> None:
@@ -137,6 +153,19 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class Printed(Phase):
+    """Says now and then how far the drawing has come."""
+
+    def __init__(self):
+        self.began, self.chunks = time.time(), 0
+
+    def report(self, **figures: float) -> None:
+        """A line every 50 chunks."""
+        self.chunks += 1
+        if self.chunks % 50 == 0:
+            print(f"{self.chunks} chunks, {figures['accepted']} accepted, {time.time() - self.began:.0f} s", flush=True)
+
+
 class Tally:
     """Passes log p(toxic | s) through and remembers what the regime is judged by."""
 
@@ -166,14 +195,9 @@ def make_target(args: argparse.Namespace) -> None:
     classifier = toxicity.ToxicityScorer(*toxicity.load(args.toxicity_model), batch_size=256)
     prompt = torch.tensor(tokenizer.encode(args.prompt).ids)
     tally = Tally(TextPotential(classifier, tokenizer, prompt, args.beta))
-    began = time.time()
-
-    def report(proposed: int, accepted: int) -> None:
-        if proposed % 50_000 == 0:
-            print(f"{proposed} proposals, {accepted} accepted, {time.time() - began:.0f} s", flush=True)
-
     conditional = tinystories.Conditional(model, prompt, args.length)
-    target = draw_target(conditional, tally, args.proposals, torch.Generator().manual_seed(args.seed), report)
+    generator = torch.Generator().manual_seed(args.seed)
+    target = draw_target(conditional, tally, args.proposals, lambda chunk: generator, Printed())
     key = target_key(args.lm, args.toxicity_model, args.prompt, args.length, args.beta)
     save_target(args.out, target, key, seed=args.seed, **tally.summary())
     print(f"{len(target.tokens)} samples, log Z {target.log_z:.4f} +- {target.log_z_std_error:.4f}", tally.summary())

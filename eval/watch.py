@@ -47,7 +47,7 @@ class Watch(Trace):
     def block(self, t: int, tokens: Tensor, shown: int, width: int) -> list[str]:
         """The lines of step t: tokens [K, t], the `shown` heaviest particles."""
         step = self.steps[-1]
-        weights = normalise(step["log_weights"][0].double())  # [K]
+        weights = normalise(step["log_weights"][0].cpu().double())  # [K]
         ancestors = step["ancestors"][0].tolist()
         origin = self.steps[-2]["ancestors"][0].tolist() if t > 1 else ["-"] * len(ancestors)
         copies = step["ancestors"][0].bincount(minlength=len(ancestors)).tolist()

@@ -1,14 +1,12 @@
 """Token draws: edges, a vocabulary of 50257 in float32 against float64 probabilities, and the normaliser."""
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import generator
 
-from tsmc.categorical import BLOCK, draw_categorical
+from tsmc.categorical import BLOCK, draw_categorical, uniforms
 
 ALMOST_ONE = 1 - 2.0**-53
 VOCABULARY = 50257
@@ -16,8 +14,7 @@ VOCABULARY = 50257
 
 def draw_at(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Tokens drawn from every row of logits [N, V] at given uniforms [N]."""
-    with mock.patch.object(torch, "rand", lambda *shape, **_: uniforms.double().view(shape)):
-        return draw_categorical(logits, generator(0))[0]
+    return draw_categorical(logits, uniforms.double()[:, None])[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -50,24 +47,25 @@ def test_inversion_matches_the_cumulative_distribution(size, seed, uniform, dtyp
 
 @pytest.mark.parametrize("size", [1, 5, 200])
 def test_a_row_without_possible_tokens_is_defined(size):
-    tokens, log_normaliser = draw_categorical(torch.full((3, size), -torch.inf), generator(0))
+    tokens, log_normaliser = draw_categorical(torch.full((3, size), -torch.inf), torch.full((3, 1), 0.5).double())
     assert (tokens == 0).all() and (log_normaliser == -torch.inf).all()
 
 
 @pytest.mark.parametrize(("scale", "shift"), [(1.0, 0.0), (5.0, 300.0), (20.0, -1e4)])
 def test_normaliser_is_logsumexp(scale, shift):
     logits = scale * torch.randn(16, VOCABULARY, generator=generator(0)) + shift
-    wanted = logits.double().logsumexp(-1)
-    torch.testing.assert_close(draw_categorical(logits, generator(0))[1].double(), wanted, rtol=2e-7, atol=2e-6)
-    torch.testing.assert_close(draw_categorical(logits.double(), generator(0))[1], wanted, rtol=1e-12, atol=1e-12)
+    wanted, half = logits.double().logsumexp(-1), torch.full((16, 1), 0.5).double()
+    torch.testing.assert_close(draw_categorical(logits, half)[1].double(), wanted, rtol=2e-7, atol=2e-6)
+    torch.testing.assert_close(draw_categorical(logits.double(), half)[1], wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_only_the_chosen_generator_is_used():
     logits = torch.zeros(20, 1000)
     torch.manual_seed(0)
-    first = draw_categorical(logits, generator(3))[0]
+    first = uniforms(20, 1, logits, generator(3))
     torch.manual_seed(1)
-    assert torch.equal(first, draw_categorical(logits, generator(3))[0])
+    assert torch.equal(first, uniforms(20, 1, logits, generator(3)))
+    assert first.dtype == torch.float64 and len(first.unique()) == 20
 
 
 def groups_of_tokens(probabilities: torch.Tensor, draws: int) -> torch.Tensor:
@@ -84,7 +82,9 @@ def test_frequencies_in_a_large_vocabulary_float32_against_float64():
     probabilities = logits.double().softmax(-1)
     source, rows, rounds = generator(6), 128, 32
     draws = rows * rounds
-    tokens = torch.cat([draw_categorical(logits.expand(rows, -1), source)[0] for _ in range(rounds)])
+    tokens = torch.cat(
+        [draw_categorical(logits.expand(rows, -1), uniforms(rows, 1, logits, source))[0] for _ in range(rounds)]
+    )
     numbers = groups_of_tokens(probabilities, draws)
     expected = draws * torch.zeros(numbers.max() + 1).double().index_add(0, numbers, probabilities)
     observed = numbers[tokens].bincount(minlength=len(expected)).double()

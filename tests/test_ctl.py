@@ -2,19 +2,22 @@
 
 import pytest
 import torch
-from worlds import ListedPotential, generator, table_world
+from worlds import ListedPotential, Recorded, generator, table_world
 
+from tinystories.phase import Phase
 from tsmc.exact import Target
 from tsmc.proposal import sample_proposal
+from tsmc.sampler import Sigma
 from tsmc.table import TableModel, TableTwist
-from twist.ctl import CTLConfig, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
+from twist.ctl import CTLConfig, ctl_coefficients, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
 from twist.potential import effective_potential
 
 
 def estimated_gradient(model, twist, potential, batch_size, source) -> torch.Tensor:
     """The CTL gradient of one batch, shaped like the table of the twist."""
     batch = sample_proposal(model, twist, batch_size, source, keep_hidden=True)
-    loss = ctl_loss(twist, batch, positive_log_weights(batch, potential), negative_log_weights(batch))
+    positive, negative = positive_log_weights(batch, potential), negative_log_weights(batch)
+    loss = ctl_loss(twist, batch, ctl_coefficients(positive, negative))
     return torch.autograd.grad(loss, twist.log_psi)[0]
 
 
@@ -63,7 +66,7 @@ def test_gradient_flows_through_no_weight():
     batch = sample_proposal(model, twist, 50, generator(0), keep_hidden=True)
     positive = positive_log_weights(batch, potential).detach().requires_grad_()
     negative = negative_log_weights(batch).detach().requires_grad_()
-    loss = ctl_loss(twist, batch, positive, negative)
+    loss = ctl_loss(twist, batch, ctl_coefficients(positive, negative))
     gradients = torch.autograd.grad(loss, [twist.log_psi, positive, negative], allow_unused=True)
     assert gradients[1] is None and gradients[2] is None
     by_hand = torch.zeros_like(twist.log_psi)
@@ -103,7 +106,7 @@ def test_learning_brings_the_proposal_to_sigma(number):
 
     before = divergence()
     config = CTLConfig(updates=300, batch_size=500, learning_rate=0.05)
-    learn_twist(model, twist, potential, config, generator(3), lambda update, **numbers: None)
+    learn_twist([Sigma(model, potential)], twist, config, generator(3), Phase())
     assert before > 0.05 and divergence() < 0.02 * before
 
 
@@ -120,8 +123,8 @@ def test_exact_gradient_descends_to_the_optimum():
 
 def test_a_batch_without_positive_weight_teaches_nothing():
     model, _, _ = table_world(2, 2)
-    twist, reports = TableTwist.ones(model), []
+    twist, phase = TableTwist.ones(model), Recorded()
     nothing = ListedPotential(torch.full((4,), -torch.inf).double(), 2)
     config = CTLConfig(updates=3, batch_size=10)
-    learn_twist(model, twist, nothing, config, generator(0), lambda update, **numbers: reports.append(numbers["ess"]))
-    assert reports == [0.0, 0.0, 0.0] and (twist.log_psi == 0).all()
+    learn_twist([Sigma(model, nothing)], twist, config, generator(0), phase)
+    assert [figures["ess"] for figures in phase.reports] == [0.0, 0.0, 0.0] and (twist.log_psi == 0).all()

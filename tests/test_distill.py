@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 from test_twist import tiny
+from worlds import Recorded
 
 from distill import DistillConfig, self_distill
+from distill.finetune import parameter_groups
 from distill.lora import LoRALinear, add_lora, merge_lora
-from distill.self_distill import negative_log_likelihood, parameter_groups
+from distill.self_distill import negative_log_likelihood
+from tinystories import Conditional
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 
@@ -17,10 +20,9 @@ CONFIG = DistillConfig(runs=4, updates=30, batch_size=16, learning_rate=1e-2, lo
 
 def distil(model, samples, lora: bool, config: DistillConfig = CONFIG):
     """p^(1) and everything that was reported."""
-    seen = []
-    generator = torch.Generator().manual_seed(0)
-    report = lambda update, **figures: seen.append(figures)  # noqa: E731
-    return self_distill(model, samples, samples[:4], config, lora, generator, report), seen
+    generator, phase = torch.Generator().manual_seed(0), Recorded()
+    student = self_distill([model], [samples], [samples[:4]], config, lora, generator, phase)
+    return Conditional(student, model.prompt, model.length), phase.reports
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -30,7 +32,8 @@ def test_distilled_samples_become_likelier_and_the_teacher_stays(lora):
     samples = torch.tensor([[3, 4, 5, 6], [3, 3, 2, 1]]).repeat(20, 1)
     student, seen = distil(teacher, samples, lora)
     with torch.no_grad():
-        assert negative_log_likelihood(student, samples) < negative_log_likelihood(teacher, samples) - 0.3
+        after, before_training = (negative_log_likelihood(model, samples, 40) for model in (student, teacher))
+        assert after < before_training - 0.3
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.model.state_dict().items())
     assert seen[-1]["held_out_after"] < seen[-1]["held_out_before"]
     assert student.model.state_dict().keys() == before.keys(), "LoRA is merged"
@@ -42,7 +45,7 @@ def test_the_loss_is_of_continuation_tokens_only():
     tokens = torch.tensor([[3, 4, 5, 6]])
     logits = model.model(torch.tensor([[1, 2, 3, 4, 5]])).log_softmax(-1)[0, 1:]
     expected = -torch.stack([logits[t, token] for t, token in enumerate(tokens[0])]).mean()
-    torch.testing.assert_close(negative_log_likelihood(model, tokens), expected)
+    torch.testing.assert_close(negative_log_likelihood(model, tokens, 1), expected)
 
 
 def test_lora_starts_at_the_base_model_to_the_bit():

@@ -35,7 +35,7 @@ def finished(tmp_path_factory) -> Path:
 
 def test_results_hold_the_promised_rows(finished):
     results = json.loads((finished / "results.json").read_text())
-    assert set(results) == {"base", "target", "generations"}
+    assert set(results) == {"prompt", "base", "target", "generations"}
     assert {"toxicity", "similarity"} <= results["base"].keys()
     assert {"toxicity", "similarity", "log_z", "num_samples"} <= results["target"].keys()
     assert [row["generation"] for row in results["generations"]] == [0, 1]

@@ -6,11 +6,13 @@ import json
 import pytest
 import torch
 
-from eval.run import Progress, RunDirectory
+from config import RunConfig
+from eval.run import RunDirectory, free_name
 from eval.summary import interval, read_runs, summarise
 from eval.target import Target, TargetKey, draw_target, load_target, save_target
 from tinystories.checkpoint import fingerprint, replacing, write_json, write_text
 from tinystories.errors import InputError
+from tinystories.phase import Phase
 from tsmc import rejection_sample
 from tsmc.rejection import log_mean_with_error
 from tsmc.table import TableModel
@@ -97,7 +99,7 @@ def test_a_target_that_nothing_reaches_says_what_to_change():
     potential = TextPotential(lambda texts: torch.zeros(len(texts)), None, torch.tensor([0]), beta=10.0)
     potential.log_score = lambda tokens: torch.full((len(tokens),), -99.0)
     with pytest.raises(InputError, match=r"0 of 50 base samples.*--eval-target-proposals"):
-        draw_target(model, potential, 50, torch.Generator().manual_seed(0), lambda *args, **figures: None)
+        draw_target(model, potential, 50, torch.Generator().manual_seed, Phase())
 
 
 def test_the_error_of_a_log_mean():
@@ -131,18 +133,19 @@ def test_nan_is_never_written_as_json(tmp_path):
 
 
 def test_progress_logs_every_step_and_prints_plain_lines(tmp_path, capsys):
-    run = RunDirectory(tmp_path / "run")
-    with Progress(run, "twist learning", 1, 3) as report:
-        for step in (1, 2, 3):
-            report(step, loss=0.5, ess=float(step))
+    with RunDirectory.create(RunConfig(out=str(tmp_path / "run")), {}) as run:
+        phase = run.phase("twist learning", 1)
+        for step in phase.steps(3):
+            phase.report(loss=0.5, ess=step + 1.0)
     assert [record["ess"] for record in run.read_metrics()] == [1.0, 2.0, 3.0]
     line = capsys.readouterr().err.strip()
     assert line.startswith("generation 1  twist learning  3/3  loss 0.5") and "\r" not in line and "\x1b" not in line
 
 
 def test_numbered_directories_never_collide(tmp_path):
-    names = [RunDirectory.numbered(tmp_path, "pocket").path.name for _ in range(3)]
-    assert names == ["pocket", "pocket-2", "pocket-3"]
+    for name in ("pocket", "pocket-2", "pocket-3"):
+        assert free_name(tmp_path, "pocket").name == name
+        (tmp_path / name).mkdir()
 
 
 def fake_run(path, seed: int, kl: float, **config):

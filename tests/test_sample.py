@@ -13,11 +13,11 @@ import torch
 from worlds import generator
 
 import tinystories
-from config import POCKET, RunConfig
+from config import POCKET, RunConfig, saved_config
 from eval import ingredients, sample
 from eval.draws import draw
 from eval.ingredients import load_ingredients
-from eval.saved import after_prompt, config_of, generations, load_pair
+from eval.saved import generations, load_generation
 from eval.terminal import columns, printable, quiet_output, tail
 from eval.watch import Watch
 from tinystories import InputError
@@ -78,14 +78,15 @@ def test_json_accounts_for_every_particle(printed):
 @pytest.mark.parametrize("m", [0, 1])
 @pytest.mark.parametrize("prompt", [PROMPT, OTHER])
 def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
-    config = config_of(run)
+    config = dataclasses.replace(saved_config(run), particles=9, ess_threshold=0.0, prompt=(PROMPT, OTHER))
     given = load_ingredients(config)
-    its, pair = after_prompt(given, load_pair(config, given, generations(run)[m], m), prompt)
-    drawn = draw(pair, its, prompt, 9, 9, generator(0), "multinomial", 0.0, Trace())
+    sigmas, twist = load_generation(given, generations(run)[m], m, torch.device("cpu"))
+    its, sigma = given.problems[config.prompt.index(prompt)], sigmas[config.prompt.index(prompt)]
+    drawn = draw(its, sigma, twist, config, 9, generator(0), Trace())
     tokens = drawn.population.tokens[0]
     log_p = sequence_log_probs(its.base, tokens)
     log_phi = config.beta * its.potential.log_scorer(its.potential.texts(tokens))
-    log_w = log_p + log_phi - proposal_log_probs(pair.model, pair.twist, tokens)[1]
+    log_w = log_p + log_phi - proposal_log_probs(sigma.model, twist, tokens)[1]
     assert all(text.startswith(prompt) for text in its.potential.texts(tokens))
     assert drawn.population.log_z.item() == pytest.approx(log_mean_exp(log_w).item(), abs=1e-3)
     assert drawn.population.ess.item() == pytest.approx(effective_sample_size(log_w).item(), rel=1e-3)
@@ -97,13 +98,13 @@ def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
 
 @pytest.mark.parametrize("scheme", ["multinomial", "systematic"])
 def test_samples_are_the_last_resampling_in_random_order(run, scheme):
-    config = config_of(run)
+    config = dataclasses.replace(saved_config(run), particles=20, resampling=scheme, ess_threshold=0.5)
     given = load_ingredients(config)
-    pair = load_pair(config, given, generations(run)[0], 0)
-    drawn = draw(pair, given, PROMPT, 20, 20, generator(3), scheme, 0.5, Trace())
+    (sigma,), twist = load_generation(given, generations(run)[0], 0, torch.device("cpu"))
+    drawn = draw(given.problems[0], sigma, twist, config, 20, generator(3), Trace())
     copies = {place: row.copies for place, row in enumerate(drawn.distinct) if row.copies}
     assert {place: drawn.samples.count(place) for place in set(drawn.samples)} == copies
-    final = given.potential.texts(drawn.population.samples()[0])
+    final = given.problems[0].potential.texts(drawn.population.samples()[0])
     assert sorted(drawn.distinct[place].text for place in drawn.samples) == sorted(final)
     assert [drawn.distinct[place].text for place in drawn.samples] != final
 

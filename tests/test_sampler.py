@@ -1,5 +1,7 @@
 """The sampler against enumeration: unbiased evidence and samples over all random paths, conditional runs, edge cases."""
 
+import itertools
+
 import pytest
 import torch
 from worlds import ListedPotential, every_path, generator, gpt_neo_world, sequence_numbers, table_world
@@ -279,3 +281,13 @@ def test_proposal_draws_carry_their_own_probabilities():
     torch.testing.assert_close(batch.log_q.sum(-1), target.tree.prefix_log_q(twist)[-1].detach()[numbers])
     torch.testing.assert_close(batch.log_p.sum(-1), target.tree.prefix_log_q(None)[-1][numbers])
     torch.testing.assert_close(batch.log_psi, twist.of_tokens(batch.hidden, batch.tokens).detach())
+
+
+@pytest.mark.parametrize("cuts", [(0, 7), (0, 3, 7), (0, 2, 2, 6, 7)])
+def test_rows_drawn_in_parts_are_those_drawn_at_once(cuts):
+    model, twist, _ = gpt_neo_world(5, 3)
+    whole = sample_proposal(model, twist, 7, generator(3), keep_hidden=True)
+    slices = [slice(*pair) for pair in itertools.pairwise(cuts)]
+    parts = [sample_proposal(model, twist, 7, generator(3), keep_hidden=True, mine=mine) for mine in slices]
+    for name in ("tokens", "log_p", "log_psi", "log_q", "hidden"):
+        torch.testing.assert_close(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))

@@ -4,14 +4,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from worlds import Recorded
 
 import tinystories
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeoConfig
+from tinystories.phase import Phase
 from tinystories.train import initialise
 from tsmc import sample_proposal
+from tsmc.sampler import Sigma
 from twist import TextPotential, TwistMLP, base_potential, effective_potential, load_twist, save_twist
-from twist.ctl import CTLConfig, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
+from twist.ctl import CTLConfig, ctl_coefficients, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
 
 
 def tiny(seed: int, length: int = 4) -> tinystories.Conditional:
@@ -99,24 +102,24 @@ def test_no_gradient_flows_through_the_weights():
     batch = sample_proposal(model, twist, 30, torch.Generator().manual_seed(3), keep_hidden=True)
     positive = torch.randn(30, requires_grad=True)
     negative = negative_log_weights(batch).requires_grad_()
-    ctl_loss(twist, batch, positive, negative).backward()
+    ctl_loss(twist, batch, ctl_coefficients(positive, negative)).backward()
     assert positive.grad is None and negative.grad is None and twist.last.weight.grad.abs().sum() > 0
 
 
 def test_learning_reports_every_update_and_moves_the_twist():
-    model, twist, seen = tiny(0), TwistMLP(8, 6, 7, torch.Generator().manual_seed(0)), []
+    model, twist, phase = tiny(0), TwistMLP(8, 6, 7, torch.Generator().manual_seed(0)), Recorded()
 
     def log_phi(tokens, log_p):
         return -5.0 * (tokens != 3).float().sum(-1)
 
     learn_twist(
-        model,
+        [Sigma(model, log_phi)],
         twist,
-        log_phi,
         CTLConfig(updates=60, batch_size=64, learning_rate=0.02),
         torch.Generator().manual_seed(0),
-        lambda update, **figures: seen.append(figures),
+        phase,
     )
+    seen = phase.reports
     assert len(seen) == 60 and all(1 <= figures["ess"] <= 64.001 for figures in seen)
     first, last = (sum(f["ess"] for f in part) / 15 for part in (seen[:15], seen[-15:]))
     assert last > 1.5 * first, "a better proposal has more even weights"
@@ -125,12 +128,11 @@ def test_learning_reports_every_update_and_moves_the_twist():
 def test_a_nan_potential_stops_learning_with_the_update():
     with pytest.raises(InputError, match=r"update 1: .*--ctl-learning-rate"):
         learn_twist(
-            tiny(0),
+            [Sigma(tiny(0), lambda tokens, log_p: torch.full((len(tokens),), torch.nan))],
             TwistMLP(8, 6, 7, torch.Generator()),
-            lambda tokens, log_p: torch.full((len(tokens),), torch.nan),
             CTLConfig(updates=3),
             torch.Generator().manual_seed(0),
-            lambda *args, **figures: None,
+            Phase(),
         )
 
 

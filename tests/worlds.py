@@ -15,6 +15,7 @@ import tsmc.categorical
 import tsmc.proposal
 import tsmc.sampler
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
+from tinystories.phase import Phase
 from tsmc.resampling import SCHEMES
 from tsmc.table import TableModel, TableTwist
 
@@ -134,9 +135,9 @@ def injected(paths: Paths, scheme: str, sampler):
     """Patch the sources of randomness of `sampler` (a module); yields the resampling function to pass to it."""
     draw, runs = tsmc.categorical.draw_categorical, len(paths.number)
 
-    def draw_everywhere(logits: Tensor, source):
+    def draw_everywhere(logits: Tensor, uniform):
         paths.choose(token_breakpoints(logits, runs))
-        return draw(logits, source)
+        return draw(logits, paths.uniforms.view(-1, 1))
 
     def resample(weights: Tensor, source) -> Tensor:
         paths.choose(ancestor_breakpoints(scheme, weights))
@@ -145,6 +146,8 @@ def injected(paths: Paths, scheme: str, sampler):
     multinomial = resample if scheme == "multinomial" else sampler.multinomial
     with (
         mock.patch.object(torch, "rand", paths.rand),
+        # of tokens: `draw_everywhere` has its own
+        mock.patch.object(sampler, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
         mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere),
         mock.patch.object(sampler, "multinomial", multinomial),
     ):
@@ -174,3 +177,15 @@ def every_path(
     with injected(paths, scheme, sampler) as resample:
         population = sampler.tsmc(model, twist, potential, particles, generator(0), runs, resample, **options)
     return paths.probabilities(), population
+
+
+class Recorded(Phase):
+    """A phase that keeps what is reported; figures of the whole loop come last."""
+
+    def __init__(self):
+        self.reports: list[dict] = []
+
+    def report(self, **figures: float) -> None:
+        self.reports.append(figures)
+
+    note = report

@@ -28,7 +28,10 @@ State = Stateful | torch.Generator | list
 
 
 class Phase:
-    """The plain loop: nothing is shown, nothing is saved."""
+    """The plain loop: nothing is shown, nothing is saved. `str(phase)` names it in messages."""
+
+    def __str__(self) -> str:
+        return "sampling"
 
     def steps(self, total: int, **state: State) -> Iterator[int]:
         """Numbers of the steps to do; `state` names everything that a step changes."""
@@ -36,3 +39,6 @@ class Phase:
 
     def report(self, **figures: float) -> None:
         """Figures of the step that has just been done, at most once a step."""
+
+    def note(self, **figures: float) -> None:
+        """Figures of the whole loop, after its last step."""

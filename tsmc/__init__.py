@@ -6,7 +6,7 @@ from tsmc.exact import Target
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.rejection import rejection_sample
 from tsmc.resampling import SCHEMES
-from tsmc.sampler import Population, tsmc
+from tsmc.sampler import Population, Sigma, tsmc
 from tsmc.table import TableModel, TableTwist
 from tsmc.trace import Trace
 
@@ -14,6 +14,7 @@ __all__ = [
     "SCHEMES",
     "BoundsProblem",
     "Population",
+    "Sigma",
     "TableModel",
     "TableTwist",
     "Target",

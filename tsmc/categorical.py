@@ -2,13 +2,13 @@
 
     tokens_n ~ softmax(logits_n),   log_normaliser_n = log sum_v exp(logits_nv)
 
-One pass of exponentials serves both. The inversion has two levels: the block of 64 categories that the uniform falls
-into, then the category inside it. Sums across blocks are in float64, so no category's frequency suffers from rounding
+The uniform numbers come from the caller, one for each row, so a row's token does not depend on what is drawn beside it. One
+pass of exponentials serves both. The inversion has two levels: the block of 64 categories that the uniform falls into,
+then the category inside it. Sums across blocks are in float64, so no category's frequency suffers from rounding
 however large V is, and a category of zero weight is never drawn. N rows, V categories.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64
@@ -24,21 +24,30 @@ def first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     return torch.minimum(index, last).clamp(max=cumulative.shape[-1] - 1)  # NaN sums to no order at all
 
 
-def draw_categorical(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """tokens [N] and log normalisers [N] of logits [N, V]; a row of nothing but -inf gives token 0 and normaliser -inf."""
-    rows, size = logits.shape
+def uniforms(rows: int, columns: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform numbers [rows, columns] in float64 on the device of `like`."""
+    return torch.rand(rows, columns, dtype=torch.float64, device=like.device, generator=generator)
+
+
+def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens [N] and log normalisers [N] of logits [N, V] at uniform numbers [N, 1] in [0, 1), float64.
+
+    A row of nothing but -inf gives token 0 and normaliser -inf.
+    """
+    size = logits.shape[1]
     width = min(BLOCK, size)
     peak = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)  # [N, 1]
     weights = (logits - peak).exp_()  # [N, V]
-    if size % width:
-        weights = F.pad(weights, (0, -size % width))
-    weights = weights.view(rows, -1, width)  # [N, V / 64, 64]
-    totals = weights.sum(-1).double()  # [N, V / 64]
+    whole = size - size % width
+    totals = weights[:, :whole].unflatten(1, (-1, width)).sum(-1)  # [N, V / 64]
+    if whole < size:
+        totals = torch.cat([totals, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    totals = totals.double()
     cumulative = totals.cumsum(-1)
-    uniform = torch.rand(rows, 1, dtype=torch.float64, device=logits.device, generator=generator)
     threshold = uniform * cumulative[:, -1:]  # [N, 1]
     block = first_above(cumulative, threshold)  # [N, 1]
-    inside = weights.gather(1, block[..., None].expand(-1, -1, width)).squeeze(1).double().cumsum(-1)  # [N, 64]
+    members = block * width + torch.arange(width, device=block.device)  # [N, 64]
+    inside = weights.gather(1, members.clamp(max=size - 1)).masked_fill_(members >= size, 0).double().cumsum(-1)
     offset = first_above(inside, threshold - (cumulative - totals).gather(1, block))  # [N, 1]
     log_normaliser = peak + cumulative[:, -1:].log().to(logits.dtype)
     return (block * width + offset).squeeze(1).clamp(max=size - 1), log_normaliser.squeeze(1)

@@ -3,26 +3,30 @@
     log q_t = log p + log psi - log sum_v (p psi),   the normaliser over the whole vocabulary
 
 A twist is any callable from hidden states [N, D] to log psi [N, V] of every possible next token; None means psi = 1, which
-makes q = p. Adding a constant to log psi_t changes no proposal (a gauge freedom). N rows, T steps, V vocabulary.
+makes q = p. Adding a constant to log psi_t changes no proposal (a gauge freedom). Rows are worked on in chunks, so that
+memory is bounded however many there are. N rows, n rows of a chunk, T steps, V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tsmc.categorical import draw_categorical
+from tsmc.categorical import draw_categorical, uniforms
 
 Twist = Callable[[Tensor], Tensor]
+MAX_LOGITS = 2**24  # entries of one tensor of logits: 64 MB in float32
 
 
 class Decoder(Protocol):
     """N continuations, token by token (`tinystories.Decoder`, or a table of conditional probabilities)."""
 
     hidden: Tensor  # [N, D]
-    logits: Tensor  # [N, V]
+    vocab_size: int
+
+    def logits_of(self, rows: slice) -> Tensor: ...  # [n, V]
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None: ...
 
@@ -31,6 +35,7 @@ class LanguageModel(Protocol):
     """p(s_{1:T} | s_0) after a fixed prompt (`tinystories.Conditional`, or a table)."""
 
     length: int
+    vocab_size: int
 
     def decoder(self, rows: int) -> Decoder: ...
 
@@ -51,17 +56,36 @@ class Extension:
     log_normaliser: Tensor  # log sum_v p(v | s_{0:t-1}) psi(s_{1:t-1}, v)
 
 
-def propose(
-    decoder: Decoder, twist: Twist | None, generator: torch.Generator, given: Tensor | None = None
-) -> Extension:
-    """Draw s_t ~ q_t for every row: one language-model step and one twist step have been paid for.
+def propose(decoder: Decoder, twist: Twist | None, uniform: Tensor, given: Tensor | None = None) -> Extension:
+    """Draw s_t ~ q_t for every row at uniform numbers [N, 1]: one language-model step and one twist step are paid for.
 
     given [N] fixes the token of the rows where it is not negative; their probabilities are those of the given token.
     """
-    logits = decoder.logits  # [N, V]
-    log_psi = None if twist is None else twist(decoder.hidden)  # [N, V]
+    parts = []
+    for rows in chunks(len(uniform), decoder.vocab_size):
+        log_psi = None if twist is None else log_psi_of(twist, decoder.hidden[rows])
+        fixed = None if given is None else given[rows]
+        parts.append(propose_from(decoder.logits_of(rows), log_psi, uniform[rows], fixed))
+    if len(parts) == 1:
+        return parts[0]
+    return Extension(*(torch.cat([getattr(part, item.name) for part in parts]) for item in fields(Extension)))
+
+
+def chunks(rows: int, entries: int) -> Iterator[slice]:
+    """Slices of range(rows) of so few rows that `entries` numbers for each stay within MAX_LOGITS; at least one slice."""
+    size = max(1, MAX_LOGITS // entries)
+    return (slice(start, min(rows, start + size)) for start in range(0, max(1, rows), size))
+
+
+def log_psi_of(twist: Twist, hidden: Tensor) -> Tensor:
+    """log psi [n, V] after hidden states [n, D]; computed once where all rows are one, as at the first step."""
+    return twist(hidden[:1]).expand(len(hidden), -1) if hidden.stride(0) == 0 else twist(hidden)
+
+
+def propose_from(logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Tensor | None) -> Extension:
+    """`propose` for the rows of a chunk, from logits [n, V] and log psi [n, V]."""
     tilted = logits if log_psi is None else logits + log_psi
-    tokens, tilted_normaliser = draw_categorical(tilted, generator)
+    tokens, tilted_normaliser = draw_categorical(tilted, uniform)
     model_normaliser = tilted_normaliser if log_psi is None else logits.logsumexp(-1)
     dead = tilted_normaliser == -torch.inf
     if given is not None:
@@ -92,15 +116,24 @@ class Trajectories:
 
 @torch.no_grad()
 def sample_proposal(
-    model: LanguageModel, twist: Twist | None, rows: int, generator: torch.Generator, keep_hidden: bool = False
+    model: LanguageModel,
+    twist: Twist | None,
+    rows: int,
+    generator: torch.Generator,
+    keep_hidden: bool = False,
+    mine: slice = slice(None),
 ) -> Trajectories:
-    """Draw N = rows sequences i.i.d. from q, without resampling; twist None samples the model itself."""
-    decoder = model.decoder(rows)
+    """Draw N = rows sequences i.i.d. from q, without resampling; twist None samples the model itself.
+
+    Only the rows of the slice `mine` are simulated and returned. Random numbers are drawn for all N, so that the parts
+    of several processes make up the batch that one process would draw.
+    """
+    decoder = model.decoder(len(range(rows)[mine]))
     steps, hidden = [], []
     for t in range(1, model.length + 1):
         if keep_hidden:
             hidden.append(decoder.hidden)
-        steps.append(propose(decoder, twist, generator))
+        steps.append(propose(decoder, twist, uniforms(rows, 1, decoder.hidden, generator)[mine]))
         if t < model.length:
             decoder.extend(steps[-1].tokens)
     stacked = {
@@ -111,9 +144,10 @@ def sample_proposal(
 
 
 @torch.no_grad()
-def sequence_log_probs(model: LanguageModel, tokens: Tensor, rows: int = 256) -> Tensor:
-    """log p(s_{1:T}) [N] of given sequences tokens [N, T], `rows` at a time: logits of all N might not fit in memory."""
-    return torch.cat([model.log_probs(part)[0].sum(-1) for part in tokens.split(rows)])
+def sequence_log_probs(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """log p(s_{1:T}) [N] of given sequences tokens [N, T], by teacher forcing."""
+    entries = model.vocab_size * tokens.shape[1]
+    return torch.cat([model.log_probs(tokens[rows])[0].sum(-1) for rows in chunks(len(tokens), entries)])
 
 
 @torch.no_grad()
@@ -122,10 +156,16 @@ def proposal_log_probs(model: LanguageModel, twist: Twist | None, tokens: Tensor
 
     log q is -inf for a sequence that the twist rules out at any step.
     """
-    log_p, logits, hidden = model.log_probs(tokens)
     if twist is None:
-        return log_p.sum(-1), log_p.sum(-1)
-    tilted = logits + twist(hidden)  # [N, T, V]
-    chosen = tilted.gather(-1, tokens[..., None]).squeeze(-1)  # [N, T]
-    ruled_out = chosen == -torch.inf
-    return log_p.sum(-1), (chosen - tilted.logsumexp(-1)).masked_fill(ruled_out, -torch.inf).sum(-1)
+        log_p = sequence_log_probs(model, tokens)
+        return log_p, log_p
+    parts = []
+    for rows in chunks(len(tokens), model.vocab_size * tokens.shape[1]):
+        log_p, logits, hidden = model.log_probs(tokens[rows])
+        tilted = logits + twist(hidden)  # [n, T, V]
+        chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
+        ruled_out = chosen == -torch.inf
+        log_q = (chosen - tilted.logsumexp(-1)).masked_fill(ruled_out, -torch.inf)
+        parts.append(torch.stack([log_p.sum(-1), log_q.sum(-1)]))
+    log_p, log_q = torch.cat(parts, 1)
+    return log_p, log_q

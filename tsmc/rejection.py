@@ -48,30 +48,42 @@ def accept(log_phi: Tensor, generator: torch.Generator) -> Tensor:
     return uniforms < log_phi.double().exp()
 
 
+@dataclass
+class Proposals:
+    """N base samples [N, T], their log phi [N], and which of them were accepted [N]."""
+
+    tokens: Tensor
+    log_phi: Tensor
+    accepted: Tensor
+
+
+def propose_and_accept(
+    model: LanguageModel, log_phi: Callable[[Tensor], Tensor], count: int, generator: torch.Generator
+) -> Proposals:
+    """Draw N = count sequences from p and accept each with probability phi."""
+    tokens = sample_proposal(model, None, count, generator).tokens
+    scores = log_phi(tokens)
+    return Proposals(tokens, scores, accept(scores, generator))
+
+
 def rejection_sample(
     model: LanguageModel,
     log_phi: Callable[[Tensor], Tensor],
     num_proposals: int,
     generator: torch.Generator,
     chunk: int = 1000,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Rejection:
     """Draw N = num_proposals sequences from p in chunks and keep those accepted under log_phi(tokens [B, T]) -> [B].
 
-    progress(proposed, accepted) is called after every chunk. The number of proposals is fixed in advance, which keeps the
-    estimate of Z_sigma unbiased.
+    The number of proposals is fixed in advance, which keeps the estimate of Z_sigma unbiased.
     """
     if num_proposals < 1 or chunk < 1:
         raise InputError("rejection sampling needs at least one proposal and a chunk of at least one; raise the number")
     kept, kept_log_phi, every_log_phi = [], [], []
     for start in range(0, num_proposals, chunk):
-        tokens = sample_proposal(model, None, min(chunk, num_proposals - start), generator).tokens
-        scores = log_phi(tokens)
-        accepted = accept(scores, generator)
-        kept.append(tokens[accepted])
-        kept_log_phi.append(scores[accepted])
-        every_log_phi.append(scores)
-        if progress is not None:
-            progress(start + len(tokens), sum(map(len, kept)))
+        part = propose_and_accept(model, log_phi, min(chunk, num_proposals - start), generator)
+        kept.append(part.tokens[part.accepted])
+        kept_log_phi.append(part.log_phi[part.accepted])
+        every_log_phi.append(part.log_phi)
     log_z, error = log_mean_with_error(torch.cat(every_log_phi))
     return Rejection(torch.cat(kept), torch.cat(kept_log_phi), num_proposals, log_z, error)

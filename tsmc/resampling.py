@@ -11,14 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tsmc.categorical import first_above
+from tsmc.categorical import first_above, uniforms
 
 Scheme = Callable[[Tensor, torch.Generator], Tensor]
-
-
-def uniforms(rows: int, columns: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform numbers [rows, columns] in float64 on the device of `like`."""
-    return torch.rand(rows, columns, dtype=torch.float64, device=like.device, generator=generator)
 
 
 def invert(weights: Tensor, points: Tensor) -> Tensor:

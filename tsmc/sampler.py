@@ -23,12 +23,21 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tsmc.categorical import uniforms
 from tsmc.proposal import LanguageModel, Twist, propose
 from tsmc.resampling import Scheme, multinomial
 from tsmc.weights import effective_sample_size, log_mean_exp, normalise
 
 LogPotential = Callable[[Tensor, Tensor], Tensor]
 """log_potential(tokens [N, T], log_p [N]) -> log phi [N]; log_p = log p(s_{1:T}), which effective potentials divide out."""
+
+
+@dataclass(frozen=True)
+class Sigma:
+    """The target, proportional to p(s) phi(s), as seen from one language model after one prompt."""
+
+    model: LanguageModel
+    log_potential: LogPotential
 
 
 class Observer(Protocol):
@@ -61,6 +70,11 @@ class Population:
         """Equally weighted particles [R, K, T]: the final resampling applied."""
         return self.tokens.gather(1, self.ancestors[..., None].expand_as(self.tokens))
 
+    def alive(self) -> "Population":
+        """The runs in which some particle has a weight above zero."""
+        living = self.log_z > -torch.inf
+        return Population(**{name: value[living] for name, value in vars(self).items()})
+
 
 def check_options(particles: int, runs: int, ess_threshold: float, length: int) -> None:
     """Raise InputError for sizes or a threshold with which nothing can be sampled."""
@@ -88,12 +102,17 @@ def given_tokens(reference: Tensor, particles: int) -> Tensor:
 
 
 def draw_ancestors(
-    log_weights: Tensor, resampling: Tensor, resample: Scheme, generator: torch.Generator, conditional: bool
+    log_weights: Tensor,
+    resampling: Tensor,
+    resample: Scheme,
+    generator: torch.Generator,
+    every_run: bool,
+    conditional: bool,
 ) -> Tensor:
     """Ancestors [R, K]: drawn in the runs that are resampling [R]; the particle itself in the others and in slot 0 of a
-    conditional run."""
+    conditional run. Where every run resamples there is no need to wait for the device's answer."""
     itself = torch.arange(log_weights.shape[1], device=log_weights.device).expand_as(log_weights)
-    if not bool(resampling.any()):
+    if not (every_run or bool(resampling.any())):
         return itself
     ancestors = torch.where(resampling[:, None], resample(normalise(log_weights), generator), itself)
     return torch.where((itself == 0) & conditional, itself, ancestors)
@@ -122,13 +141,14 @@ def tsmc(
     if reference is not None:
         check_reference(reference, runs, model.length, resample)
     decoder = model.decoder(runs * particles)
-    zeros = torch.zeros(runs, particles, dtype=decoder.logits.dtype, device=decoder.logits.device)
+    logits = decoder.logits_of(slice(0, 1))  # [1, V]: for its type and device
+    zeros = torch.zeros(runs, particles, dtype=logits.dtype, device=logits.device)
     log_p = log_psi = log_weights = zeros  # [R, K]
     log_z = zeros[:, 0]  # [R]
     tokens = torch.empty(runs, particles, 0, dtype=torch.long, device=zeros.device)
     for t in range(1, model.length + 1):
         given = None if reference is None else given_tokens(reference[:, t - 1], particles)
-        step = propose(decoder, twist, generator, given)
+        step = propose(decoder, twist, uniforms(runs * particles, 1, log_p, generator), given)
         log_p = log_p + step.log_p.view(runs, particles)
         tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)  # [R, K, t]
 
@@ -142,7 +162,9 @@ def tsmc(
 
         ess = effective_sample_size(log_weights)  # [R]
         resampling = (ess < ess_threshold * particles) | (ess_threshold >= 1) | (t == model.length)
-        ancestors = draw_ancestors(log_weights, resampling, resample, generator, conditional=reference is not None)
+        every_run = ess_threshold >= 1 or t == model.length
+        drawing = (log_weights, resampling, resample, generator)
+        ancestors = draw_ancestors(*drawing, every_run=every_run, conditional=reference is not None)
         if observer is not None:
             observer(t, tokens, log_psi, log_w, log_weights, ess, ancestors)
         log_z = torch.where(resampling, log_z + log_mean_exp(log_weights), log_z)

@@ -9,17 +9,22 @@ No gradient flows through any weight. The effective sample size of the positive 
 really learns from; under a sparse potential it collapses towards one, which self-distillation answers.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tinystories import ranks
 from tinystories.errors import InputError
-from tsmc.proposal import LanguageModel, Trajectories, sample_proposal
-from tsmc.sampler import LogPotential
+from tinystories.phase import Phase
+from tsmc.proposal import Trajectories, sample_proposal
+from tsmc.sampler import LogPotential, Sigma
 from tsmc.weights import effective_sample_size, normalise
+
+EXPLODED = 1000.0  # nats between log psi of two sequences; float32 resolves no weights beyond
 
 
 class LearnableTwist(Protocol):
@@ -30,6 +35,10 @@ class LearnableTwist(Protocol):
     def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor: ...
 
     def parameters(self): ...
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict): ...
 
 
 @dataclass(frozen=True)
@@ -58,38 +67,51 @@ def negative_log_weights(batch: Trajectories) -> Tensor:
     return (batch.log_p - batch.log_q).cumsum(-1) + batch.log_psi
 
 
-def ctl_loss(twist: LearnableTwist, batch: Trajectories, positive: Tensor, negative: Tensor) -> Tensor:
-    """A scalar whose gradient is that of the CTL loss; positive [K] and negative [K, T] log weights are constants."""
-    coefficients = normalise(positive)[:, None] - normalise(negative.T).T  # [K, T]
+def ctl_coefficients(positive: Tensor, negative: Tensor) -> Tensor:
+    """What grad log psi(s_{1:t}) is multiplied with in -grad L [K, T], from log weights positive [K] and negative [K, T]."""
+    return normalise(positive)[:, None] - normalise(negative.T).T
+
+
+def ctl_loss(twist: LearnableTwist, batch: Trajectories, coefficients: Tensor) -> Tensor:
+    """A scalar whose gradient is that of the CTL loss; coefficients [K, T] are constants."""
     return -(coefficients.detach() * twist.of_tokens(batch.hidden, batch.tokens)).sum()
 
 
+def check_batch(update: int, positive: Tensor, log_psi: Tensor) -> None:
+    """InputError where log weights [K] are NaN or infinite or log psi [K, T] has grown beyond all sense."""
+    remedy = "lower --ctl-learning-rate"
+    spread = (log_psi.amax(0) - log_psi.amin(0)).max().item()  # a shift of all log psi_t means nothing
+    if not bool((positive < torch.inf).all()) or not math.isfinite(spread):
+        words = f"a weight is NaN or infinite; {remedy}, or check that the potential is never NaN"
+        raise InputError(f"twist learning, update {update + 1}: {words}")
+    if spread > EXPLODED:
+        words = f"the twist has exploded, log psi differs by {spread:.0f} within the batch; {remedy}"
+        raise InputError(f"twist learning, update {update + 1}: {words}")
+
+
 def learn_twist(
-    model: LanguageModel,
-    twist: LearnableTwist,
-    log_potential: LogPotential,
-    config: CTLConfig,
-    generator: torch.Generator,
-    report: Callable[..., None],
+    sigmas: Sequence[Sigma], twist: LearnableTwist, config: CTLConfig, generator: torch.Generator, phase: Phase
 ) -> None:
-    """Train `twist` in place against sigma, proportional to p^(m) phi^(m); calls report(update, loss=, ess=) after each step.
+    """Train `twist` in place against each sigma in turn (one for each prompt); reports loss= and ess= of every step.
 
     The loss that is reported is the estimate of sum_t E_sigma[log psi] - E_pi[log psi] with its sign turned: only its
     gradient means anything, and it hovers around zero. A batch without any positive weight is passed over (ess=0).
-    InputError where a weight or the loss is NaN.
+    InputError, before the step is taken, where the loss or a weight is not finite or the twist has exploded.
     """
     optimizer = torch.optim.Adam(twist.parameters(), lr=config.learning_rate)
-    for update in range(config.updates):
+    mine = ranks.share(config.batch_size)
+    for update in phase.steps(config.updates, twist=twist, optimizer=optimizer, generator=generator):
         optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - 0.9 * update / config.updates)
-        batch = sample_proposal(model, twist, config.batch_size, generator, keep_hidden=True)
-        positive = positive_log_weights(batch, log_potential)
+        sigma = sigmas[update % len(sigmas)]
+        batch = sample_proposal(sigma.model, twist, config.batch_size, generator, keep_hidden=True, mine=mine)
+        positive = ranks.gather(positive_log_weights(batch, sigma.log_potential), config.batch_size)  # [K]
+        negative = ranks.gather(negative_log_weights(batch), config.batch_size)  # [K, T]
+        check_batch(update, positive, batch.log_psi)
+        loss = ctl_loss(twist, batch, ctl_coefficients(positive, negative)[mine])
         ess = effective_sample_size(positive).item()
-        loss = ctl_loss(twist, batch, positive, negative_log_weights(batch))
-        if not torch.isfinite(loss) or positive.isnan().any():
-            words = "the loss is not finite; lower --ctl-learning-rate or check the potential"
-            raise InputError(f"twist learning, update {update + 1}: {words}")
         if ess > 0:  # a batch in which phi is zero everywhere says nothing of sigma
             optimizer.zero_grad()
             loss.backward()
+            ranks.add_gradients(twist.parameters())
             optimizer.step()
-        report(update + 1, loss=loss.item(), ess=ess)
+        phase.report(loss=ranks.total(loss.detach()).item(), ess=ess)

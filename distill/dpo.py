@@ -1,0 +1,90 @@
+"""Direct preference optimisation of the base model, a baseline (paper eq. 9).
+
+    s^(1..N) ~ p^(0), sorted by r = log phi: the top half is preferred to the bottom half
+    L = mean over pairs of -log sigmoid(b (log pi(s+) / p^(0)(s+)) - b (log pi(s-) / p^(0)(s-)))
+
+log pi(s) is the sum over tokens. Every update draws a new batch. Gradient flows through log pi alone, and L = log 2 where
+pi = p^(0).
+
+Where the paper departs from Rafailov et al. 2023:
+ 1. Pairs are made online, out of samples of the reference; there they are a fixed set, labelled by people or a model of them.
+ 2. The reward's order decides who is preferred, without the noise of the Bradley-Terry model. Only this order counts, so
+    beta of the potential has no effect.
+ 3. A single prompt; the two members of a pair come from the same batch for it.
+ 4. AdamW at a constant rate and batches of 512 pairs; there RMSprop with a warm-up and batches of 64.
+
+What the paper leaves open:
+ 5. The i-th best of the top half meets the i-th best of the bottom half, so that each pair spans half of the ranks.
+ 6. Of an odd number of samples the middle one is left out.
+ 7. Equal rewards, -inf among them, keep the order of the batch, which is random. Their pairs stay, so there are always
+    floor(N / 2): on average they only hold the log-ratios together.
+ 8. log p^(0) of a pair is what its sampling gave, without a second pass through the reference.
+ 9. Biases and LayerNorm are not decayed; the embedding is, like any matrix. LoRA's factors are matrices.
+
+N sequences, M = floor(N / 2) pairs, T tokens.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
+from tinystories.decoder import Conditional
+from tinystories.phase import Phase
+from tsmc.proposal import sample_proposal
+
+DPO_GRID = Grid(strength=(0.1, 0.2, 0.4, 0.8))
+
+
+def preference_pairs(reward: Tensor) -> Tensor:
+    """Indices [M, 2] of the preferred sample and of the other one in every pair, from rewards [N]."""
+    order = reward.argsort(descending=True, stable=True)
+    half = len(order) // 2
+    return torch.stack([order[:half], order[len(order) - half :]], 1)
+
+
+def dpo_loss(log_pi: Tensor, log_ref: Tensor, strength: float) -> Tensor:
+    """L, a scalar, of sequence log-probs [M, 2], the preferred sequence of each pair first."""
+    log_ratio = log_pi - log_ref  # [M, 2]
+    return -F.logsigmoid(strength * (log_ratio[:, 0] - log_ratio[:, 1])).mean()
+
+
+def dpo_step(student: Student, tokens: Tensor, log_ref: Tensor, strength: float, what: str) -> float:
+    """One update on pairs, tokens [M, 2, T] and their log p^(0) [M, 2]; returns L."""
+
+    def loss(part: slice) -> Tensor:
+        log_pi = student.model.log_probs(tokens[part].flatten(0, 1))[0].sum(-1)  # [2 M]
+        return dpo_loss(log_pi.view(-1, 2), log_ref[part], strength)
+
+    return student.step(loss, len(tokens), ROWS // 2, what)
+
+
+def dpo(
+    base: Conditional,
+    log_phi: Callable[[Tensor], Tensor],
+    config: BaselineConfig,
+    lora: bool,
+    generator: torch.Generator,
+    phase: Phase,
+) -> Conditional:
+    """pi, started at base = p^(0), which is left unchanged; log_phi gives [N] of tokens [N, T].
+
+    Reports the loss. InputError names the update where it or log phi is not a number.
+    """
+    student = Student(base, config.learning_rate, config.weight_decay, lora, generator)
+    state = {"student": student.network, "optimizer": student.optimizer, "generator": generator}
+    for update in phase.steps(config.updates, **state):
+        what = f"DPO, update {update + 1}"
+        batch = sample_proposal(base, None, config.batch_size, generator)
+        pairs = preference_pairs(rewards(log_phi, batch.tokens, what))  # [M, 2]
+        log_ref = batch.log_p.sum(-1)  # [N]
+        phase.report(loss=dpo_step(student, batch.tokens[pairs], log_ref[pairs], config.strength, what))
+    return student.finish("DPO")
+
+
+def dpo_cost(config: BaselineConfig) -> Cost:
+    """What `dpo` spends: the reference's log-probs come with its samples."""
+    sampled = config.updates * config.batch_size
+    return Cost(sampled, scored=0, trained=config.updates * (config.batch_size // 2 * 2))

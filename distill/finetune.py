@@ -1,0 +1,125 @@
+"""What every fine-tuning here shares: the copy that is trained, its optimiser, gradients in parts, options, costs.
+
+    AdamW, (beta_1, beta_2) = (0.9, 0.999);  decay for matrices, none for biases and LayerNorm;  LoRA or every parameter
+    gradient of the mean over N rows = sum over parts of (rows of the part / N) * gradient of the part's mean
+
+The options and grids of the two baselines, DPO and GRPO, are those of the paper's appendix ("Optimization"). N sequences,
+T continuation tokens.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from distill.lora import add_lora, merge_lora
+from tinystories.decoder import Conditional
+from tinystories.errors import InputError
+
+ROWS = 256  # sequences of one forward and backward pass: the logits of a whole batch might not fit in memory
+
+
+@dataclass(frozen=True)
+class BaselineConfig:
+    """A baseline; step size, decay and strength come from a grid."""
+
+    learning_rate: float = field(metadata={"help": "AdamW's step size", "at_least": 0, "at_most": 1})
+    weight_decay: float = field(metadata={"help": "AdamW's weight decay of matrices", "at_least": 0})
+    strength: float = field(metadata={"help": "b, how strongly the policy is held to p^(0)", "at_least": 0})
+    updates: int = field(default=1000, metadata={"help": "gradient steps", "at_least": 1})
+    batch_size: int = field(default=1024, metadata={"help": "N, sequences drawn for one step", "at_least": 2})
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values that a sweep combines."""
+
+    strength: tuple[float, ...]
+    learning_rate: tuple[float, ...] = (1e-3, 1e-4, 1e-5)
+    weight_decay: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
+
+    def configs(self, **fixed: int) -> list[BaselineConfig]:
+        """Every combination; `fixed` sets updates= and batch_size=."""
+        combinations = itertools.product(self.learning_rate, self.weight_decay, self.strength)
+        return [BaselineConfig(*values, **fixed) for values in combinations]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run asks of the networks, in sequences; the potential scores each one that is drawn."""
+
+    sampled: int  # drawn token by token
+    scored: int  # read in one pass without gradient
+    trained: int  # read in one pass with gradient
+
+    def units(self, length: int) -> int:
+        """Token positions through the model for T = length; forward and backward together count three.
+
+        The last token of a sequence is predicted and never read; the prompt is read once for a whole batch, so it is left out.
+        """
+        return (self.sampled + self.scored + 3 * self.trained) * (length - 1)
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """AdamW groups: decay for matrices, none for biases and LayerNorm."""
+    parameters = list(parameters)
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def accumulate_gradient(loss: Callable[[slice], Tensor], rows: int, at_once: int) -> float:
+    """Add the gradient of a mean over `rows` rows to the parameters' and return the mean; loss(part) is a part's mean."""
+    total = 0.0
+    for start in range(0, rows, at_once):
+        part = slice(start, min(start + at_once, rows))
+        share = loss(part) * ((part.stop - part.start) / rows)
+        share.backward()
+        total += share.item()
+    return total
+
+
+class Student:
+    """A copy (in float32 or wider) of a language model in training, by LoRA or in full, and its optimiser."""
+
+    def __init__(
+        self, base: Conditional, learning_rate: float, weight_decay: float, lora: bool, generator: torch.Generator
+    ):
+        dtype = torch.promote_types(base.model.wte.weight.dtype, torch.float32)
+        self.network = copy.deepcopy(base.model).to(dtype).requires_grad_(True)
+        self.lora = lora
+        self.parameters = add_lora(self.network, generator) if lora else list(self.network.parameters())
+        self.optimizer = torch.optim.AdamW(parameter_groups(self.parameters, weight_decay), lr=learning_rate)
+        self.model = Conditional(self.network, base.prompt, base.length)
+
+    def step(self, loss: Callable[[slice], Tensor], rows: int, at_once: int, what: str) -> float:
+        """One update on the mean loss over `rows` rows, which is returned; InputError, opening with `what`, before a bad one.
+
+        loss(part) is the mean over a part of at most `at_once` rows, with gradient.
+        """
+        self.optimizer.zero_grad()
+        value = accumulate_gradient(loss, rows, at_once)
+        if not abs(value) < torch.inf:
+            raise InputError(f"{what}: the loss is not finite; lower the learning rate")
+        self.optimizer.step()
+        return value
+
+    def finish(self, what: str, remedy: str = "lower the learning rate") -> Conditional:
+        """The trained model, LoRA merged; InputError, opening with `what`, where a parameter is not finite."""
+        if self.lora:
+            merge_lora(self.network)
+        if not all(parameter.isfinite().all() for parameter in self.network.parameters()):
+            raise InputError(f"{what}: the trained model is not finite; {remedy}")
+        return self.model
+
+
+def rewards(log_phi: Callable[[Tensor], Tensor], tokens: Tensor, what: str) -> Tensor:
+    """r = log phi [N] of tokens [N, T], -inf where phi is zero; InputError, opening with `what`, for NaN and +inf."""
+    reward = log_phi(tokens)
+    if not (reward < torch.inf).all():
+        raise InputError(f"{what}: log phi is NaN or +inf on a sample; check the potential")
+    return reward

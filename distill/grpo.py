@@ -1,0 +1,102 @@
+"""Group relative policy optimisation of the base model, a baseline (paper eq. 10).
+
+    s^(1..N) ~ pi,   r = log phi,   A^(n) = (r^(n) - mean r) / std r
+    L = mean over n and t of  -(pi / sg(pi)) A^(n) + b (p^(0) / pi - log(p^(0) / pi) - 1),   all of s_t^(n) given its past
+
+Every update draws a new batch from the policy as it is, so the ratio is 1 and carries only the gradient. The k3 penalty is
+never negative; L = 0 where pi = p^(0), but its gradient is not.
+
+Where the paper departs from Shao et al. 2024:
+ 1. One prompt and one group, the whole batch of 1024; there 64 outputs for each of many questions.
+ 2. One update for each batch, so nothing is left to clip, and the ratio is that of the policy to itself.
+ 3. All outputs have T tokens, so the mean over n and t is the mean over outputs of the mean over their tokens.
+ 4. The reference stays p^(0); there it is replaced as training goes on.
+ 5. The reward of a whole sequence is given, not learned.
+
+What the paper leaves open:
+ 6. r is log phi rather than phi: phi = p(toxic)^beta is near zero on almost every sample. As A is standardised, beta of the
+    potential has no effect.
+ 7. std is the population's (divided by N), and nothing is added to it.
+ 8. A = 0 where all rewards are equal: such a batch only pulls the policy towards the reference.
+ 9. A reward of -inf, where phi is zero, stands for the limit of a reward that falls without bound. Beside it the differences
+    between finite rewards vanish: A becomes that of the indicator of phi > 0.
+10. The gradient of the k3 term takes the samples as given, as the formula says. Its mean over samples of the policy is the
+    gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)), which is what the term's value estimates.
+11. Biases and LayerNorm are not decayed; the embedding is, like any matrix. LoRA's factors are matrices.
+
+N sequences, T tokens; sg stops the gradient.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
+from tinystories.decoder import Conditional
+from tinystories.phase import Phase
+from tsmc.proposal import sample_proposal
+
+GRPO_GRID = Grid(strength=(0.04, 0.08, 0.16, 0.32))
+
+
+def advantages(reward: Tensor) -> Tensor:
+    """A [N], of mean 0 and variance 1, or all zero, of rewards [N], which may hold -inf."""
+    reward = reward.double()
+    possible = reward > -torch.inf
+    if not possible.all():
+        reward = possible.double()
+    if (reward == reward[0]).all():  # rounding of the mean would otherwise be blown up to size 1
+        return torch.zeros_like(reward)
+    return (reward - reward.mean()) / reward.std(correction=0)
+
+
+def grpo_loss(log_pi: Tensor, log_ref: Tensor, advantage: Tensor, strength: float) -> Tensor:
+    """L, a scalar, of token log-probs [N, T] and advantages [N]."""
+    ratio = (log_pi - log_pi.detach()).exp()  # [N, T], equal to 1
+    log_ratio = log_ref - log_pi  # [N, T]
+    k3 = log_ratio.exp() - log_ratio - 1
+    return (strength * k3 - ratio * advantage[:, None].to(ratio.dtype)).mean()
+
+
+def grpo_step(
+    student: Student, base: Conditional, tokens: Tensor, advantage: Tensor, strength: float, what: str
+) -> float:
+    """One update on samples of the student, tokens [N, T] with advantages [N]; returns L."""
+
+    def loss(part: slice) -> Tensor:
+        with torch.no_grad():
+            log_ref = base.log_probs(tokens[part])[0]  # [N, T]
+        return grpo_loss(student.model.log_probs(tokens[part])[0], log_ref, advantage[part], strength)
+
+    return student.step(loss, len(tokens), ROWS, what)
+
+
+def grpo(
+    base: Conditional,
+    log_phi: Callable[[Tensor], Tensor],
+    config: BaselineConfig,
+    lora: bool,
+    generator: torch.Generator,
+    phase: Phase,
+) -> Conditional:
+    """pi, started at base = p^(0), which is left unchanged; log_phi gives [N] of tokens [N, T].
+
+    Reports the loss, which is b times the penalty because A has mean 0, and the mean of phi over the policy's samples.
+    InputError names the update where the loss or log phi is not a number.
+    """
+    student = Student(base, config.learning_rate, config.weight_decay, lora, generator)
+    state = {"student": student.network, "optimizer": student.optimizer, "generator": generator}
+    for update in phase.steps(config.updates, **state):
+        what = f"GRPO, update {update + 1}"
+        tokens = sample_proposal(student.model, None, config.batch_size, generator).tokens
+        reward = rewards(log_phi, tokens, what)
+        loss = grpo_step(student, base, tokens, advantages(reward), config.strength, what)
+        phase.report(loss=loss, phi=reward.exp().mean().item())
+    return student.finish("GRPO")
+
+
+def grpo_cost(config: BaselineConfig) -> Cost:
+    """What `grpo` spends."""
+    sampled = config.updates * config.batch_size
+    return Cost(sampled, scored=sampled, trained=sampled)

@@ -1,0 +1,220 @@
+"""A run that is killed, interrupted, starved of disk or damaged ends as if nothing had happened, or one line names the file."""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import RunConfig
+from eval.run import RunDirectory
+from eval.state import read_state, write_state
+from main import main
+from tinystories.errors import InputError
+
+SMALL = [
+    *("--generations", "1", "--ctl-updates", "12", "--ctl-batch-size", "12", "--particles", "8", "--distill-runs", "6"),
+    *("--distill-updates", "8", "--distill-batch-size", "8", "--eval-runs", "6", "--eval-particles", "6"),
+    *("--eval-base-samples", "24", "--rows", "16", "--length", "6", "--eval-target-proposals", "200", "--beta", "0.3"),
+    *("--save-every", "0"),
+]
+PRODUCTS = ("results.json", "samples.jsonl", "metrics.jsonl", "generation-1/model.safetensors")
+
+
+def job(arguments: list[str], errors: str, file_limit: int | None) -> None:
+    """What the child processes run: the main job on one thread, standard error into a file."""
+    torch.set_num_threads(1)
+    if file_limit is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    with open(errors, "a") as sys.stderr, open(os.devnull, "w") as sys.stdout:
+        main(arguments)
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Start the main job in a process of its own, forked from one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["main", "test_resume"])
+
+    def started(arguments: list[str], errors: Path, file_limit: int | None = None):
+        process = context.Process(target=job, args=(arguments, str(errors), file_limit))
+        process.start()
+        return process
+
+    return started
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, start) -> Path:
+    """The run that nothing happens to."""
+    place = tmp_path_factory.mktemp("whole")
+    process = start([*SMALL, "--out", str(place / "run")], place / "errors")
+    process.join()
+    assert process.exitcode == 0, (place / "errors").read_text()
+    return place / "run"
+
+
+def lines_of(run: Path) -> int:
+    """Steps that a run has reported so far."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(process, run: Path, lines: int) -> None:
+    """Until the run has reported that many steps, or has ended."""
+    while process.is_alive() and lines_of(run) < lines:
+        time.sleep(0.0005)
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    """Everything that the run has made is what the whole run made, and nothing is left over."""
+    for name in PRODUCTS:
+        assert (run / name).read_bytes() == (whole / name).read_bytes(), name
+    assert not (run / "resume").exists() and not list(run.rglob(".*"))
+
+
+def test_twenty_kills_change_nothing(tmp_path, start, whole):
+    moments, steps = random.Random(0), lines_of(whole)
+    run, arguments = tmp_path / "run", [*SMALL, "--out", str(tmp_path / "run")]
+    for kill in range(20):
+        process = start(arguments, tmp_path / "errors")
+        wait_for(process, run, round(steps * (kill + moments.random()) / 20))
+        time.sleep(moments.random() * 0.05)
+        process.kill()
+        process.join()
+        if process.exitcode != -signal.SIGKILL:
+            assert process.exitcode == 0
+            break
+        if (run / "resume" / "start").exists():
+            arguments = ["--resume", str(run)]
+        else:
+            shutil.rmtree(run, ignore_errors=True)
+    process = start(arguments, tmp_path / "errors")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "errors").read_text()
+    assert kill >= 15, "the run has outlived most of the kills"
+    assert_same(run, whole)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, start, whole):
+    run = tmp_path / "run"
+    process = start([*SMALL, "--out", str(run), "--save-every", "1000"], tmp_path / "errors")
+    wait_for(process, run, 20)
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    last = (tmp_path / "errors").read_text().splitlines()[-1]
+    assert process.exitcode == 130 and f"continue with --resume {run}" in last
+    assert lines_of(run) < lines_of(whole)
+    process = start(["--resume", str(run)], tmp_path / "errors")
+    process.join()
+    assert process.exitcode == 0
+    assert_same(run, whole)
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, start, whole):
+    """No file may grow beyond a limit: the language model's checkpoint does."""
+    run = tmp_path / "run"
+    process = start([*SMALL, "--out", str(run)], tmp_path / "errors", 5_000_000)
+    process.join()
+    last = (tmp_path / "errors").read_text().splitlines()[-1]
+    assert process.exitcode == 2 and "cannot be written" in last and str(run) in last and "free space" in last
+    process = start(["--resume", str(run)], tmp_path / "errors")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "errors").read_text()
+    assert_same(run, whole)
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory, start) -> Path:
+    """A run that was killed in the last generation."""
+    place = tmp_path_factory.mktemp("halfway")
+    run = place / "run"
+    process = start([*SMALL, "--out", str(run)], place / "errors")
+    while process.is_alive() and not (run / "resume" / "1-twist-learning").exists():
+        time.sleep(0.0005)
+    process.kill()
+    process.join()
+    return run
+
+
+def test_any_damaged_file_is_healed_or_named(tmp_path, halfway, whole, start):
+    names = sorted(str(path.relative_to(halfway)) for path in halfway.rglob("*") if path.is_file())
+    assert "config.json" in names and "resume/0-twist-learning" in names and "generation-0/model.safetensors" in names
+    processes = {}
+    for number, name in enumerate(names):
+        run = tmp_path / str(number)
+        shutil.copytree(halfway, run)
+        content = bytearray((run / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (run / name).write_bytes(content)
+        processes[name] = run, start(["--resume", str(run)], run / "errors")
+        processes[name][1].join()
+    named = set()
+    for name, (run, process) in processes.items():
+        last = (run / "errors").read_text().splitlines()[-1]
+        if process.exitcode == 0:
+            for product in PRODUCTS:
+                assert (run / product).read_bytes() == (whole / product).read_bytes(), name
+        else:
+            assert process.exitcode == 2 and Path(name).name in last, (name, last)
+            named.add(name)
+    assert {"config.json", "resume/start", "resume/0-twist-learning"} <= named
+
+
+def refusal(*arguments: str) -> str:
+    """The single line with which the main job refuses to start."""
+    with contextlib.redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 2
+    (line,) = errors.getvalue().strip().splitlines()
+    return line
+
+
+def test_two_processes_never_write_into_one_directory(halfway):
+    start = read_state(halfway / "resume" / "start", torch.device("cpu"))
+    with RunDirectory(halfway, torch.device("cpu"), 0.0):
+        assert "another process is writing there" in refusal("--resume", str(halfway))
+    assert start["config.json"] == read_state(halfway / "resume" / "start", torch.device("cpu"))["config.json"]
+
+
+def test_resuming_what_is_no_run_or_with_other_options_is_refused(tmp_path, halfway):
+    assert "no such file" in refusal("--resume", str(tmp_path / "nothing"))
+    assert "--seed" in refusal("--resume", str(halfway), "--seed", "3")
+    (tmp_path / "config.json").write_text(json.dumps({"seed": "many"}))
+    assert "config.json" in refusal("--resume", str(tmp_path))
+
+
+def test_a_run_that_has_finished_prints_its_table_again(whole, capsys):
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    main(["--resume", str(whole)])
+    assert "Generation 1" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+
+
+def test_changed_checkpoints_are_refused(tmp_path):
+    config = RunConfig(out=str(tmp_path / "run"))
+    with RunDirectory.create(config, {"lm": "a"}):
+        pass
+    with pytest.raises(InputError, match="lm has changed"):
+        RunDirectory.resume(tmp_path / "run", config, {"lm": "b"})
+
+
+def test_a_state_survives_its_file_and_runs_no_code(tmp_path):
+    value = {"done": 3, "records": [{"loss": 0.5}], "state": {"weights": torch.arange(4)}}
+    write_state(tmp_path / "state", value)
+    again = read_state(tmp_path / "state", torch.device("cpu"))
+    assert again["records"] == value["records"] and torch.equal(again["state"]["weights"], torch.arange(4))
+    write_state(tmp_path / "state", {"call": os.system})
+    with pytest.raises(InputError, match=r"state: cannot be read"):
+        read_state(tmp_path / "state", torch.device("cpu"))

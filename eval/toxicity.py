@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from eval.encoder import Encoder, EncoderConfig, Runner, load_scorer, read_config, save_scorer
 from tinystories.errors import InputError
+from tinystories.linear import at_least_float32
 
 
 class ClassificationHead(nn.Module):
@@ -28,8 +29,9 @@ class ClassificationHead(nn.Module):
         self.out_proj = nn.Linear(width, 1)
 
     def forward(self, h: Tensor) -> Tensor:
-        """[B, D] -> [B]"""
-        return self.out_proj(torch.tanh(self.dense(h))).squeeze(-1)
+        """[B, D] -> [B], float32 or wider: beta multiplies what rounding the logit would cost"""
+        inner = torch.tanh(self.dense(h))
+        return F.linear(*map(at_least_float32, (inner, self.out_proj.weight, self.out_proj.bias))).squeeze(-1)
 
 
 class ToxicityClassifier(nn.Module):

@@ -132,7 +132,9 @@ def expect_refusal(capsys, arguments: list, *parts: str) -> None:
         (["--preset", "paper"], ["TinyStories-33M", "--lm"]),
     ],
 )
-def test_bad_options_are_refused(capsys, tmp_path, arguments, parts):
+def test_bad_options_are_refused(capsys, tmp_path, arguments, parts, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     expect_refusal(capsys, ["--out", tmp_path / "run", *arguments], *parts)
     assert not (tmp_path / "run").exists(), "nothing is written for a run that cannot start"
 

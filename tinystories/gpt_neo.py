@@ -15,12 +15,11 @@ B batch, T positions, D width, H heads, V vocabulary.
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinystories.cache import Cache
 from tinystories.errors import InputError
-from tinystories.linear import Linear, at_least_float32, linear
+from tinystories.linear import Linear, at_least_float32, linear, linear_gelu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +136,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(linear_gelu(x, self.c_fc, "tanh"))
 
 
 class Block(nn.Module):

@@ -23,9 +23,12 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b [..., O] of x [..., I] and weight [O, I], in any memory layout, without gradients."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none", kind: str = "") -> Tensor:
+    """x W^T + b [..., O] of x [..., I] and weight [O, I], in any memory layout, without gradients.
+
+    after="gelu" applies a GELU of that kind ("none" or "tanh") while the numbers are still at hand.
+    """
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, after, [], kind)
 
 
 class OneDNN(torch.autograd.Function):
@@ -50,13 +53,27 @@ class OneDNN(torch.autograd.Function):
         )
 
 
+def suits_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product x W^T is one that oneDNN computes faster."""
+    known = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    plain = known and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return HAS_ONEDNN and plain and x.numel() * weight.shape[0] >= SMALLEST
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b [..., O] of x [..., I], weight [O, I] and bias [O], by the faster library."""
-    large = HAS_ONEDNN and x.numel() * weight.shape[0] >= SMALLEST
-    plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    if not (large and plain):
+    if not suits_onednn(x, weight):
         return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return onednn(x, weight, bias)
     return OneDNN.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+def linear_gelu(x: Tensor, layer: nn.Linear, approximate: str = "none") -> Tensor:
+    """gelu(x W^T + b) [..., O] of x [..., I]: in one pass where no gradient needs what lies between."""
+    if suits_onednn(x, layer.weight) and not torch.is_grad_enabled():
+        return onednn(x, layer.weight, layer.bias, "gelu", approximate)
+    return F.gelu(layer(x), approximate=approximate)
 
 
 class Linear(nn.Linear):

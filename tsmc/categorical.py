@@ -36,8 +36,8 @@ def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """
     size = logits.shape[1]
     width = min(BLOCK, size)
-    peak = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)  # [N, 1]
-    weights = (logits - peak).exp_()  # [N, V]
+    peak = logits.amax(-1, keepdim=True)  # [N, 1]
+    weights = logits.softmax(-1)  # [N, V]; NaN in a row of nothing but -inf
     whole = size - size % width
     totals = weights[:, :whole].unflatten(1, (-1, width)).sum(-1)  # [N, V / 64]
     if whole < size:
@@ -49,5 +49,7 @@ def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     members = block * width + torch.arange(width, device=block.device)  # [N, 64]
     inside = weights.gather(1, members.clamp(max=size - 1)).masked_fill_(members >= size, 0).double().cumsum(-1)
     offset = first_above(inside, threshold - (cumulative - totals).gather(1, block))  # [N, 1]
-    log_normaliser = peak + cumulative[:, -1:].log().to(logits.dtype)
-    return (block * width + offset).squeeze(1).clamp(max=size - 1), log_normaliser.squeeze(1)
+    tokens = (block * width + offset).clamp(max=size - 1)  # [N, 1]
+    log_normaliser = peak - weights.amax(-1, keepdim=True).log()  # the largest weight is exp(peak) over the normaliser
+    dead = peak == -torch.inf
+    return tokens.masked_fill(dead, 0).squeeze(1), log_normaliser.masked_fill(dead, -torch.inf).squeeze(1)

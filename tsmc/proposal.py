@@ -84,22 +84,25 @@ def log_psi_of(twist: Twist, hidden: Tensor) -> Tensor:
 
 def propose_from(logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Tensor | None) -> Extension:
     """`propose` for the rows of a chunk, from logits [n, V] and log psi [n, V]."""
-    tilted = logits if log_psi is None else logits + log_psi
-    tokens, tilted_normaliser = draw_categorical(tilted, uniform)
-    model_normaliser = tilted_normaliser if log_psi is None else logits.logsumexp(-1)
-    dead = tilted_normaliser == -torch.inf
+    log_p = logits if log_psi is None else logits.log_softmax(-1)  # [n, V]; logits will do where no psi weighs them
+    tilted = log_p if log_psi is None else log_p + log_psi
+    tokens, log_normaliser = draw_categorical(tilted, uniform)
     if given is not None:
         tokens = torch.where(given >= 0, given, tokens)
 
     def of_token(values: Tensor) -> Tensor:
         return values.gather(-1, tokens[:, None]).squeeze(-1)
 
+    if log_psi is None:
+        log_p_token, zeros = of_token(logits) - log_normaliser, torch.zeros_like(log_normaliser)
+        return Extension(tokens, log_p_token, zeros, log_p_token, zeros)
+    dead = log_normaliser == -torch.inf
     return Extension(
         tokens=tokens,
-        log_p=of_token(logits) - model_normaliser,
-        log_psi=torch.zeros_like(model_normaliser) if log_psi is None else of_token(log_psi).masked_fill(dead, 0.0),
-        log_q=(of_token(tilted) - tilted_normaliser).masked_fill(dead, torch.inf),
-        log_normaliser=tilted_normaliser - model_normaliser,
+        log_p=of_token(log_p),
+        log_psi=of_token(log_psi).masked_fill(dead, 0.0),
+        log_q=(of_token(tilted) - log_normaliser).masked_fill(dead, torch.inf),
+        log_normaliser=log_normaliser,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.linear import Linear, at_least_float32
+from tinystories.linear import Linear, at_least_float32, linear_gelu
 
 
 class TwistMLP(nn.Module):
@@ -31,7 +31,7 @@ class TwistMLP(nn.Module):
 
     def features(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., H], in the type of the weights"""
-        return F.gelu(self.second(F.gelu(self.first(hidden.to(self.first.weight.dtype)))))
+        return linear_gelu(linear_gelu(hidden.to(self.first.weight.dtype), self.first), self.second)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """log psi of every next token [..., V] after hidden states [..., D], float32 or wider."""

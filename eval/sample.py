@@ -35,8 +35,8 @@ resampling, `log phi` the potential and `score` what the potential is made of: p
 of the target, ESS is that of the weights at the last token. Exit codes: 2 bad input, 130 Ctrl-C, 141 nobody reads on."""
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; InputError names an option whose value is out of range."""
+def make_parser() -> OneLineParser:
+    """Every option with its help."""
     parser = OneLineParser(
         prog="python -m tsmc",
         description="Sample from a pair (p, psi) that main.py has trained, and watch the particles.",
@@ -78,7 +78,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="--watch on a terminal: time a step (default: %(default)s)",
     )
     add("--html", type=Path, metavar="FILE", help="write a page with the genealogy of the particles")
-    args = parser.parse_intermixed_args(arguments)
+    return parser
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, prompts and options in any order; InputError names an option whose value is out of range."""
+    args = make_parser().parse_intermixed_args(arguments)
     args.samples = min(10, args.particles) if args.samples is None else args.samples
     check(args)
     return args

@@ -41,11 +41,18 @@ class Sigma:
 
 
 class Observer(Protocol):
-    """Sees every step before its resampling takes effect: tokens [R, K, t], log_w and log_weights [R, K], ess [R],
+    """Sees every step before its resampling takes effect: tokens [R, K, t], log_psi, log_w and log_weights [R, K], ess [R],
     ancestors [R, K]. Called with the sampler's own tensors: copy what is kept, change nothing."""
 
     def __call__(
-        self, t: int, tokens: Tensor, log_w: Tensor, log_weights: Tensor, ess: Tensor, ancestors: Tensor
+        self,
+        t: int,
+        tokens: Tensor,
+        log_psi: Tensor,
+        log_w: Tensor,
+        log_weights: Tensor,
+        ess: Tensor,
+        ancestors: Tensor,
     ) -> None: ...
 
 
@@ -159,7 +166,7 @@ def tsmc(
         drawing = (log_weights, resampling, resample, generator)
         ancestors = draw_ancestors(*drawing, every_run=every_run, conditional=reference is not None)
         if observer is not None:
-            observer(t, tokens, log_w, log_weights, ess, ancestors)
+            observer(t, tokens, log_psi, log_w, log_weights, ess, ancestors)
         log_z = torch.where(resampling, log_z + log_mean_exp(log_weights), log_z)
         if t < model.length:
             log_weights = torch.where(resampling[:, None], 0.0, log_weights)

@@ -17,7 +17,7 @@ from tsmc import SCHEMES, Population, Trace, tsmc
 from tsmc.proposal import Twist
 from tsmc.sampler import Sigma
 from tsmc.weights import normalise
-from twist import TextPotential
+from twist.potential import each_once
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Sequence:
     particles: int  # how many of the K weighted particles are this sequence
     copies: int  # how many of the K particles after the final resampling are
     log_phi: float
-    score: float  # what phi is made of: p(toxic | s)
+    score: float  # p(toxic | s), whatever the potential is
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,20 @@ class Draws:
         return self.population.log_z.item() == -torch.inf
 
 
-def distinct_sequences(population: Population, potential: TextPotential) -> tuple[list[Sequence], Tensor]:
+def distinct_sequences(population: Population, problem: Problem) -> tuple[list[Sequence], Tensor]:
     """The distinct sequences of a single run by descending weight, and the place of every particle in them [K]."""
     tokens, place = population.tokens[0].unique(dim=0, return_inverse=True)  # [D, T], [K]
     place, ancestors = place.cpu(), population.ancestors[0].cpu()
     weights = torch.zeros(len(tokens), dtype=torch.float64)
     weights.index_add_(0, place, normalise(population.log_weights[0].cpu().double()))  # [D]
+    texts = problem.potential.texts(tokens)
     columns = (
-        potential.texts(tokens),
+        texts,
         weights.tolist(),
         place.bincount(minlength=len(tokens)).tolist(),
         place[ancestors].bincount(minlength=len(tokens)).tolist(),
-        potential(tokens).tolist(),
-        potential.log_score(tokens).exp().tolist(),
+        problem.potential(tokens).tolist(),
+        each_once(problem.toxicity, texts).exp().tolist(),
     )
     order = weights.argsort(descending=True, stable=True)
     rows = [Sequence(*row) for row in zip(*columns, strict=True)]
@@ -79,7 +80,7 @@ def draw(
     """Run TSMC once with the options of `config`, recorded by `trace`; keep `samples` of its K particles at random."""
     options = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold, "observer": trace}
     population = tsmc(sigma.model, twist, sigma.log_potential, config.particles, generator, **options)
-    distinct, place = distinct_sequences(population, problem.potential)
+    distinct, place = distinct_sequences(population, problem)
     final = place[population.ancestors[0].cpu()]  # [K]
     chosen = torch.randperm(config.particles, generator=generator, device=generator.device)[:samples]
     return Draws(problem.prompt, population, trace, distinct, final[chosen.cpu()].tolist())

@@ -51,10 +51,10 @@ class Samples:
         return [{"source": source, "prompt": prompt} | dict(zip(names, row, strict=True)) for row in rows]
 
 
-def score(given: Ingredients, problem: Problem, tokens: Tensor, group: list[int]) -> Samples:
+def score(problem: Problem, tokens: Tensor, group: list[int]) -> Samples:
     """Decode and score sequences tokens [N, T]."""
     texts = problem.potential.texts(tokens)
-    toxicity = each_once(given.toxicity, texts).double().exp()
+    toxicity = each_once(problem.toxicity, texts).double().exp()
     return Samples(texts, toxicity, problem.potential(tokens).double().cpu(), group)
 
 
@@ -97,7 +97,6 @@ def distinct_share(tokens: Tensor) -> float:
 def sample_model(
     config: RunConfig,
     model: LanguageModel,
-    given: Ingredients,
     problem: Problem,
     streams: Callable[[int], torch.Generator],
 ) -> Samples:
@@ -109,7 +108,7 @@ def sample_model(
         return {"tokens": sample_proposal(model, None, sizes[i], streams(i)).tokens}
 
     parts = [ranks.one_each(step, sizes, work)["tokens"] for step in range(ranks.rounds(len(sizes)))]
-    return score(given, problem, torch.cat(parts), list(range(count)))
+    return score(problem, torch.cat(parts), list(range(count)))
 
 
 def sample_tsmc(
@@ -145,7 +144,7 @@ def sample_tsmc(
 
 def evaluate_base(config: RunConfig, problem: Problem, given: Ingredients, run: RunDirectory) -> dict:
     """Row `base`: independent samples of p^(0)."""
-    samples = sample_model(config, problem.base, given, problem, config.streams("base", problem.name))
+    samples = sample_model(config, problem.base, problem, config.streams("base", problem.name))
     run.add_samples(samples.rows("base", problem.name))
     return describe(samples, given.encode)
 
@@ -153,7 +152,7 @@ def evaluate_base(config: RunConfig, problem: Problem, given: Ingredients, run: 
 def evaluate_target(problem: Problem, given: Ingredients, run: RunDirectory) -> dict:
     """Row `target`: the exact samples of sigma."""
     target = problem.target
-    samples = score(given, problem, target.tokens, list(range(len(target.tokens))))
+    samples = score(problem, target.tokens, list(range(len(target.tokens))))
     run.add_samples(samples.rows("target", problem.name))
     evidence = {
         "log_z": target.log_z,
@@ -178,9 +177,9 @@ def evaluate_generation(
     ).alive()
     final = population.samples()  # [R, K, T]
     group = [r for r in range(len(final)) for _ in range(particles)]
-    samples = score(given, problem, final.flatten(0, 1), group)
+    samples = score(problem, final.flatten(0, 1), group)
     run.add_samples(samples.rows(f"generation {m}", problem.name))
-    bare = sample_model(config, sigma.model, given, problem, config.streams("bare model", m, problem.name))
+    bare = sample_model(config, sigma.model, problem, config.streams("bare model", m, problem.name))
     row = {
         "generation": m,
         **describe(samples, given.encode),

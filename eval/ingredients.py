@@ -29,6 +29,7 @@ class Problem:
     prompt: str
     base: Conditional
     potential: TextPotential
+    toxicity: toxicity.ToxicityScorer  # a measure of the table, whatever the potential is
     target: Target | None
 
 
@@ -40,7 +41,6 @@ class Ingredients:
     tokenizer: Tokenizer
     problems: list[Problem]
     encode: similarity.SimilarityScorer
-    toxicity: toxicity.ToxicityScorer  # a measure of the table, whatever the potential is
 
     def sigmas(self, model: GPTNeo | None = None) -> list[Sigma]:
         """Sigma after each prompt as p^(m) = model sees it: through phi^(m), or for p^(0) (None) through phi itself."""
@@ -75,8 +75,8 @@ def load_ingredients(config: RunConfig) -> Ingredients:
         potential = TextPotential(factors, tokenizer, ids)
         potential(ids.repeat(config.length)[None, : config.length])  # a mistake in it shows before anything is written
         name = "" if number == 1 else f"prompt-{number}"
-        problems.append(Problem(name, prompt, base, potential, shipped_target(config, prompt)))
-    return Ingredients(model, tokenizer, problems, encode, scorer)
+        problems.append(Problem(name, prompt, base, potential, scorer, shipped_target(config, prompt)))
+    return Ingredients(model, tokenizer, problems, encode)
 
 
 def sigma_key(config: RunConfig, prompt: str) -> TargetKey:

@@ -31,7 +31,7 @@ OWN_OPTIONS = ("particles", "seed", "resampling", "ess_threshold", "device")
 
 EPILOG = """A line stands for a distinct sequence. `drawn` counts how often it is among the samples, which are a random part of
 the last resampling: equally weighted, repeats included. `weight` is the sequence's share of all weight before that
-resampling, `log phi` the potential and `score` what the potential is made of: p(toxic | s). log Z-hat estimates the evidence
+resampling, `log phi` the potential and `score` the toxicity p(toxic | s). log Z-hat estimates the evidence
 of the target, ESS is that of the weights at the last token. Exit codes: 2 bad input, 130 Ctrl-C, 141 nobody reads on."""
 
 

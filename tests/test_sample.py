@@ -85,7 +85,7 @@ def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
     drawn = draw(its, sigma, twist, config, 9, generator(0), Trace())
     tokens = drawn.population.tokens[0]
     log_p = sequence_log_probs(its.base, tokens)
-    log_phi = config.beta * its.potential.log_scorer(its.potential.texts(tokens))
+    log_phi = config.beta * its.toxicity(its.potential.texts(tokens))
     log_w = log_p + log_phi - proposal_log_probs(sigma.model, twist, tokens)[1]
     assert all(text.startswith(prompt) for text in its.potential.texts(tokens))
     assert drawn.population.log_z.item() == pytest.approx(log_mean_exp(log_w).item(), abs=1e-3)

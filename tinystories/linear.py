@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SMALLEST = 2**22  # N I O from which oneDNN's fixed cost is paid back
+SMALLEST = 2**21  # N I O from which oneDNN's fixed cost is paid back
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

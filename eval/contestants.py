@@ -20,7 +20,7 @@ from twist import TwistMLP
 
 POCKET = Path(__file__).parent.parent / "checkpoints" / "pocket"
 PROMPT = "Once upon a time, there was a"
-TEXTS, BATCH = 256, 64
+TEXTS, BATCH = 128, 64
 PAPER = {
     "lm": GPTNeoConfig(50257, 768, 4, 16, 2048, ("global", "local") * 2, 256, 3072),
     "toxicity": EncoderConfig(50265, 768, 12, 12, 3072, 514, 1, 1e-5, 1),

@@ -4,9 +4,7 @@ Every contest runs its sides in turn in one process (A B A B ...), with a matrix
 all meet the same machine; medians count. The sides have the same weights. transformers samples by `generate` with top_k
 off, scores texts in the order given in batches of 64 padded to the longest, and trains on prompt and continuation.
 "Over limit" is our time over the least that the matrix products or the memory traffic can take (`eval/roofline.py`).
-
-pocket  the shipped checkpoints;  paper  TinyStories-33M, RoBERTa-base and MiniLM in shape, with random weights.
-The potential of TSMC here costs nothing: scoring is measured by itself.
+The networks are those of `eval/contestants.py`. The potential of TSMC here costs nothing: scoring is measured by itself.
 """
 
 import argparse
@@ -16,48 +14,36 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-import tinystories
 from distill.self_distill import DistillConfig, negative_log_likelihood, parameter_groups
-from eval import similarity, toxicity
-from eval.encoder import EncoderConfig, Runner
+from eval import toxicity
+from eval.contestants import (
+    BATCH,
+    Sampler,
+    Scorer,
+    counterparts,
+    import_transformers,
+    load_sampler,
+    load_scorers,
+    make_texts,
+    score_in_order,
+)
+from eval.encoder import Runner
 from eval.roofline import Work, distillation_work, encoder_work, probes, rates_of, sampling_work
 from eval.run import align
-from tinystories import Conditional, GPTNeo, GPTNeoConfig, InputError
+from tinystories import Conditional, InputError
 from tinystories.checkpoint import write_json
-from tinystories.load import names_on_disk
 from tinystories.memory import keep_freed_memory
 from tsmc import sample_proposal, tsmc
-from twist import TwistMLP
 
-POCKET = Path(__file__).parent.parent / "checkpoints" / "pocket"
 LENGTH = 20
-PROMPT = "Once upon a time, there was a"
 PARTICLES, QUICK_PARTICLES = (50, 100, 1000), (100,)
-TEXTS, BATCH = 256, 64
-PAPER = {
-    "lm": GPTNeoConfig(50257, 768, 4, 16, 2048, ("global", "local") * 2, 256, 3072),
-    "toxicity": EncoderConfig(50265, 768, 12, 12, 3072, 514, 1, 1e-5, 1),
-    "similarity": EncoderConfig(30522, 384, 6, 12, 1536, 512, 2),
-}
-
-
-@dataclass
-class Networks:
-    """The networks of one size, the twist with random weights, and the tokenizers."""
-
-    lm: GPTNeo
-    twist: TwistMLP
-    toxicity: toxicity.ToxicityClassifier
-    similarity: similarity.SentenceEncoder
-    tokenizers: dict[str, Tokenizer]
 
 
 @dataclass
@@ -70,70 +56,13 @@ class Contest:
     repeats: int
 
 
-def load_networks(size: str, dtype: torch.dtype, device: torch.device) -> Networks:
-    """The shipped networks, or networks of the paper's shapes with random weights."""
-    lm, words = tinystories.load(POCKET / "lm")
-    classifier, classifier_words = toxicity.load(POCKET / "toxicity")
-    encoder, encoder_words = similarity.load(POCKET / "similarity")
-    if size == "paper":
-        torch.manual_seed(0)  # weights that no one learned: only their number matters
-        lm = GPTNeo(PAPER["lm"])
-        classifier, encoder = (
-            toxicity.ToxicityClassifier(PAPER["toxicity"]),
-            similarity.SentenceEncoder(PAPER["similarity"]),
-        )
-        for parameter in lm.parameters():
-            parameter.data.mul_(0.02 if parameter.ndim > 1 else 1)
-    width = lm.config.hidden_size
-    twist = TwistMLP(width, width, lm.config.vocab_size, torch.Generator().manual_seed(0))
-    nn.init.normal_(twist.last.weight, std=0.1 * width**-0.5, generator=torch.Generator().manual_seed(1))
-    networks = (network.to(device, dtype).eval() for network in (lm, twist, classifier, encoder))
-    return Networks(*networks, {"lm": words, "toxicity": classifier_words, "similarity": encoder_words})
-
-
-def import_transformers():
-    """transformers, quiet; InputError where it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        raise InputError("eval.bench compares with transformers: pip install -r requirements-dev.txt") from None
-    transformers.logging.set_verbosity_error()
-    return transformers
-
-
-def counterpart(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same network in transformers, with the same weights."""
-    transformers, sizes, state = import_transformers(), network.config.to_dict(), network.state_dict()
-    if isinstance(network, GPTNeo):
-        twin, state = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes)), names_on_disk(state)
-    elif isinstance(network, similarity.SentenceEncoder):
-        twin = transformers.BertModel(transformers.BertConfig(**sizes), add_pooling_layer=False)
-    else:
-        twin = transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**sizes, num_labels=1))
-    missing, unexpected = twin.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    return twin.to(next(network.parameters()).device, dtype).eval()
-
-
-def counterparts(network: nn.Module) -> dict[str, nn.Module]:
-    """transformers in float32, which is what `from_pretrained` users get, and in our type where that is another one."""
-    types = dict.fromkeys([torch.float32, next(network.parameters()).dtype])
-    return {str(dtype).removeprefix("torch."): counterpart(network, dtype) for dtype in types}
-
-
-def prompt_of(networks: Networks) -> Tensor:
-    """The prompt's tokens [P]."""
-    ids = networks.tokenizers["lm"].encode(PROMPT).ids
-    return torch.tensor(ids, device=networks.lm.wte.weight.device)
-
-
-def sampling_contest(networks: Networks, theirs: dict[str, nn.Module], particles: int, repeats: int) -> Contest:
+def sampling_contest(sampler: Sampler, theirs: dict[str, nn.Module], particles: int, repeats: int) -> Contest:
     """Plain sampling and TSMC with the twist, each against `generate`, which has no twist."""
     config = import_transformers().GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=LENGTH, pad_token_id=0, eos_token_id=None
     )
-    prompt = prompt_of(networks)
-    model = Conditional(networks.lm, prompt, LENGTH)
+    prompt = sampler.prompt
+    model = Conditional(sampler.lm, prompt, LENGTH)
     source = torch.Generator(prompt.device).manual_seed(0)
     ids = prompt.expand(particles, -1)
     sizes = (particles, len(prompt), LENGTH)
@@ -141,15 +70,15 @@ def sampling_contest(networks: Networks, theirs: dict[str, nn.Module], particles
     return Contest(
         ours={
             names[0]: lambda: sample_proposal(model, None, particles, source),
-            names[1]: lambda: tsmc(model, networks.twist, free_potential, particles, source),
+            names[1]: lambda: tsmc(model, sampler.twist, free_potential, particles, source),
         },
         theirs={
             name: lambda twin=twin: twin.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
             for name, twin in theirs.items()
         },
         work={
-            names[0]: sampling_work(networks.lm, None, *sizes),
-            names[1]: sampling_work(networks.lm, networks.twist, *sizes),
+            names[0]: sampling_work(sampler.lm, None, *sizes),
+            names[1]: sampling_work(sampler.lm, sampler.twist, *sizes),
         },
         repeats=repeats,
     )
@@ -160,40 +89,13 @@ def free_potential(tokens: Tensor, log_p: Tensor) -> Tensor:
     return -tokens.float().mean(-1) / 1e5
 
 
-def make_texts(networks: Networks, mixed: bool) -> list[str]:
-    """Texts of words that are one token to both scorers: 28 words each, or from 8 to 120."""
-    tokenizers = [networks.tokenizers[role] for role in ("toxicity", "similarity")]
-    empty = [len(tokenizer.encode("a").ids) for tokenizer in tokenizers]
-    words = [
-        word
-        for word in sorted(tokenizers[1].get_vocab())
-        if word.isalpha()
-        and all(len(t.encode("a " + word).ids) == e + 1 for t, e in zip(tokenizers, empty, strict=True))
-    ]
-    source = torch.Generator().manual_seed(0)
-    counts = torch.randint(8, 121, (TEXTS,), generator=source) if mixed else torch.full((TEXTS,), 28)
-    return [
-        " ".join(words[i] for i in torch.randint(len(words), (count,), generator=source).tolist())
-        for count in counts.tolist()
-    ]
-
-
-def score_in_order(twin: nn.Module, runner: Runner, texts: list[str]) -> None:
-    """What a loop over batches does with transformers: pad to the longest, no sorting."""
-    with torch.inference_mode():
-        for start in range(0, len(texts), BATCH):
-            ids, mask = runner.pad([e.ids for e in runner.tokenizer.encode_batch(texts[start : start + BATCH])])
-            twin(input_ids=ids, attention_mask=mask)
-
-
-def scoring_contests(networks: Networks, repeats: int) -> list[Contest]:
+def scoring_contests(scorers: dict[str, Scorer], repeats: int) -> list[Contest]:
     """The classifier and the sentence encoder on texts of equal and of mixed lengths."""
     contests = []
-    for role, label in (("toxicity", "classifier"), ("similarity", "sentence encoder")):
-        network = getattr(networks, role)
-        runner, theirs = Runner(network, networks.tokenizers[role], BATCH), counterparts(network)
+    for label, scorer in scorers.items():
+        runner, theirs = Runner(scorer.network, scorer.tokenizer, BATCH), counterparts(scorer.network)
         for mixed in (False, True):
-            texts = make_texts(networks, mixed)
+            texts = make_texts(scorers, mixed)
             lengths = [len(encoding.ids) for encoding in runner.tokenizer.encode_batch(texts)]
             name = f"{label}, {len(texts)} texts of {min(lengths)}{f' to {max(lengths)}' if mixed else ''} tokens"
             contests.append(
@@ -203,17 +105,17 @@ def scoring_contests(networks: Networks, repeats: int) -> list[Contest]:
                         kind: lambda twin=twin, runner=runner, texts=texts: score_in_order(twin, runner, texts)
                         for kind, twin in theirs.items()
                     },
-                    work={name: encoder_work(network.config, lengths)},
+                    work={name: encoder_work(scorer.network.config, lengths)},
                     repeats=repeats,
                 )
             )
     return contests
 
 
-def distillation_contest(networks: Networks, repeats: int) -> Contest:
+def distillation_contest(sampler: Sampler, repeats: int) -> Contest:
     """One AdamW step on the default batch: ours, and transformers on prompt and continuation at once."""
-    rows, prompt = DistillConfig().batch_size, prompt_of(networks)
-    tokens = torch.randint(networks.lm.config.vocab_size, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
+    rows, prompt = DistillConfig().batch_size, sampler.prompt
+    tokens = torch.randint(sampler.lm.config.vocab_size, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(prompt.device)
     ids = torch.cat([prompt.expand(rows, -1), tokens], 1)  # [B, P + T]
     labels = ids.index_fill(1, torch.arange(len(prompt), device=ids.device), -100)  # the prompt is not learned
@@ -228,7 +130,7 @@ def distillation_contest(networks: Networks, repeats: int) -> Contest:
 
         return run
 
-    student = copy.deepcopy(networks.lm)
+    student = copy.deepcopy(sampler.lm)
     model = Conditional(student, prompt, LENGTH)
     twins = counterparts(student)
     name = f"distillation step, {rows} samples"
@@ -293,17 +195,16 @@ def table(records: list[dict]) -> str:
 def peak_of_sampling(size: str, dtype: torch.dtype, device: torch.device, particles: int, pipe) -> None:
     """In a process of its own: bytes before and at the peak of TSMC, sent through the pipe."""
     keep_freed_memory()
-    networks = load_networks(size, dtype, device)
-    networks.toxicity = networks.similarity = None
+    sampler = load_sampler(size, dtype, device)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    model = Conditional(networks.lm, prompt_of(networks), LENGTH)
-    tsmc(model, networks.twist, free_potential, particles, torch.Generator(device).manual_seed(0))
+    model = Conditional(sampler.lm, sampler.prompt, LENGTH)
+    tsmc(model, sampler.twist, free_potential, particles, torch.Generator(device).manual_seed(0))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.send((before, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else after))
 
 
 def peak_memory(size: str, dtype: torch.dtype, device: torch.device, particles: int) -> tuple[int, int]:
-    """Bytes with the networks loaded and at the peak of TSMC with so many particles, measured in a fresh process."""
+    """Bytes with the two networks loaded and at the peak of TSMC with so many particles, measured in a fresh process."""
     context = multiprocessing.get_context("forkserver")  # its children do not inherit this process's own peak
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=peak_of_sampling, args=(size, dtype, device, particles, sender))
@@ -314,33 +215,37 @@ def peak_memory(size: str, dtype: torch.dtype, device: torch.device, particles: 
     return before, peak
 
 
-def change_of_log_phi(networks: Networks, beta: float = 10.0) -> dict[str, float]:
+def change_of_log_phi(scorers: dict[str, Scorer], beta: float = 10.0) -> dict[str, float]:
     """Mean and largest difference that the networks' type makes to log phi of texts, against float32."""
-    texts, words = make_texts(networks, mixed=False), networks.tokenizers["toxicity"]
-    given = toxicity.ToxicityScorer(networks.toxicity, words)(texts)
-    exact = toxicity.ToxicityScorer(copy.deepcopy(networks.toxicity).float(), words)(texts)
+    texts, scorer = make_texts(scorers, mixed=False), scorers["classifier"]
+    given = toxicity.ToxicityScorer(scorer.network, scorer.tokenizer)(texts)
+    exact = toxicity.ToxicityScorer(copy.deepcopy(scorer.network).float(), scorer.tokenizer)(texts)
     change = beta * (given - exact).abs()
     return {"mean": change.mean().item(), "largest": change.max().item()}
 
 
-def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool) -> dict:
-    """All contests of one size, printed as they end."""
-    networks = load_networks(size, dtype, device)
-    records: list[dict] = []
-    theirs = counterparts(networks.lm)
+def all_contests(size: str, dtype: torch.dtype, device: torch.device, quick: bool) -> Iterator[Contest]:
+    """The contests of one size, one after the other, so that no two hold memory at a time."""
+    sampler = load_sampler(size, dtype, device)
+    theirs = counterparts(sampler.lm)
     for particles in QUICK_PARTICLES if quick else PARTICLES:
-        contest = sampling_contest(networks, theirs, particles, repeats=3 if quick or particles > 100 else 7)
-        records += measure(contest, device, dtype)
-    del theirs
-    for contest in scoring_contests(networks, repeats=3 if quick else 5):
-        records += measure(contest, device, dtype)
-    records += measure(distillation_contest(networks, repeats=3 if quick else 5), device, dtype)
+        yield sampling_contest(sampler, theirs, particles, repeats=3 if quick or particles > 100 else 7)
+    repeats = 3 if quick else 5
+    yield distillation_contest(sampler, repeats)
+    del sampler, theirs
+    yield from scoring_contests(load_scorers(size, dtype, device), repeats)
+
+
+def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool) -> dict:
+    """Measure one size and print its table."""
+    records = [
+        record for contest in all_contests(size, dtype, device, quick) for record in measure(contest, device, dtype)
+    ]
     print(f"\n{size}, {dtype}, {device}, {torch.get_num_threads()} threads, T = {LENGTH}\n{table(records)}", flush=True)
     result = {"size": size, "records": records}
     if dtype != torch.float32:
-        result["log_phi_change"] = change = change_of_log_phi(networks)
+        result["log_phi_change"] = change = change_of_log_phi(load_scorers(size, dtype, device))
         print(f"log phi (beta 10) against float32: {change['mean']:.3f} on average, {change['largest']:.3f} at most")
-    del networks
     particles = (QUICK_PARTICLES if quick else PARTICLES)[-1]
     before, peak = peak_memory(size, dtype, device, particles)
     result["memory"] = {"particles": particles, "before": before, "peak": peak}

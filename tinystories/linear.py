@@ -1,8 +1,9 @@
 """Linear layers: y = x W^T + b, the product that nearly all the time of every network here goes into.
 
-PyTorch carries two libraries of matrix products for CPUs and sends float32 to MKL. oneDNN, which it uses for bfloat16, is
-as fast on Intel's processors and more than twice as fast on AMD's, in the same float32. So large float32 products on a CPU
-go to oneDNN here, gradients included; small ones, other types and other devices take PyTorch's own way:
+PyTorch carries two libraries of matrix products for CPUs and sends float32 to MKL. oneDNN, which it uses for bfloat16,
+computes the same float32 products too: on the AMD processor that this was measured on, more than twice as fast
+(`python -m eval.bench` measures both). So large products on a CPU go to oneDNN here, gradients included; small ones, other
+types and other devices take PyTorch's own way:
 
     dx = dy W                     [N, I]
     dW = dy^T x,  db = sum dy     [O, I], [O]
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SMALLEST = 2**22  # N I O from which oneDNN's fixed cost is paid back
+SMALLEST = 2**21  # N I O from which oneDNN's fixed cost is paid back
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

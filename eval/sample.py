@@ -63,6 +63,11 @@ def make_parser() -> OneLineParser:
     add("--resampling", choices=tuple(SCHEMES), default="multinomial", help="resampling scheme (default: %(default)s)")
     threshold = "resample where ESS < this share of K: 1 always, 0 never (default: %(default)s)"
     add("--ess-threshold", type=float, default=1.0, metavar="SHARE", help=threshold)
+    add(
+        "--potential",
+        action="append",
+        help="the potential to weigh by, as in main.py --help; again for a product (default: the run's own)",
+    )
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     add(
         "--json",
@@ -158,10 +163,12 @@ def run(args: argparse.Namespace) -> None:
     if m not in saved:
         raise InputError(f"--generation {m} is not in {args.run}; it holds {', '.join(map(str, saved))}")
     chosen = {name: getattr(args, name) for name in OWN_OPTIONS}
-    config = dataclasses.replace(own, prompt=tuple(args.prompts) or own.prompt, dtype="float32", **chosen)
+    potential = own.potential if args.potential is None else tuple(args.potential)
+    prompts = tuple(args.prompts) or own.prompt
+    config = dataclasses.replace(own, prompt=prompts, potential=potential, dtype="float32", **chosen)
     given = load_ingredients(config)
     sigmas, twist = load_generation(given, saved[m], m, config.torch_device())
-    about = {"run": str(args.run), "generation": m, "length": config.length, **chosen}
+    about = {"run": str(args.run), "generation": m, "length": config.length, "potential": list(potential), **chosen}
     drawn = []
     for problem, sigma in zip(given.problems, sigmas, strict=True):
         watch = Watch(problem.prompt, given.tokenizer, config.length, args.delay) if args.watch else Trace()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,16 @@ def test_samples_are_the_last_resampling_in_random_order(run, scheme):
     final = given.problems[0].potential.texts(drawn.population.samples()[0])
     assert sorted(drawn.distinct[place].text for place in drawn.samples) == sorted(final)
     assert [drawn.distinct[place].text for place in drawn.samples] != final
+
+
+def test_another_potential_weighs_the_same_proposals(printed):
+    """At the last token alone the potential counts: without resampling before it the same sequences come out."""
+    options = ("--json", "--particles", 30, "--ess-threshold", 0)
+    own, other = (json.loads(printed(*options, *more)) for more in ((), ("--potential", "keyword~2:a")))
+    assert {row["text"] for row in own["distinct"]} == {row["text"] for row in other["distinct"]}
+    assert {round(row["log_phi"], 5) for row in other["distinct"]} == {0.0, -2.0}
+    for row in other["distinct"]:
+        assert (row["log_phi"] == 0) == bool(re.search(r"\ba\b", row["text"].removeprefix(PROMPT)))
 
 
 def test_the_seed_and_the_prompt_decide(printed):
@@ -229,6 +240,7 @@ def expect_refusal(capsys, arguments: list, *parts: str) -> None:
         (["word " * 200], ["shorten"]),
         (["fine", ""], ["empty"]),
         (["a\nb"], ["cannot be printed"]),
+        (["--potential", "luck"], ["--potential luck", "keyword:WORD"]),
         (["--html", "/dev/null/page.html"], ["/dev/null/page.html", "cannot be written"]),
     ],
 )

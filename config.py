@@ -5,7 +5,6 @@ the help text, the smallest value allowed and, where there are few, the choices.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import math
@@ -20,10 +19,12 @@ import torch
 from distill import DistillConfig
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
+from tinystories.hub import checkpoint_directory
 from tsmc import SCHEMES
 from twist import CTLConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SOURCE = "a directory or a Hub repository, owner/name[@revision] (default: the preset's)"
 POCKET = Path(__file__).parent / "checkpoints" / "pocket"
 
 
@@ -41,8 +42,8 @@ PRESETS = {
     "pocket": Preset(str(POCKET / "lm"), str(POCKET / "toxicity"), str(POCKET / "similarity"), POCKET / "target"),
     "paper": Preset(
         lm="roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
-        toxicity_model="nicholasKluge/ToxicityModel",
-        similarity_model="sentence-transformers/all-MiniLM-L6-v2",
+        toxicity_model="nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
+        similarity_model="sentence-transformers/all-MiniLM-L6-v2@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
         target=None,
     ),
 }
@@ -73,7 +74,15 @@ class RunConfig:
 
     preset: str = option("pocket", "which checkpoints", choices=tuple(PRESETS))
     generations: int = option(2, "M, generations after generation 0", at_least=0)
-    beta: float = option(10.0, "strength of the potential, log phi = beta log p(toxic | s)", at_least=0)
+    potential: tuple[str, ...] = option(
+        ("toxicity",),
+        "phi: toxicity, nontoxicity (both to the power of --beta), keyword:WORD, regex:PATTERN, first-sentence:WORDS (these "
+        "read the continuation and are hard; keyword~C:WORD and so on are soft, what misses costs C nats) or FILE.py:NAME, "
+        "a function from texts to log phi; give it again for a product",
+    )
+    beta: float = option(
+        10.0, "strength of the classifier, log phi = beta log p(toxic | s); other potentials do not heed it", at_least=0
+    )
     prompt: tuple[str, ...] = option(
         ("Once upon a time, there was a",), "s_0, the opening that every story continues; give it again for several"
     )
@@ -89,25 +98,17 @@ class RunConfig:
     particles: int = option(50, "K in training: particles of each TSMC run that is distilled", at_least=1)
     resampling: str = option("multinomial", "resampling scheme", choices=tuple(SCHEMES))
     ess_threshold: float = option(1.0, "resample where ESS < this share of K: 1 always, 0 never", at_least=0, at_most=1)
-    lm: str = option("", "directory of the language model (default: the preset's)")
-    toxicity_model: str = option("", "directory of the toxicity classifier (default: the preset's)")
-    similarity_model: str = option("", "directory of the sentence encoder (default: the preset's)")
+    lm: str = option("", f"language model: {SOURCE}")
+    toxicity_model: str = option("", f"toxicity classifier: {SOURCE}")
+    similarity_model: str = option("", f"sentence encoder: {SOURCE}")
     ctl: CTLConfig = field(default_factory=CTLConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     eval: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def checkpoint(self, role: str) -> Path:
-        """Directory of `lm`, `toxicity_model` or `similarity_model`; InputError says how to get one that is not here."""
+        """Directory of `lm`, `toxicity_model` or `similarity_model`, fetched if need be; InputError where it cannot be."""
         name = getattr(self, role) or getattr(PRESETS[self.preset], role)
-        with contextlib.suppress(OSError):  # a name too long for a path is no directory either
-            if Path(name).is_dir():
-                return Path(name)
-        flag = f"--{role.replace('_', '-')}"
-        if getattr(self, role) or self.preset == "pocket":
-            raise InputError(f"{name}: no such directory; give {flag} the directory of a checkpoint")
-        repository, _, revision = name.partition("@")
-        command = f"hf download {repository}" + (f" --revision {revision}" if revision else "") + " --local-dir DIR"
-        raise InputError(f"--preset {self.preset} needs {repository}: run `{command}`, then give {flag} DIR")
+        return checkpoint_directory(name, f"--{role.replace('_', '-')}")
 
     def torch_device(self) -> torch.device:
         """The device to run on, under torchrun the GPU of this process; InputError where --device names none that is here."""

@@ -93,7 +93,8 @@ def run_experiment(config: RunConfig, resumed: Path | None) -> Path:
         results = []
         for problem in given.problems:
             problem.target = exact_samples(config, problem, run)
-            row = {"prompt": problem.prompt, "base": evaluate_base(config, problem, given, run)}
+            row = {"prompt": problem.prompt, "potential": list(config.potential)}
+            row |= {"base": evaluate_base(config, problem, given, run)}
             results.append(row | ({"target": evaluate_target(problem, given, run)} if problem.target else {}))
         generations = self_distilled_tsmc(config, given, run)
         for n, result in enumerate(results):

@@ -87,4 +87,4 @@ def dpo(
 def dpo_cost(config: BaselineConfig) -> Cost:
     """What `dpo` spends: the reference's log-probs come with its samples."""
     sampled = config.updates * config.batch_size
-    return Cost(config.updates, sampled, scored=0, trained=config.updates * (config.batch_size // 2 * 2))
+    return Cost(sampled, scored=0, trained=config.updates * (config.batch_size // 2 * 2))

@@ -4,7 +4,7 @@
     gradient of the mean over N rows = sum over parts of (rows of the part / N) * gradient of the part's mean
 
 The options and grids of the two baselines, DPO and GRPO, are those of the paper's appendix ("Optimization"). N sequences,
-P prompt tokens, T continuation tokens.
+T continuation tokens.
 """
 
 import copy
@@ -51,18 +51,16 @@ class Grid:
 class Cost:
     """What a run asks of the networks, in sequences; the potential scores each one that is drawn."""
 
-    batches: int  # the prompt is read once for all sequences drawn together
     sampled: int  # drawn token by token
     scored: int  # read in one pass without gradient
     trained: int  # read in one pass with gradient
 
-    def units(self, prompt: int, length: int) -> int:
-        """Token positions through the model, P = prompt and T = length; forward and backward together count three.
+    def units(self, length: int) -> int:
+        """Token positions through the model for T = length; forward and backward together count three.
 
-        The last token of a sequence is predicted and never read.
+        The last token of a sequence is predicted and never read; the prompt is read once for a whole batch, so it is left out.
         """
-        sampled = self.batches * prompt + self.sampled * (length - 1)
-        return sampled + (self.scored + 3 * self.trained) * (prompt + length - 1)
+        return (self.sampled + self.scored + 3 * self.trained) * (length - 1)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -86,12 +84,13 @@ def accumulate_gradient(loss: Callable[[slice], Tensor], rows: int, at_once: int
 
 
 class Student:
-    """A copy of a language model in training, by LoRA or in full, and its optimiser."""
+    """A copy (in float32 or wider) of a language model in training, by LoRA or in full, and its optimiser."""
 
     def __init__(
         self, base: Conditional, learning_rate: float, weight_decay: float, lora: bool, generator: torch.Generator
     ):
-        self.network = copy.deepcopy(base.model).requires_grad_(True)
+        dtype = torch.promote_types(base.model.wte.weight.dtype, torch.float32)
+        self.network = copy.deepcopy(base.model).to(dtype).requires_grad_(True)
         self.lora = lora
         self.parameters = add_lora(self.network, generator) if lora else list(self.network.parameters())
         self.optimizer = torch.optim.AdamW(parameter_groups(self.parameters, weight_decay), lr=learning_rate)
@@ -109,12 +108,12 @@ class Student:
         self.optimizer.step()
         return value
 
-    def finish(self, what: str) -> Conditional:
+    def finish(self, what: str, remedy: str = "lower the learning rate") -> Conditional:
         """The trained model, LoRA merged; InputError, opening with `what`, where a parameter is not finite."""
         if self.lora:
             merge_lora(self.network)
         if not all(parameter.isfinite().all() for parameter in self.network.parameters()):
-            raise InputError(f"{what}: the trained model is not finite; lower the learning rate")
+            raise InputError(f"{what}: the trained model is not finite; {remedy}")
         return self.model
 
 

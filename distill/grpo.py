@@ -8,9 +8,9 @@ never negative; L = 0 where pi = p^(0), but its gradient is not.
 
 Where the paper departs from Shao et al. 2024:
  1. One prompt and one group, the whole batch of 1024; there 64 outputs for each of many questions.
- 2. One update for each batch, so nothing is left to clip, and the ratio is that of the policy to itself.
+ 2. One update for each batch, no older policy and no clipping: the ratio is that of the policy to itself.
  3. All outputs have T tokens, so the mean over n and t is the mean over outputs of the mean over their tokens.
- 4. The reference stays p^(0); there it is replaced as training goes on.
+ 4. The reference stays p^(0); there, in the iterated form, the trained policy takes its place from time to time.
  5. The reward of a whole sequence is given, not learned.
 
 What the paper leaves open:
@@ -99,4 +99,4 @@ def grpo(
 def grpo_cost(config: BaselineConfig) -> Cost:
     """What `grpo` spends."""
     sampled = config.updates * config.batch_size
-    return Cost(config.updates, sampled, scored=sampled, trained=sampled)
+    return Cost(sampled, scored=sampled, trained=sampled)

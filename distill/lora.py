@@ -7,10 +7,10 @@ base model's to the bit. D width, r rank.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinystories.gpt_neo import GPTNeo
+from tinystories.linear import Linear, linear
 
 RANK = 8
 
@@ -27,11 +27,11 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]"""
-        return F.linear(x, self.weight) + F.linear(F.linear(x, self.a), self.b)
+        return linear(x, self.weight) + linear(linear(x, self.a), self.b)
 
     def merged(self) -> nn.Linear:
         """A plain linear layer with weight W + B A."""
-        linear = nn.Linear(*self.weight.T.shape, bias=False, device=self.weight.device, dtype=self.weight.dtype)
+        linear = Linear(*self.weight.T.shape, bias=False, device=self.weight.device, dtype=self.weight.dtype)
         linear.weight.data = self.weight.data + self.b.data @ self.a.data
         return linear
 

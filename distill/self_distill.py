@@ -8,15 +8,14 @@ loss on samples of runs that were held out, reported beside the training loss, s
 LayerNorm. N samples, T tokens.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from distill.lora import add_lora, merge_lora
+from distill.finetune import Student
 from tinystories import ranks
 from tinystories.decoder import Conditional
 from tinystories.errors import InputError
@@ -52,14 +51,6 @@ class DistillConfig:
         return "--distill-lora-learning-rate" if lora else "--distill-learning-rate"
 
 
-def parameter_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
-    """AdamW groups: decay for matrices, none for biases and LayerNorm."""
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-
-
 def negative_log_likelihood(model: Conditional, tokens: Tensor, batch_size: int) -> Tensor:
     """-log p(s_t | s_{0:t-1}) summed over sequences [N, T] and divided by batch_size T, a scalar with gradient.
 
@@ -91,28 +82,22 @@ def self_distill(
     Reports loss= of every step and notes held_out_before= and held_out_after=. InputError, before the step is taken, where the
     loss is not finite.
     """
-    teacher = models[0].model
-    student = copy.deepcopy(teacher).float()
-    parameters = add_lora(student, generator) if lora else list(student.parameters())
-    optimizer = torch.optim.AdamW(parameter_groups(parameters, config.weight_decay), lr=config.step_size(lora))
-    students = [Conditional(student, model.prompt, model.length) for model in models]
+    student = Student(models[0], config.step_size(lora), config.weight_decay, lora, generator)
+    students = [Conditional(student.network, model.prompt, model.length) for model in models]
     mine = ranks.share(config.batch_size)
-    for update in phase.steps(config.updates, student=student, optimizer=optimizer, generator=generator):
+    state = {"student": student.network, "optimizer": student.optimizer, "generator": generator}
+    for update in phase.steps(config.updates, **state):
         model, tokens = students[update % len(students)], samples[update % len(students)]
         chosen = torch.randint(len(tokens), (config.batch_size,), generator=generator, device=tokens.device)[mine]
         loss = negative_log_likelihood(model, tokens[chosen], config.batch_size)
         whole = ranks.total(loss.detach()).item()
         if not math.isfinite(whole):
             raise InputError(f"distillation, update {update + 1}: the loss is not finite; lower {config.flag(lora)}")
-        optimizer.zero_grad()
+        student.optimizer.zero_grad()
         loss.backward()
-        ranks.add_gradients(parameters)
-        optimizer.step()
+        ranks.add_gradients(student.parameters)
+        student.optimizer.step()
         phase.report(loss=whole)
-    if lora:
-        merge_lora(student)
-    after = held_out_loss(students, held_out)
-    if not math.isfinite(after):
-        raise InputError(f"distillation: the distilled model is not finite; lower {config.flag(lora)}")
-    phase.note(held_out_before=held_out_loss(models, held_out), held_out_after=after)
-    return student.to(teacher.wte.weight.dtype)
+    student.finish("distillation", f"lower {config.flag(lora)}")
+    phase.note(held_out_before=held_out_loss(models, held_out), held_out_after=held_out_loss(students, held_out))
+    return student.network.to(models[0].model.wte.weight.dtype)

@@ -11,17 +11,16 @@ import argparse
 import sys
 from pathlib import Path
 
-import tinystories
 from config import RunConfig, saved_config
 from eval.evaluate import kl_target_proposal
 from eval.ingredients import Ingredients, Problem, load_ingredients, sigma_key
 from eval.run import align
+from eval.saved import generations, load_generation
 from eval.target import load_target
 from tinystories.errors import InputError
 from tinystories.memory import keep_freed_memory
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.proposal import LanguageModel, Twist
-from twist import load_twist
 
 
 def by_rejection(model: LanguageModel, twist: Twist | None, problem: Problem) -> list[str]:
@@ -34,9 +33,8 @@ def compare(
     config: RunConfig, given: Ingredients, directory: Path, m: int, args: argparse.Namespace
 ) -> list[list[str]]:
     """The rows of generation m."""
-    problem, device = given.problems[0], config.torch_device()
-    twist = load_twist(directory, device)
-    sigma = given.sigmas(None if m == 0 else tinystories.load(directory, device)[0])[0]
+    problem = given.problems[0]
+    (sigma, *_), twist = load_generation(given, directory, m, config.torch_device())
     rows = [[f"Generation {m}", *by_rejection(sigma.model, twist, problem)]]
     for name, threshold in (("TSMC bounds", 1.0), ("importance bounds", 0.0)):
         for particles in args.particles:
@@ -76,7 +74,7 @@ def main() -> None:
         problem.target = target.to(problem.base.prompt.device)
         lines = [["", "by", "KL(sigma||q)", "95 % interval", "log Z_sigma"]]
         lines.append(["Base, q = p", *by_rejection(problem.base, None, problem)])
-        for m, directory in sorted((int(path.name[11:]), path) for path in args.run.glob("generation-[0-9]*")):
+        for m, directory in generations(args.run).items():
             lines += compare(config, given, directory, m, args)
     except InputError as error:
         print(f"eval.agreement: error: {error}", file=sys.stderr)

@@ -14,14 +14,25 @@ import dataclasses
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tinystories.checkpoint import fill, read_json, read_tensors, read_tokenizer, write_json, write_tensors, write_text
+from tinystories.checkpoint import (
+    fill,
+    read_json,
+    read_weights,
+    tokenizer_files,
+    without_prefix,
+    write_json,
+    write_tensors,
+    write_text,
+)
 from tinystories.errors import InputError
+from tinystories.linear import Linear, linear_gelu
+from tinystories.vocabulary import read_vocabulary
 
-BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
+UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight", "pooler.dense.bias")
+MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 SPECIAL_TOKENS = {
     "bos_token": ("<s>",),
     "eos_token": ("</s>",),
@@ -98,7 +109,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.num_heads = config.num_attention_heads
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.query, self.key, self.value = (Linear(width, width) for _ in range(3))
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D], bias added to the scores [B, 1, 1, T] -> [B, T, D]"""
@@ -116,7 +127,7 @@ class Residual(nn.Module):
 
     def __init__(self, inner: int, config: EncoderConfig):
         super().__init__()
-        self.dense = nn.Linear(inner, config.hidden_size)
+        self.dense = Linear(inner, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -132,13 +143,13 @@ class Layer(nn.Module):
         self.attention = nn.ModuleDict(
             {"self": SelfAttention(config), "output": Residual(config.hidden_size, config)},
         )
-        self.intermediate = nn.ModuleDict({"dense": nn.Linear(config.hidden_size, config.intermediate_size)})
+        self.intermediate = nn.ModuleDict({"dense": Linear(config.hidden_size, config.intermediate_size)})
         self.output = Residual(config.intermediate_size, config)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
         x = self.attention["output"](x, self.attention["self"](x, bias))
-        return self.output(x, F.gelu(self.intermediate["dense"](x)))
+        return self.output(x, linear_gelu(x, self.intermediate["dense"]))
 
 
 class Encoder(nn.Module):
@@ -162,6 +173,7 @@ class Encoder(nn.Module):
 class Runner:
     """A network run over texts: tokenized, truncated, sorted by length, batched and padded.
 
+    A batch holds at most `batch_size` texts and MAX_TOKENS tokens, padding included, which bounds its memory.
     `model` has `max_tokens`, `pad_token_id` and maps ids [B, T] and mask [B, T] to [B, ...].
     """
 
@@ -177,16 +189,25 @@ class Runner:
         """Results [N, ...] on the CPU in the order of the texts; InputError where one is NaN or infinite."""
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        starts = range(0, max(1, len(rows)), self.batch_size)  # of no texts, one empty batch: it has the right shape
-        batches = ([rows[i] for i in order[start : start + self.batch_size]] for start in starts)
+        batches = self.batches([rows[i] for i in order])
         with torch.inference_mode():
-            results = torch.cat([self.model(*self.pad(batch)).cpu() for batch in batches])  # [N, ...]
+            results = torch.cat([self.model(*self.pad(batch)) for batch in batches]).cpu()  # [N, ...]
         results = results[torch.tensor(order, dtype=torch.long).argsort()]
         bad = (~torch.isfinite(results)).nonzero()
         if len(bad):
             text = texts[int(bad[0, 0])]
             raise InputError(f"the score of {text[:60]!r} is NaN or infinite; restore the checkpoint of the scorer")
         return results
+
+    def batches(self, rows: list[list[int]]) -> list[list[list[int]]]:
+        """Rows, from short to long, in batches; of no rows one empty batch, whose result has the right shape."""
+        batches: list[list[list[int]]] = [[]]
+        for row in rows:
+            size = len(batches[-1]) + 1
+            if size > self.batch_size or (size > 1 and size * len(row) > MAX_TOKENS):
+                batches.append([])
+            batches[-1].append(row)
+        return batches
 
     def pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Tokens [B, T] padded to the longest row and the mask [B, T], on the model's device."""
@@ -205,23 +226,18 @@ def load_scorer(path: Path, model: nn.Module, prefix: str, disk_prefix: str) -> 
     Tensors of the encoder may carry `disk_prefix` ("bert.") or not; in the model they carry `prefix`. The pooler and
     the buffers of positions and types are no part of either network. InputError names the file that does not fit.
     """
-    tensors = {}
-    weights = path / "model.safetensors"
-    for name, tensor in read_tensors(weights).items():
-        bare = name.removeprefix(disk_prefix)
-        if bare in BUFFERS or bare.startswith("pooler."):
-            continue
-        tensors[prefix + bare if bare.startswith(("embeddings.", "encoder.")) else name] = tensor
+    tensors, weights = read_weights(path)
+    tensors = {
+        prefix + name if name.startswith(("embeddings.", "encoder.")) else name: tensor
+        for name, tensor in without_prefix(tensors, disk_prefix, weights).items()
+        if name not in UNUSED
+    }
     model.to_empty(device="cpu")
     fill(model, tensors, weights)
-    tokenizer = read_tokenizer(path / "tokenizer.json")
-    words = model.config.vocab_size
-    if tokenizer.get_vocab_size() > words:
-        sizes = f"{tokenizer.get_vocab_size()} tokens where config.json has {words}"
-        raise InputError(f"{path / 'tokenizer.json'}: {sizes}; use files of one checkpoint")
+    tokenizer = read_vocabulary(path, model.config.vocab_size)
     special = tokenizer.num_special_tokens_to_add(False)
     if special < 1:
-        raise InputError(f"{path / 'tokenizer.json'}: adds no special tokens; use one with a post-processor")
+        raise InputError(f"{tokenizer_files(path)[0]}: adds no special tokens; use one with a post-processor")
     if special >= model.max_tokens:
         raise InputError(f"{path / 'config.json'}: max_position_embeddings leaves no room for text; restore the file")
     return tokenizer

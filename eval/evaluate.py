@@ -1,6 +1,7 @@
 """What the final table reports of each generation.
 
     toxicity     mean of p(toxic | s)                    over the final particles of R independent TSMC runs of K
+    log phi      mean; phi > 0: share of the texts that the potential does not rule out
     similarity   mean cosine over distinct index pairs    of the same R K texts
     KL(sigma||q) = E_sigma[log p^(0)(s) + log phi(s) - log q(s)] - log Z_sigma,   exact samples of sigma
     log Z-hat    mean and standard deviation over runs, against log Z_sigma
@@ -29,7 +30,7 @@ from tsmc import SCHEMES, Population, proposal_log_probs, sample_proposal, tsmc
 from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.proposal import LanguageModel, Twist, sequence_log_probs
 from tsmc.sampler import Sigma
-from twist import TextPotential
+from twist.potential import each_once
 
 Encoder = Callable[[list[str]], Tensor]
 
@@ -40,27 +41,36 @@ class Samples:
 
     texts: list[str]
     toxicity: Tensor  # [N]
+    log_phi: Tensor  # [N]
     group: list[int]
 
     def rows(self, source: str, prompt: str = "") -> list[dict]:
         """One JSON-ready row a text; `prompt` names all prompts of a run but the first."""
-        rows = zip(self.texts, self.toxicity.tolist(), self.group, strict=True)
-        place = {"source": source, "prompt": prompt}
-        return [place | {"run": group, "toxicity": score, "text": text} for text, score, group in rows]
+        rows = zip(self.group, self.toxicity.tolist(), self.log_phi.tolist(), self.texts, strict=True)
+        names = ("run", "toxicity", "log_phi", "text")
+        return [{"source": source, "prompt": prompt} | dict(zip(names, row, strict=True)) for row in rows]
 
 
-def score(potential: TextPotential, tokens: Tensor, group: list[int]) -> Samples:
+def score(problem: Problem, tokens: Tensor, group: list[int]) -> Samples:
     """Decode and score sequences tokens [N, T]."""
-    return Samples(potential.texts(tokens), potential.log_score(tokens).double().exp().cpu(), group)
+    texts = problem.potential.texts(tokens)
+    toxicity = each_once(problem.toxicity, texts).double().exp()
+    return Samples(texts, toxicity, problem.potential(tokens).double().cpu(), group)
 
 
 def describe(samples: Samples, encode: Encoder) -> dict[str, float]:
-    """Toxicity with its interval over groups (runs), and similarity, of a set of texts."""
+    """Toxicity and log phi with their intervals over groups (runs), and similarity, of a set of texts."""
     group = torch.tensor(samples.group)
-    means = torch.bincount(group, samples.toxicity) / torch.bincount(group)  # [R]
+
+    def half_width(values: Tensor) -> float:
+        return mean_estimate(torch.bincount(group, values) / torch.bincount(group)).half_width()
+
     return {
         "toxicity": samples.toxicity.mean().item(),
-        "toxicity_half_width": mean_estimate(means).half_width(),
+        "toxicity_half_width": half_width(samples.toxicity),
+        "log_phi": samples.log_phi.mean().item(),
+        "log_phi_half_width": half_width(samples.log_phi),
+        "phi_positive": (samples.log_phi > -torch.inf).double().mean().item(),
         "similarity": mean_pairwise_cosine(encode(samples.texts)),
         "num_sequences": len(samples.texts),
     }
@@ -85,7 +95,10 @@ def distinct_share(tokens: Tensor) -> float:
 
 
 def sample_model(
-    config: RunConfig, model: LanguageModel, potential: TextPotential, streams: Callable[[int], torch.Generator]
+    config: RunConfig,
+    model: LanguageModel,
+    problem: Problem,
+    streams: Callable[[int], torch.Generator],
 ) -> Samples:
     """Independent samples of a bare language model, `config.rows` at a time."""
     count = config.eval.base_samples
@@ -95,7 +108,7 @@ def sample_model(
         return {"tokens": sample_proposal(model, None, sizes[i], streams(i)).tokens}
 
     parts = [ranks.one_each(step, sizes, work)["tokens"] for step in range(ranks.rounds(len(sizes)))]
-    return score(potential, torch.cat(parts), list(range(count)))
+    return score(problem, torch.cat(parts), list(range(count)))
 
 
 def sample_tsmc(
@@ -125,13 +138,13 @@ def sample_tsmc(
     population = Population(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
     if not bool((population.log_z > -torch.inf).any()):
         words = f"all {runs} runs of {particles} particles ended with weight zero"
-        raise InputError(f"{phase}: {words}; raise --particles or soften the potential")
+        raise InputError(f"{phase}: {words}; raise --particles and --eval-particles, or soften the potential")
     return population
 
 
 def evaluate_base(config: RunConfig, problem: Problem, given: Ingredients, run: RunDirectory) -> dict:
     """Row `base`: independent samples of p^(0)."""
-    samples = sample_model(config, problem.base, problem.potential, config.streams("base", problem.name))
+    samples = sample_model(config, problem.base, problem, config.streams("base", problem.name))
     run.add_samples(samples.rows("base", problem.name))
     return describe(samples, given.encode)
 
@@ -139,7 +152,7 @@ def evaluate_base(config: RunConfig, problem: Problem, given: Ingredients, run: 
 def evaluate_target(problem: Problem, given: Ingredients, run: RunDirectory) -> dict:
     """Row `target`: the exact samples of sigma."""
     target = problem.target
-    samples = score(problem.potential, target.tokens, list(range(len(target.tokens))))
+    samples = score(problem, target.tokens, list(range(len(target.tokens))))
     run.add_samples(samples.rows("target", problem.name))
     evidence = {
         "log_z": target.log_z,
@@ -164,9 +177,9 @@ def evaluate_generation(
     ).alive()
     final = population.samples()  # [R, K, T]
     group = [r for r in range(len(final)) for _ in range(particles)]
-    samples = score(problem.potential, final.flatten(0, 1), group)
+    samples = score(problem, final.flatten(0, 1), group)
     run.add_samples(samples.rows(f"generation {m}", problem.name))
-    bare = sample_model(config, sigma.model, problem.potential, config.streams("bare model", m, problem.name))
+    bare = sample_model(config, sigma.model, problem, config.streams("bare model", m, problem.name))
     row = {
         "generation": m,
         **describe(samples, given.encode),
@@ -176,6 +189,8 @@ def evaluate_generation(
         "distinct": distinct_share(final),
         "dead_runs": runs - len(final),
         "model_toxicity": bare.toxicity.mean().item(),
+        "model_log_phi": bare.log_phi.mean().item(),
+        "model_phi_positive": (bare.log_phi > -torch.inf).double().mean().item(),
     }
     if problem.target is not None:
         kl, half_width = kl_target_proposal(sigma.model, twist, problem.base, problem.target)

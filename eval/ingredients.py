@@ -8,7 +8,9 @@ from tokenizers import Tokenizer
 import tinystories
 from config import DTYPES, PRESETS, RunConfig
 from eval import similarity, toxicity
+from eval.potentials import fingerprints, make_factors, user_file
 from eval.run import RunDirectory
+from eval.state import digest_of
 from eval.target import Target, TargetKey, draw_target, load_target, save_target, target_key
 from tinystories import Conditional, GPTNeo
 from tinystories.checkpoint import fingerprint
@@ -27,6 +29,7 @@ class Problem:
     prompt: str
     base: Conditional
     potential: TextPotential
+    toxicity: toxicity.ToxicityScorer  # a measure of the table, whatever the potential is
     target: Target | None
 
 
@@ -66,20 +69,22 @@ def load_ingredients(config: RunConfig) -> Ingredients:
     encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
     encode = similarity.SimilarityScorer(encoder.to(dtype), its_tokenizer)
     model = model.to(dtype)
+    factors = make_factors(config.potential, config.beta, scorer)
     problems = []
     for number, prompt in enumerate(dict.fromkeys(config.prompt), 1):
         ids = torch.tensor(tokenizer.encode(prompt).ids, dtype=torch.long, device=device)
         base = Conditional(model, ids, config.length)
-        potential = TextPotential(scorer, tokenizer, ids, config.beta)
+        potential = TextPotential(factors, tokenizer, ids)
+        potential(ids.repeat(config.length)[None, : config.length])  # a mistake in it shows before anything is written
         name = "" if number == 1 else f"prompt-{number}"
-        problems.append(Problem(name, prompt, base, potential, shipped_target(config, prompt)))
+        problems.append(Problem(name, prompt, base, potential, scorer, shipped_target(config, prompt)))
     return Ingredients(model, tokenizer, problems, encode, config.effective_potential)
 
 
 def sigma_key(config: RunConfig, prompt: str) -> TargetKey:
     """What the sigma of this run depends on after one prompt."""
     lm, classifier = config.checkpoint("lm"), config.checkpoint("toxicity_model")
-    return target_key(lm, classifier, prompt, config.length, config.beta)
+    return target_key(lm, classifier, prompt, config.length, config.beta, fingerprints(config.potential))
 
 
 def shipped_target(config: RunConfig, prompt: str) -> Target | None:
@@ -89,8 +94,10 @@ def shipped_target(config: RunConfig, prompt: str) -> Target | None:
 
 
 def identity(config: RunConfig) -> dict[str, str]:
-    """Hashes of the three networks that a run's results depend on."""
-    return {role: fingerprint(config.checkpoint(role)) for role in ("lm", "toxicity_model", "similarity_model")}
+    """Hashes of the three networks and of the user's own files that a run's results depend on."""
+    files = [place[0] for place in map(user_file, config.potential) if place is not None]
+    networks = {role: fingerprint(config.checkpoint(role)) for role in ("lm", "toxicity_model", "similarity_model")}
+    return networks | {str(path): digest_of(path) for path in files}
 
 
 def exact_samples(config: RunConfig, problem: Problem, run: RunDirectory) -> Target | None:

@@ -109,8 +109,8 @@ def scheme_name(scheme: str, threshold: float) -> str:
     return {1.0: f"{scheme}, every step", 0.5: f"{scheme}, ESS < K/2", 0.0: "never before the last token"}[threshold]
 
 
-def collect(study: StudyConfig, parts: list[Part], out: Path, prompt: int) -> tuple[Numbers, list[dict]]:
-    """All numbers of the finished parts, and the texts by set; prompt is P."""
+def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, list[dict]]:
+    """All numbers of the finished parts, and the texts by set."""
     numbers, texts = Numbers(), []
     found = {part.name: read_part(out, part.name) for part in parts}
     for row in found["rejection"]["rows"]:
@@ -135,7 +135,7 @@ def collect(study: StudyConfig, parts: list[Part], out: Path, prompt: int) -> tu
     for section in ("generations", "particles", "resampling", "best"):
         numbers.average(section, study.seeds)
     add_changes(study, numbers)
-    numbers.add("budget", "TSMC", "", "", "units", tsmc_units(study.run, prompt))
+    numbers.add("budget", "TSMC", "", "", "units", tsmc_units(study.run))
     numbers.add("budget", "TSMC", "", "", "scored", tsmc_scored(study.run))
     return numbers, texts
 

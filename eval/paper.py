@@ -113,11 +113,8 @@ def open_directory(out: Path, wanted: dict[str, Any]) -> int:
 
 def run_study(study: StudyConfig, out: Path, jobs: int, command: str) -> None:
     """Everything that is missing, and the report."""
-    given = load_ingredients(study.run)
-    problem = given.problems[0]
-    prompt = len(problem.base.prompt)
-    parts = study_parts(study, prompt, shipped=problem.target is not None)
-    del given, problem  # the parts are other processes
+    shipped = load_ingredients(study.run).problems[0].target is not None
+    parts = study_parts(study, shipped)
     lock = open_directory(out, description(study))
     try:
         schedule = Schedule(study, parts, out, jobs, lambda line: print(line, flush=True))
@@ -127,7 +124,7 @@ def run_study(study: StudyConfig, out: Path, jobs: int, command: str) -> None:
             raise InputError(
                 f"{len(schedule.failed)} parts failed ({names}); their logs are in {out / 'logs'}, then repeat"
             )
-        write_report(study, parts, out, prompt, command)
+        write_report(study, parts, out, command)
         shutil.rmtree(out / "shared", ignore_errors=True)
     finally:
         os.close(lock)

@@ -42,6 +42,7 @@ from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import accept, log_mean_with_error
 from tsmc.sampler import Sigma
 from twist import TwistMLP, load_twist
+from twist.potential import each_once
 
 BINS = 20  # of the toxicity histograms
 SHARED = {  # phases of variants that are those of the run itself: the variants take them over instead of repeating them
@@ -108,12 +109,13 @@ def rejection(study: StudyConfig, config: RunConfig, given: Ingredients, out: Pa
 
     At the beta of the study the samples are kept for the other parts where none are shipped.
     """
-    problem, potential = given.problems[0], given.problems[0].potential
+    problem = given.problems[0]
     streams, tokens, log_score = config.streams("rejection"), [], []
     for i, start in enumerate(range(0, study.rejection_samples, config.rows)):
         size = min(config.rows, study.rejection_samples - start)
         tokens.append(sample_proposal(problem.base, None, size, streams(i)).tokens)
-        log_score.append(potential.log_score(tokens[-1]))
+        texts = problem.potential.texts(tokens[-1])
+        log_score.append(each_once(problem.toxicity, texts).to(tokens[-1].device))
     proposals, scores = torch.cat(tokens), torch.cat(log_score)  # [N, T], [N]
     rows = []
     for beta in sorted({*study.rejection_betas, config.beta}):
@@ -134,11 +136,10 @@ def rejection(study: StudyConfig, config: RunConfig, given: Ingredients, out: Pa
 
 def rejection_row(study: StudyConfig, config: RunConfig, given: Ingredients, target: Target, beta: float) -> dict:
     """Acceptance, toxicity of all accepted samples and similarity of the first of them."""
-    samples = score(given.problems[0].potential, target.tokens, list(range(len(target.tokens))))
+    samples = score(given.problems[0], target.tokens, list(range(len(target.tokens))))
     few = study.similarity_samples
-    row = measure(
-        study, config, given, Samples(samples.texts[:few], samples.toxicity[:few], samples.group[:few]), str(beta)
-    )
+    first = Samples(samples.texts[:few], samples.toxicity[:few], samples.log_phi[:few], samples.group[:few])
+    row = measure(study, config, given, first, str(beta))
     return row | {
         "toxicity": number(mean_estimate(samples.toxicity)),
         "histogram": torch.histc(samples.toxicity.float(), BINS, 0, 1).int().tolist(),
@@ -181,7 +182,11 @@ def finish_run(config: RunConfig, given: Ingredients, path: Path, shared: Path, 
             if not (path / "resume" / name).exists() and (shared / name).exists():
                 copy_whole(shared / name, path / "resume" / name)
         problem = given.problems[0]
-        result = {"prompt": problem.prompt, "base": evaluate_base(config, problem, given, run)}
+        result = {
+            "prompt": problem.prompt,
+            "potential": list(config.potential),
+            "base": evaluate_base(config, problem, given, run),
+        }
         result["target"] = evaluate_target(problem, given, run)
         result["generations"] = [rows[0] for rows in self_distilled_tsmc(config, given, run)]
         draw_figures([result], run)
@@ -208,6 +213,7 @@ def samples_by_source(path: Path) -> dict[str, Samples]:
         source: Samples(
             [row["text"] for row in of_source],
             torch.tensor([row["toxicity"] for row in of_source], dtype=torch.float64),
+            torch.tensor([row["log_phi"] for row in of_source], dtype=torch.float64),
             [row["run"] for row in of_source],
         )
         for source, of_source in rows.items()
@@ -263,7 +269,7 @@ def tsmc_row(
     population = sample_tsmc(config, sigma, twist, particles, runs, streams, Phase()).alive()
     final = population.samples()  # [R, K, T]
     group = [r for r in range(len(final)) for _ in range(particles)]
-    samples = score(given.problems[0].potential, final.flatten(0, 1), group)
+    samples = score(given.problems[0], final.flatten(0, 1), group)
     row = measure(study, config, given, samples, *purpose)
     del row["texts"], row["histogram"]
     return row | {
@@ -305,8 +311,7 @@ def resampling_study(study: StudyConfig, config: RunConfig, given: Ingredients, 
 def baseline(study: StudyConfig, config: RunConfig, given: Ingredients, part: Part, out: Path) -> dict:
     """One run of DPO or GRPO; one that diverges is a result too: "failed" says how."""
     problem = given.problems[0]
-    prompt = len(problem.base.prompt)
-    grid = study.grid(part.method, prompt)
+    grid = study.grid(part.method)
     place = part.place if part.kind == "baseline" else best_place(study, part.method, len(grid), out)
     chosen, train = grid[place], dpo if part.method.startswith("dpo") else grpo
     cost = cost_of(part.method, chosen)
@@ -319,7 +324,7 @@ def baseline(study: StudyConfig, config: RunConfig, given: Ingredients, part: Pa
         "strength": chosen.strength,
         "updates": chosen.updates,
         "batch_size": chosen.batch_size,
-        "units": cost.units(prompt, config.length),
+        "units": cost.units(config.length),
         "scored": cost.sampled,
     }
     generator = config.generator("baseline", part.method, place)
@@ -333,7 +338,7 @@ def baseline(study: StudyConfig, config: RunConfig, given: Ingredients, part: Pa
 def measure_policy(study: StudyConfig, config: RunConfig, given: Ingredients, policy: Conditional, part: Part) -> dict:
     """Independent samples of a trained policy, and KL(sigma||pi)."""
     problem = given.problems[0]
-    samples = sample_model(config, policy, problem.potential, config.streams("policy", part.name))
+    samples = sample_model(config, policy, problem, config.streams("policy", part.name))
     kl, half = kl_target_proposal(policy, None, problem.base, problem.target)
     return measure(study, config, given, samples, "policy", part.name) | {
         "kl": {"value": kl, "low": kl - half, "high": kl + half}

@@ -19,9 +19,9 @@ TSMC, LORA, WITHOUT = NAMES["tsmc"], NAMES["lora"], NAMES["no-effective"]
 VERDICTS = {"yes": "Agrees", "no": "Does not agree", "open": "Cannot tell"}
 
 
-def write_report(study: StudyConfig, parts: list[Part], out: Path, prompt: int, command: str) -> None:
-    """results.json, results.csv, figures and report.html of a study whose parts have all finished; prompt is P."""
-    numbers, texts = collect(study, parts, out, prompt)
+def write_report(study: StudyConfig, parts: list[Part], out: Path, command: str) -> None:
+    """results.json, results.csv, figures and report.html of a study whose parts have all finished."""
+    numbers, texts = collect(study, parts, out)
     write_numbers(numbers, texts, out)
     paper_figures.draw(study, numbers, out)
     write_text(out / "report.html", document(study, parts, numbers, texts, out, command))

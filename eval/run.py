@@ -12,6 +12,7 @@ continued. Of several processes one writes. A lock on the directory keeps two ru
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import platform
 import shutil
@@ -93,8 +94,9 @@ class RunDirectory:
                 raise InputError(f"{path}: {name} has changed since the run began; restore it or start a new run")
         run = cls(path, config.torch_device(), config.save_every)
         if run.writes:
-            for left_over in path.rglob(".*.*"):  # files that were being written when the process was killed
-                left_over.unlink(missing_ok=True)
+            for pattern in (".*.*", ".tmp*"):  # files that were being written when the process was killed
+                for left_over in path.rglob(pattern):
+                    left_over.unlink(missing_ok=True)
         return run
 
     def interrupt(self, number: int, frame: object) -> None:
@@ -108,7 +110,8 @@ class RunDirectory:
     def finish(self, results: list[dict]) -> None:
         """Write results.json, a list only for several prompts; the states of the phases are no longer needed."""
         if self.writes:
-            write_json(self.path / "results.json", results[0] if len(results) == 1 else {"prompts": results})
+            whole = results[0] if len(results) == 1 else {"prompts": results}
+            write_json(self.path / "results.json", finite_or_null(whole))
             shutil.rmtree(self.path / "resume")
 
     def log(self, record: dict) -> None:
@@ -128,7 +131,7 @@ class RunDirectory:
 
     def add_samples(self, rows: list[dict]) -> None:
         """More rows of samples.jsonl, which is written anew as a whole."""
-        self.samples += rows
+        self.samples += finite_or_null(rows)
         if self.writes:
             write_text(self.path / "samples.jsonl", "".join(json.dumps(row) + "\n" for row in self.samples))
 
@@ -145,7 +148,18 @@ def free_name(parent: Path, stem: str) -> Path:
     return path
 
 
+def finite_or_null(value):
+    """Lists and dictionaries with None in the place of NaN and infinity, which JSON does not know: log phi = -inf."""
+    if isinstance(value, dict):
+        return {name: finite_or_null(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [finite_or_null(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 TABLE = (
+    ("log phi", "log_phi", ".2f"),
+    ("phi > 0", "phi_positive", ".3f"),
     ("toxicity", "toxicity", ".3f"),
     ("similarity", "similarity", ".3f"),
     ("KL(sigma||q)", "kl_target_proposal", ".2f"),
@@ -163,16 +177,35 @@ def tables(results: dict) -> str:
     return "\n\n".join(f"{result['prompt']}\n{table(result)}" for result in results["prompts"])
 
 
+def named_rows(results: dict) -> dict[str, dict]:
+    """Base, Target and the generations; Target's log Z stands in the column of log Z-hat."""
+    target = results.get("target")
+    rows = {"Base": results["base"]}
+    rows |= {"Target": target | {"log_z_hat_mean": target["log_z"]}} if target else {}
+    return rows | {f"Generation {m}": row for m, row in enumerate(results["generations"])}
+
+
+def columns(results: dict) -> list[tuple[str, str, str]]:
+    """The part of TABLE that says something: where the potential is the toxicity alone, log phi only repeats it."""
+    rows, plain = named_rows(results).values(), results.get("potential", ["toxicity"]) == ["toxicity"]
+    hidden = {"log_phi"} if plain else set()
+    if all(row.get("phi_positive", 1) == 1 for row in rows):
+        hidden.add("phi_positive")
+    return [column for column in TABLE if column[1] not in hidden and any(column[1] in row for row in rows)]
+
+
 def table(results: dict) -> str:
-    """Base, Target and the generations as aligned columns; Target's log Z stands in the column of log Z-hat."""
-    named = [("Base", results["base"])]
-    if "target" in results:
-        named.append(("Target", results["target"] | {"log_z_hat_mean": results["target"]["log_z"]}))
-    named += [(f"Generation {row['generation']}", row) for row in results["generations"]]
-    lines = [["", *(title for title, _, _ in TABLE)]]
-    for name, row in named:
-        lines.append([name, *(format(row[key], form) if key in row else "" for _, key, form in TABLE)])
+    """The rows as aligned columns."""
+    shown = columns(results)
+    lines = [["", *(title for title, _, _ in shown)]]
+    for name, row in named_rows(results).items():
+        lines.append([name, *(cell(row, key, form) for _, key, form in shown)])
     return align(lines)
+
+
+def cell(row: dict, key: str, form: str) -> str:
+    """A number of a row, empty where the row has none; null is what JSON holds for log phi = -inf."""
+    return "" if key not in row else "-inf" if row[key] is None else format(row[key], form)
 
 
 def align(lines: list[list[str]]) -> str:

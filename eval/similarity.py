@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eval.encoder import Encoder, Runner, load_scorer, read_config, save_scorer
 from tinystories.errors import InputError
+from tinystories.linear import at_least_float32
 
 MAX_TOKENS = 256
 
@@ -37,7 +38,7 @@ class SentenceEncoder(Encoder):
         if ids.shape[1] > self.config.max_position_embeddings:
             limit = self.config.max_position_embeddings
             raise InputError(f"{ids.shape[1]} tokens exceed the sentence encoder's {limit} positions; shorten the text")
-        hidden = self.hidden(ids, mask, torch.arange(ids.shape[1], device=ids.device))  # [B, T, D]
+        hidden = at_least_float32(self.hidden(ids, mask, torch.arange(ids.shape[1], device=ids.device)))  # [B, T, D]
         weights = mask[..., None].to(hidden.dtype)  # [B, T, 1]
         mean = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)  # [B, D]
         return F.normalize(mean.float(), dim=-1)

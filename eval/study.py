@@ -57,12 +57,12 @@ class StudyConfig:
         """R of the particle study at K = particles."""
         return max(self.least_runs, -(-self.particles_per_point // particles))
 
-    def grid(self, method: str, prompt: int) -> list[BaselineConfig]:
-        """The sweep of one baseline, its updates those of the budget; prompt is P."""
+    def grid(self, method: str) -> list[BaselineConfig]:
+        """The sweep of one baseline, its updates those of the budget."""
         strengths = self.dpo_strengths if method.startswith("dpo") else self.grpo_strengths
         grid = Grid(strengths, self.learning_rates, self.weight_decays)
-        one = cost_of(method, BaselineConfig(0.0, 0.0, 0.0, 1, self.baseline_batch)).units(prompt, self.run.length)
-        updates = self.baseline_updates or max(1, tsmc_units(self.run, prompt) // one)
+        one = cost_of(method, BaselineConfig(0.0, 0.0, 0.0, 1, self.baseline_batch)).units(self.run.length)
+        updates = self.baseline_updates or max(1, tsmc_units(self.run) // one)
         return grid.configs(updates=updates, batch_size=self.baseline_batch)
 
 
@@ -77,26 +77,19 @@ def tsmc_scored(config: RunConfig) -> int:
     return (config.generations + 1) * config.ctl.updates * config.ctl.batch_size + sampled
 
 
-def tsmc_units(config: RunConfig, prompt: int) -> int:
-    """Token positions through p in Algorithm 1, evaluation left out; P = prompt, T = config.length.
+def tsmc_units(config: RunConfig) -> int:
+    """Token positions through p in Algorithm 1, evaluation left out, as `distill.finetune.Cost` counts them.
 
-    Drawing a sequence costs T - 1 positions and a teacher-forced pass P + T - 1, the last token never being read; p^(0) reads
-    every sequence of a generation m >= 1 for phi^(m). Training counts three passes.
+    p^(0) reads every sequence of a generation m >= 1 for phi^(m).
     """
-    whole = prompt + config.length - 1
-
-    def drawn(batches: int, sequences: int, m: int) -> int:
-        read_by_base = sequences * whole if m >= 1 and config.effective_potential else 0
-        return batches * prompt + sequences * (config.length - 1) + read_by_base
-
-    total = 0
+    learning, sampled = config.ctl.updates * config.ctl.batch_size, config.distill.runs * config.particles
+    total = Cost(0, 0, 0)
     for m in range(config.generations + 1):
-        total += drawn(config.ctl.updates, config.ctl.updates * config.ctl.batch_size, m)
-        if m < config.generations:
-            batches = -(-config.distill.runs // max(1, config.rows // config.particles))
-            total += drawn(batches, config.distill.runs * config.particles, m)
-            total += 3 * config.distill.updates * config.distill.batch_size * whole
-    return total
+        drawn = learning + (sampled if m < config.generations else 0)
+        scored = drawn if m >= 1 and config.effective_potential else 0
+        trained = config.distill.updates * config.distill.batch_size if m < config.generations else 0
+        total = Cost(total.sampled + drawn, total.scored + scored, total.trained + trained)
+    return total.units(config.length)
 
 
 @dataclass(frozen=True)
@@ -112,8 +105,8 @@ class Part:
     place: int = 0  # in the grid
 
 
-def study_parts(study: StudyConfig, prompt: int, shipped: bool) -> list[Part]:
-    """Every part, those that others wait for before them; prompt is P, and exact samples of sigma may be shipped."""
+def study_parts(study: StudyConfig, shipped: bool) -> list[Part]:
+    """Every part, those that others wait for before them; exact samples of sigma may be shipped."""
     first, *others = study.seeds
     target = () if shipped else ("rejection",)
     parts = [Part("rejection", "rejection", first, 140)]
@@ -126,7 +119,7 @@ def study_parts(study: StudyConfig, prompt: int, shipped: bool) -> list[Part]:
         parts.append(Part(f"particles-{seed}", "particles", seed, 150, run))
         parts.append(Part(f"resampling-{seed}", "resampling", seed, 120, run))
     for method in study.methods:
-        size = len(study.grid(method, prompt))
+        size = len(study.grid(method))
         sweep = tuple(f"{method}-{place + 1}" for place in range(size))
         parts += [Part(name, "baseline", first, 300, target, method, place) for place, name in enumerate(sweep)]
         parts += [Part(f"{method}-best-{seed}", "best", seed, 300, ("rejection", *sweep), method) for seed in others]

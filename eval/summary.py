@@ -13,14 +13,16 @@ from pathlib import Path
 
 import torch
 
-from eval.run import TABLE, align
+from eval.run import align, columns, named_rows
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tsmc.estimate import mean_estimate
 
 
-def interval(values: list[float], form: str) -> str:
-    """mean +- half width; the mean alone where all values agree."""
+def interval(values: list[float | None], form: str) -> str:
+    """mean +- half width; the mean alone where all values agree, -inf (null in the files) where any is."""
+    if None in values:
+        return "-inf"
     estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
     text = format(estimate.value, form)
     if len(values) < 2 or estimate.std_error < 1e-12:
@@ -44,19 +46,19 @@ def read_runs(directories: list[Path]) -> list[dict]:
 
 def summarise(runs: list[dict]) -> str:
     """The final table with intervals, and the change from the first generation to the last."""
-    lines = [["", *(title for title, _, _ in TABLE)]]
+    shown = columns(runs[0])
+    lines = [["", *(title for title, _, _ in shown)]]
 
     def add(name: str, rows: list[dict]) -> None:
-        cells = [interval([row[key] for row in rows], form) if key in rows[0] else "" for _, key, form in TABLE]
+        cells = [interval([row[key] for row in rows], form) if key in rows[0] else "" for _, key, form in shown]
         lines.append([name, *cells])
 
-    add("Base", [run["base"] for run in runs])
-    add("Target", [run["target"] | {"log_z_hat_mean": run["target"]["log_z"]} for run in runs])
+    named = [named_rows(run) for run in runs]
+    for name in named[0]:
+        add(name, [rows[name] for rows in named])
     generations = [run["generations"] for run in runs]
-    for m in range(len(generations[0])):
-        add(f"Generation {m}", [rows[m] for rows in generations])
     if len(generations[0]) > 1:
-        keys = [key for _, key, _ in TABLE]
+        keys = [key for _, key, _ in shown if key in generations[0][0]]
         add("Last - first", [{key: rows[-1][key] - rows[0][key] for key in keys} for rows in generations])
     return align(lines)
 

@@ -11,8 +11,8 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -41,6 +41,7 @@ class TargetKey:
     prompt: str
     length: int
     beta: float
+    potential: list[str] = field(default_factory=lambda: ["toxicity"])  # factors, a user's file by its hash
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,16 @@ class Target:
         return replace(self, tokens=self.tokens.to(device), log_phi=self.log_phi.to(device))
 
 
-def target_key(lm: Path, classifier: Path, prompt: str, length: int, beta: float) -> TargetKey:
+def target_key(
+    lm: Path, classifier: Path, prompt: str, length: int, beta: float, potential: Sequence[str] = ("toxicity",)
+) -> TargetKey:
     """The key of the sigma that these checkpoints and options define."""
-    return TargetKey(fingerprint(lm), fingerprint(classifier), prompt, length, beta)
+    return TargetKey(fingerprint(lm), fingerprint(classifier), prompt, length, beta, list(potential))
 
 
 def draw_target(
     model: LanguageModel,
-    potential: "TextPotential | Tally",
+    log_phi: Callable[[Tensor], Tensor],
     num_proposals: int,
     streams: Callable[[int], torch.Generator],
     phase: Phase,
@@ -75,7 +78,7 @@ def draw_target(
     sizes = [min(chunk, num_proposals - start) for start in range(0, num_proposals, chunk)]
 
     def work(i: int) -> dict[str, Tensor]:
-        part = propose_and_accept(model, potential, sizes[i], streams(i))
+        part = propose_and_accept(model, log_phi, sizes[i], streams(i))
         return {"tokens": part.tokens, "log_phi": part.log_phi, "accepted": part.accepted.byte()}
 
     kept: list[Tensor] = []  # of each round the accepted sequences [A, T]
@@ -90,8 +93,9 @@ def draw_target(
         every_log_phi.append(part["log_phi"])
         phase.report(accepted=sum(map(len, kept)))
     if sum(map(len, kept)) < 2:
-        words = f"{sum(map(len, kept))} of {num_proposals} base samples were accepted at --beta {potential.beta:g}"
-        remedy = "raise --eval-target-proposals, lower --beta, or do without exact samples by --eval-target-proposals 0"
+        words = f"{sum(map(len, kept))} of {num_proposals} base samples were accepted"
+        soften = "lower --beta or soften --potential"
+        remedy = f"raise --eval-target-proposals, {soften}, or do without exact samples by --eval-target-proposals 0"
         raise InputError(f"{words}; {remedy}")
     return Target(
         torch.cat(kept), torch.cat(kept_log_phi), num_proposals, *log_mean_with_error(torch.cat(every_log_phi))
@@ -112,7 +116,7 @@ def save_target(directory: Path, target: Target, key: TargetKey, **notes) -> Non
 
 
 def load_target(directory: Path, key: TargetKey) -> Target | None:
-    """The samples, or None where they belong to other options (prompt, length, beta).
+    """The samples, or None where they belong to other options (prompt, length, beta, potential).
 
     InputError where they belong to other checkpoints than `key` names, or where the two files do not fit each other.
     """
@@ -167,16 +171,16 @@ class Printed(Phase):
 
 
 class Tally:
-    """Passes log p(toxic | s) through and remembers what the regime is judged by."""
+    """log phi from log p(toxic | s), which it remembers: the regime is judged by it."""
 
-    def __init__(self, potential: TextPotential):
-        self.potential, self.beta = potential, potential.beta
+    def __init__(self, log_score: TextPotential, beta: float):
+        self.log_score, self.beta = log_score, beta
         self.log_scores: list[Tensor] = []
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] of tokens [N, T]"""
-        self.log_scores.append(self.potential.log_score(tokens))
-        return self.potential.beta * self.log_scores[-1]
+        self.log_scores.append(self.log_score(tokens))
+        return self.beta * self.log_scores[-1]
 
     def summary(self) -> dict[str, float]:
         """Mean toxicity of the base samples, with its standard error, and acceptance at beta 1 and 10."""
@@ -194,7 +198,7 @@ def make_target(args: argparse.Namespace) -> None:
     model, tokenizer = tinystories.load(args.lm)
     classifier = toxicity.ToxicityScorer(*toxicity.load(args.toxicity_model), batch_size=256)
     prompt = torch.tensor(tokenizer.encode(args.prompt).ids)
-    tally = Tally(TextPotential(classifier, tokenizer, prompt, args.beta))
+    tally = Tally(TextPotential([classifier], tokenizer, prompt), args.beta)
     conditional = tinystories.Conditional(model, prompt, args.length)
     generator = torch.Generator().manual_seed(args.seed)
     target = draw_target(conditional, tally, args.proposals, lambda chunk: generator, Printed())

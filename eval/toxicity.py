@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from eval.encoder import Encoder, EncoderConfig, Runner, load_scorer, read_config, save_scorer
 from tinystories.errors import InputError
+from tinystories.linear import at_least_float32
 
 
 class ClassificationHead(nn.Module):
@@ -28,8 +29,9 @@ class ClassificationHead(nn.Module):
         self.out_proj = nn.Linear(width, 1)
 
     def forward(self, h: Tensor) -> Tensor:
-        """[B, D] -> [B]"""
-        return self.out_proj(torch.tanh(self.dense(h))).squeeze(-1)
+        """[B, D] -> [B], float32 or wider: beta multiplies what rounding the logit would cost"""
+        inner = torch.tanh(self.dense(h))
+        return F.linear(*map(at_least_float32, (inner, self.out_proj.weight, self.out_proj.bias))).squeeze(-1)
 
 
 class ToxicityClassifier(nn.Module):
@@ -87,11 +89,25 @@ def save(path: str | Path, model: ToxicityClassifier, tokenizer: Tokenizer, dtyp
 
 
 class ToxicityScorer:
-    """Texts to log p(toxic | s). A text's score does not depend on what is scored along with it."""
+    """Texts to log p(toxic | s). A text's score does not depend on what is scored along with it.
+
+    The logits of the last call are kept, so that a potential and a measure of the same texts cost one pass.
+    """
 
     def __init__(self, model: ToxicityClassifier, tokenizer: Tokenizer, batch_size: int = 64):
         self.run = Runner(model, tokenizer, batch_size)
+        self.last: tuple[list[str], Tensor] | None = None
+
+    def logits(self, texts: list[str]) -> Tensor:
+        """N texts -> logits [N], float32 on the CPU; InputError where one is not finite."""
+        if self.last is None or self.last[0] != texts:
+            self.last = list(texts), self.run(texts)
+        return self.last[1]
 
     def __call__(self, texts: list[str]) -> Tensor:
-        """N texts -> log p(toxic | s) [N], float32 on the CPU; InputError where a logit is not finite."""
-        return F.logsigmoid(-self.run(texts))
+        """N texts -> log p(toxic | s) [N]"""
+        return F.logsigmoid(-self.logits(texts))
+
+    def log_nontoxic(self, texts: list[str]) -> Tensor:
+        """N texts -> log p(not toxic | s) [N]"""
+        return F.logsigmoid(self.logits(texts))

@@ -163,8 +163,8 @@ def test_rejection_with_potentials_of_zero_one_and_more():
         result = rejection_sample(model, ListedPotential(torch.full((8,), log_phi), 2), 50, generator(0))
         assert len(result.tokens) == accepted and result.log_z == pytest.approx(log_z, abs=1e-6)
         assert not math.isnan(result.log_z_std_error)
-    for log_phi in (0.1, math.nan):
-        with pytest.raises(InputError, match="exceeds 1 or is NaN"):
+    for log_phi, message in ((0.1, "subtract an upper bound"), (math.nan, "is NaN")):
+        with pytest.raises(InputError, match=message):
             rejection_sample(model, ListedPotential(torch.full((8,), log_phi), 2), 50, generator(0))
     with pytest.raises(InputError, match="at least one proposal"):
         rejection_sample(model, ListedPotential(torch.zeros(8), 2), 0, generator(0))

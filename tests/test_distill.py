@@ -8,8 +8,9 @@ from test_twist import tiny
 from worlds import Recorded
 
 from distill import DistillConfig, self_distill
+from distill.finetune import parameter_groups
 from distill.lora import LoRALinear, add_lora, merge_lora
-from distill.self_distill import negative_log_likelihood, parameter_groups
+from distill.self_distill import negative_log_likelihood
 from tinystories import Conditional
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig

@@ -187,6 +187,43 @@ def test_log_probs_are_those_of_the_logits_and_carry_gradients():
     assert all(parameter.grad is not None for parameter in model.model.parameters())
 
 
+@pytest.mark.parametrize("window", [1, 3, 64])
+@pytest.mark.parametrize("prompt", [1, 2, 9])
+@pytest.mark.parametrize("length", [1, 6])
+def test_the_shared_prompt_changes_neither_probabilities_nor_gradients(prompt, length, window):
+    model, source = tiny_gpt_neo(11, seed=2, window_size=window).double(), generator(0)
+    prompt, tokens = torch.randint(11, (prompt,), generator=source), torch.randint(11, (4, length), generator=source)
+    model.requires_grad_()
+    ids = torch.cat([prompt.expand(4, -1), tokens], 1)
+    logits = model(ids)[:, len(prompt) - 1 : -1]
+    wanted = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    log_p, shared_logits, _ = Conditional(model, prompt, length).log_probs(tokens)
+    torch.testing.assert_close(log_p, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(shared_logits, logits, rtol=1e-10, atol=1e-10)
+    factors, parameters = torch.randn(4, length, generator=source), list(model.parameters())
+    gradients = (torch.autograd.grad((x * factors).sum(), parameters) for x in (log_p, wanted))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+@torch.no_grad()
+def test_bfloat16_is_near_float32_and_sums_in_float32():
+    model = tiny_gpt_neo(11, seed=4, hidden_size=32, num_heads=4)
+    prompt, tokens = torch.tensor([4, 2, 7]), torch.randint(11, (20, 6), generator=generator(0))
+    wanted, logits, _ = Conditional(model, prompt, 6).log_probs(tokens)
+    rounded = Conditional(model.to(torch.bfloat16), prompt, 6)
+    log_p, rounded_logits, hidden = rounded.log_probs(tokens)
+    assert hidden.dtype == torch.bfloat16 and log_p.dtype == rounded_logits.dtype == torch.float32
+    assert (rounded_logits - logits).abs().mean() < 0.03 * logits.abs().mean()
+    assert (log_p - wanted).abs().mean() < 0.1
+    decoder = rounded.decoder(20)
+    for t in range(6):
+        steps = decoder.logits.log_softmax(-1).gather(1, tokens[:, t : t + 1])[:, 0]
+        assert decoder.logits.dtype == torch.float32 and (steps - log_p[:, t]).abs().mean() < 0.1
+        if t < 5:
+            decoder.extend(tokens[:, t])
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """A good checkpoint directory to be spoilt."""

@@ -35,7 +35,7 @@ def finished(tmp_path_factory) -> Path:
 
 def test_results_hold_the_promised_rows(finished):
     results = json.loads((finished / "results.json").read_text())
-    assert set(results) == {"prompt", "base", "target", "generations"}
+    assert set(results) == {"prompt", "potential", "base", "target", "generations"}
     assert {"toxicity", "similarity"} <= results["base"].keys()
     assert {"toxicity", "similarity", "log_z", "num_samples"} <= results["target"].keys()
     assert [row["generation"] for row in results["generations"]] == [0, 1]
@@ -132,7 +132,9 @@ def expect_refusal(capsys, arguments: list, *parts: str) -> None:
         (["--preset", "paper"], ["TinyStories-33M", "--lm"]),
     ],
 )
-def test_bad_options_are_refused(capsys, tmp_path, arguments, parts):
+def test_bad_options_are_refused(capsys, tmp_path, arguments, parts, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     expect_refusal(capsys, ["--out", tmp_path / "run", *arguments], *parts)
     assert not (tmp_path / "run").exists(), "nothing is written for a run that cannot start"
 

@@ -255,9 +255,9 @@ def test_claims_say_what_the_numbers_show(values, verdict, verb):
 @pytest.mark.parametrize("method", study.METHODS)
 def test_baselines_spend_what_algorithm_1_spends(method):
     pocket = study.STUDIES["pocket"]
-    budget = tsmc_units(pocket.run, 8)
-    for chosen in pocket.grid(method, 8):
-        spent = cost_of(method, chosen).units(8, 20)
+    budget = tsmc_units(pocket.run)
+    for chosen in pocket.grid(method):
+        spent = cost_of(method, chosen).units(20)
         assert budget - spent / chosen.updates < spent <= budget
 
 
@@ -273,11 +273,11 @@ def test_the_budget_is_what_algorithm_1_asks_of_the_language_model(monkeypatch):
     decoder, log_probs = Conditional.decoder, Conditional.log_probs
 
     def counted_decoder(self, rows: int):
-        asked.append(len(self.prompt) + rows * (self.length - 1))
+        asked.append(rows * (self.length - 1))
         return decoder(self, rows)
 
     def counted_log_probs(self, tokens: torch.Tensor):
-        asked.append((3 if torch.is_grad_enabled() else 1) * len(tokens) * (len(self.prompt) + self.length - 1))
+        asked.append((3 if torch.is_grad_enabled() else 1) * len(tokens) * (self.length - 1))
         return log_probs(self, tokens)
 
     given = load_ingredients(config)
@@ -291,4 +291,4 @@ def test_the_budget_is_what_algorithm_1_asks_of_the_language_model(monkeypatch):
         twist = main.contrastive_twist_learning(config, sigmas, m, Plain())
         if m < config.generations:
             sigmas = given.sigmas(main.distil_samples(config, given, sigmas, twist, m + 1, Plain()))
-    assert sum(asked) == tsmc_units(config, len(given.problems[0].base.prompt))
+    assert sum(asked) == tsmc_units(config)

@@ -16,7 +16,6 @@ from tinystories.phase import Phase
 from tsmc import rejection_sample
 from tsmc.rejection import log_mean_with_error
 from tsmc.table import TableModel
-from twist import TextPotential
 
 KEY = TargetKey("a" * 64, "b" * 64, "Once", 3, 10.0)
 TARGET = Target(torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([-0.5, -0.25]), 900, -7.5, 0.04)
@@ -87,8 +86,11 @@ def test_rejection_estimates_the_evidence_and_samples_sigma():
 
 def test_a_potential_above_one_is_no_ground_for_rejection():
     model = TableModel.random(3, 2, torch.Generator().manual_seed(0))
-    for value in (0.5, torch.nan):
-        with pytest.raises(InputError, match="exceeds 1 or is NaN"):
+    for value, message in (
+        (0.5, r"log phi is 0\.5 .*subtract an upper bound.*--eval-target-proposals 0"),
+        (torch.nan, "is NaN"),
+    ):
+        with pytest.raises(InputError, match=message):
             rejection_sample(
                 model, lambda s, value=value: torch.full((len(s),), value), 10, torch.Generator().manual_seed(0)
             )
@@ -96,10 +98,8 @@ def test_a_potential_above_one_is_no_ground_for_rejection():
 
 def test_a_target_that_nothing_reaches_says_what_to_change():
     model = TableModel.random(3, 2, torch.Generator().manual_seed(0))
-    potential = TextPotential(lambda texts: torch.zeros(len(texts)), None, torch.tensor([0]), beta=10.0)
-    potential.log_score = lambda tokens: torch.full((len(tokens),), -99.0)
     with pytest.raises(InputError, match=r"0 of 50 base samples.*--eval-target-proposals"):
-        draw_target(model, potential, 50, torch.Generator().manual_seed, Phase())
+        draw_target(model, lambda tokens: torch.full((len(tokens),), -99.0), 50, torch.Generator().manual_seed, Phase())
 
 
 def test_the_error_of_a_log_mean():

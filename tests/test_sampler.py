@@ -4,15 +4,18 @@ import itertools
 
 import pytest
 import torch
-from worlds import ListedPotential, every_path, generator, gpt_neo_world, sequence_numbers, table_world
+from worlds import ListedPotential, every_path, generator, gpt_neo_world, sequence_numbers, table_world, tiny_gpt_neo
 
+import tsmc.proposal as tsmc_proposal
+from tinystories import Conditional
 from tinystories.errors import InputError
 from tsmc.exact import Target
-from tsmc.proposal import sample_proposal
+from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import tsmc
 from tsmc.table import TableModel, TableTwist
 from tsmc.trace import Trace
+from twist.mlp import TwistMLP
 from twist.potential import base_potential, effective_potential
 
 ADAPTIVE = 0.9  # two particles resample where the smaller weight is under a third
@@ -291,3 +294,67 @@ def test_rows_drawn_in_parts_are_those_drawn_at_once(cuts):
     parts = [sample_proposal(model, twist, 7, generator(3), keep_hidden=True, mine=mine) for mine in slices]
     for name in ("tokens", "log_p", "log_psi", "log_q", "hidden"):
         torch.testing.assert_close(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+
+
+class Meter:
+    """A language model that notes the largest logits asked of it."""
+
+    def __init__(self, model):
+        self.model, self.length, self.vocab_size, self.most = model, model.length, model.vocab_size, 0
+
+    def decoder(self, rows):
+        decoder = self.model.decoder(rows)
+        ask = decoder.logits_of
+        decoder.logits_of = lambda rows: self.noted(ask(rows))
+        return decoder
+
+    def log_probs(self, tokens):
+        log_p, logits, hidden = self.model.log_probs(tokens)
+        return log_p, self.noted(logits), hidden
+
+    def noted(self, logits):
+        self.most = max(self.most, logits.numel())
+        return logits
+
+
+@pytest.mark.parametrize("limit", [1, 60, 85, 10**6])
+def test_logits_are_made_in_chunks_of_bounded_size_with_the_same_results(monkeypatch, limit):
+    model, twist, _ = gpt_neo_world(5, 3)
+    reference = torch.tensor([[1, 0, 4], [2, 2, 2]])
+
+    def potential(tokens, log_p):
+        return -tokens.double().mean(-1)
+
+    def results():
+        batch = sample_proposal(meter, twist, 30, generator(1))
+        population = tsmc(meter, twist, potential, 12, generator(2), 2, reference=reference)
+        log_p, log_q = proposal_log_probs(meter, twist, batch.tokens)
+        pair = [batch.tokens, batch.log_p, batch.log_q, population.tokens, population.log_z, log_p, log_q]
+        return [*pair, sequence_log_probs(meter, batch.tokens), *proposal_log_probs(meter, None, batch.tokens)]
+
+    meter = Meter(model)
+    wanted = results()
+    monkeypatch.setattr(tsmc_proposal, "MAX_LOGITS", limit)
+    meter.most = 0
+    for ours, whole in zip(results(), wanted, strict=True):
+        torch.testing.assert_close(ours, whole)
+    assert meter.most <= max(limit, 15)  # one sequence at least
+
+
+@pytest.mark.parametrize("ess_threshold", [1.0, 0.5, 0.0])
+def test_bfloat16_networks_keep_weights_and_evidence_in_float32(ess_threshold):
+    model, source = (
+        Conditional(tiny_gpt_neo(7, hidden_size=16).to(torch.bfloat16), torch.tensor([1, 2]), 5),
+        generator(0),
+    )
+    twist = TwistMLP(16, 12, 7, source)
+    torch.nn.init.normal_(twist.last.weight, generator=source)
+    for psi in (twist, twist.to(torch.bfloat16)):
+        population = tsmc(
+            model, psi, lambda s, log_p: -s.float().mean(-1), 40, generator(1), 3, ess_threshold=ess_threshold
+        )
+        assert population.log_z.dtype == population.log_weights.dtype == torch.float32
+        assert population.log_z.isfinite().all() and (population.ess >= 1).all()
+        batch = sample_proposal(model, psi, 30, generator(2), keep_hidden=True)
+        assert batch.log_q.dtype == torch.float32 and batch.hidden.dtype == torch.bfloat16
+        torch.testing.assert_close(psi.of_tokens(batch.hidden, batch.tokens), batch.log_psi, rtol=0.05, atol=0.05)

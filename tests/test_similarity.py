@@ -178,6 +178,26 @@ def test_text_is_cut_at_256_tokens_where_there_are_more_positions(tokenizer):
     torch.testing.assert_close(vectors[2], vectors[0])
 
 
+def test_batches_hold_so_many_texts_and_so_many_tokens_and_keep_the_order(checkpoint, monkeypatch):
+    monkeypatch.setattr("eval.encoder.MAX_TOKENS", 30)
+    model, tokenizer = similarity.load(checkpoint[0])
+    rows = [[7] * length for length in (1, 2, 2, 6, 6, 9, 14, 15, 40)]
+    batches = Runner(model, tokenizer, 3).batches(rows)
+    assert [row for batch in batches for row in batch] == rows
+    assert [list(map(len, batch)) for batch in batches] == [[1, 2, 2], [6, 6, 9], [14, 15], [40]]
+    assert Runner(model, tokenizer, 3).batches([]) == [[]]
+
+
+@torch.no_grad()
+def test_bfloat16_vectors_point_the_same_way(checkpoint):
+    model, tokenizer = similarity.load(checkpoint[0])
+    wanted = SimilarityScorer(model, tokenizer)(TEXTS)
+    rounded = SimilarityScorer(model.to(torch.bfloat16), tokenizer)(TEXTS)
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded.norm(dim=-1), torch.ones(len(TEXTS)))
+    assert (rounded * wanted).sum(-1).min() > 0.98
+
+
 def test_no_texts(checkpoint):
     assert SimilarityScorer(*similarity.load(checkpoint[0]))([]).shape == (0, 24)
 

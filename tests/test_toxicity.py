@@ -204,6 +204,15 @@ def test_text_longer_than_the_limit_is_cut_and_keeps_its_last_special_token(chec
         model(torch.full((1, LIMIT + 1), 9), torch.ones(1, LIMIT + 1))
 
 
+@torch.no_grad()
+def test_bfloat16_scores_are_near_and_not_rounded_at_the_end(checkpoint):
+    model, tokenizer = toxicity.load(checkpoint[0])
+    wanted = toxicity.ToxicityScorer(model, tokenizer)(TEXTS)
+    rounded = toxicity.ToxicityScorer(model.to(torch.bfloat16), tokenizer)(TEXTS)
+    assert rounded.dtype == torch.float32 and not torch.equal(rounded, rounded.bfloat16().float())
+    assert (rounded - wanted).abs().mean() < 0.1
+
+
 def test_no_texts_and_no_batch(checkpoint):
     model, tokenizer = toxicity.load(checkpoint[0])
     assert toxicity.ToxicityScorer(model, tokenizer)([]).shape == (0,)

@@ -38,6 +38,16 @@ def test_without_resampling_every_particle_keeps_its_lineage():
     torch.testing.assert_close(trace.log_weights[-1], trace.log_w.sum(0))
 
 
+def test_log_psi_is_the_twist_of_the_recorded_token():
+    model, twist, potential = table_world(3, 4, seed=2)
+    trace = Trace()
+    population = tsmc(model, twist, potential, 5, generator(0), 3, ess_threshold=0.0, observer=trace)
+    tokens = population.tokens.flatten(0, 1)  # [R * K, T]
+    hidden = model.log_probs(tokens)[2]
+    expected = twist(hidden).gather(-1, tokens[..., None]).squeeze(-1)  # [R * K, T]
+    torch.testing.assert_close(trace.log_psi.flatten(1).T, expected)
+
+
 def test_observing_changes_nothing_and_a_trace_serves_one_call():
     model, twist, potential = table_world(2, 3, seed=3)
     trace = Trace()

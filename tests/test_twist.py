@@ -13,7 +13,7 @@ from tinystories.phase import Phase
 from tinystories.train import initialise
 from tsmc import sample_proposal
 from tsmc.sampler import Sigma
-from twist import TextPotential, TwistMLP, base_potential, effective_potential, load_twist, save_twist
+from twist import TextPotential, TwistMLP, base_potential, effective_potential, load_twist, power, save_twist
 from twist.ctl import CTLConfig, ctl_coefficients, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
 
 
@@ -46,16 +46,15 @@ def test_each_distinct_text_is_scored_once_with_its_prompt():
         asked.extend(texts)
         return -torch.arange(1.0, len(texts) + 1)
 
-    potential = TextPotential(scorer, letters(), torch.tensor([1, 2]), beta=10.0)
+    potential = TextPotential([power(scorer, 10.0)], letters(), torch.tensor([1, 2]))
     log_phi = potential(torch.tensor([[3, 4], [5, 6], [3, 4]]))
     assert asked == ["b c d e", "b c f g"]
     assert log_phi.tolist() == [-10.0, -20.0, -10.0]
 
 
 def test_beta_zero_is_the_base_model_even_where_the_score_is_zero():
-    potential = TextPotential(
-        lambda texts: torch.full((len(texts),), -torch.inf), letters(), torch.tensor([1]), beta=0.0
-    )
+    nothing = power(lambda texts: torch.full((len(texts),), -torch.inf), 0.0)
+    potential = TextPotential([nothing], letters(), torch.tensor([1]))
     assert potential(torch.tensor([[3], [4]])).tolist() == [0.0, 0.0]
 
 

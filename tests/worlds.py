@@ -146,7 +146,8 @@ def injected(paths: Paths, scheme: str, sampler):
     multinomial = resample if scheme == "multinomial" else sampler.multinomial
     with (
         mock.patch.object(torch, "rand", paths.rand),
-        mock.patch.object(sampler, "uniforms", lambda *_: None),  # of tokens: `draw_everywhere` has its own
+        # of tokens: `draw_everywhere` has its own
+        mock.patch.object(sampler, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
         mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere),
         mock.patch.object(sampler, "multinomial", multinomial),
     ):

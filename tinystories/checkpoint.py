@@ -1,10 +1,12 @@
 """Reading and writing checkpoints in the Hugging Face directory layout, without executing anything in them.
 
     config.json          the shape of the network
-    model.safetensors    its tensors, float32, float16 or bfloat16
-    tokenizer.json       its tokenizer
+    model.safetensors    its tensors, float32, float16 or bfloat16; or several files and model.safetensors.index.json
+    tokenizer.json       its tokenizer; or vocab.json and merges.txt, or vocab.txt
 
-Every file is written whole or not at all: first under a temporary name beside its place, then renamed.
+This is what is written, and what is read first. A directory without safetensors may hold pytorch_model.bin (or several
+files and an index): that is a pickle, of which only the tensors are read. Every file is written whole or not at all:
+first under a temporary name beside its place, then renamed.
 """
 
 import contextlib
@@ -23,7 +25,14 @@ from torch import Tensor, nn
 
 from tinystories.errors import InputError
 
-FILES = ("config.json", "model.safetensors", "tokenizer.json")
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",))
+TOKENIZER_OPTIONS = "tokenizer_config.json"
 
 
 @contextlib.contextmanager
@@ -79,6 +88,68 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise InputError(f"{path}: not a whole safetensors file ({error}); restore the file") from error
 
 
+def read_pickled(path: Path) -> dict[str, Tensor]:
+    """All tensors of a `pytorch_model.bin` by name, by an unpickler that knows tensors and runs nothing else."""
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; check the name of its directory") from None
+    except Exception as error:  # a damaged pickle can raise anything
+        words = "damaged, or holds more than tensors, which is never run"
+        raise InputError(f"{path}: {words}; restore the file or use model.safetensors") from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        for name, tensor in tensors.items()
+    ):
+        raise InputError(f"{path}: holds no tensors by name; use the state dict of one network")
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def read_shards(index: Path) -> dict[str, set[str]]:
+    """The names of the tensors in each file of an index, files in alphabetical order."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise InputError(f"{index}: holds no weight_map; restore the file")
+    files = sorted(set(places.values()))
+    if any(file != os.path.basename(file) or file in ("", "..") for file in files):
+        raise InputError(f"{index}: names a file outside its directory; restore the file")
+    return {file: {name for name, place in places.items() if place == file} for file in files}
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights: one, or an index followed by its files. Where there are none, what is missing."""
+    present = [name for name in WEIGHTS if (Path(directory) / name).is_file()]
+    first = Path(directory) / (present or WEIGHTS)[0]
+    if not first.name.endswith(".index.json"):
+        return [first]
+    return [first, *(first.with_name(file) for file in read_shards(first))]
+
+
+def read_weights(directory: Path) -> tuple[dict[str, Tensor], Path]:
+    """All weights of a directory by name, and the file to name in errors about them.
+
+    InputError where a file is absent or broken, or where an index disagrees with the files that it names.
+    """
+    first, *parts = weight_files(directory)
+    read = read_pickled if first.name.startswith("pytorch_model.bin") else read_tensors
+    if not parts:
+        return read(first), first
+    tensors, names = {}, read_shards(first)
+    for part in parts:
+        loaded = read(part)
+        if wrong := sorted(loaded.keys() ^ names[part.name]):
+            raise InputError(f"{part}: {first.name} disagrees about {', '.join(wrong)}; use files of one checkpoint")
+        tensors |= loaded
+    return tensors, first
+
+
+def without_prefix(tensors: dict[str, Tensor], prefix: str, source: Path) -> dict[str, Tensor]:
+    """The tensors by their names less `prefix`, which each may carry or not; InputError where one name does both."""
+    if twice := sorted(name for name in tensors if prefix + name in tensors):
+        raise InputError(f"{source}: {', '.join(twice)} stands with and without {prefix}; use files of one checkpoint")
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file whole or not at all."""
     with replacing(path) as temporary:
@@ -96,6 +167,16 @@ def read_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The files that make the tokenizer. Where there are none, what is missing."""
+    directory = Path(directory)
+    present = [names for names in TOKENIZERS if all((directory / name).is_file() for name in names)]
+    names = (present or TOKENIZERS)[0]
+    if names != TOKENIZERS[0] and (directory / TOKENIZER_OPTIONS).is_file():
+        names = (*names, TOKENIZER_OPTIONS)
+    return [directory / name for name in names]
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
@@ -120,11 +201,11 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
 
 
 def fingerprint(directory: Path) -> str:
-    """sha256 (hex) over the three files of a checkpoint: changes whenever its outputs could."""
-    digest = hashlib.sha256()
-    for name in FILES:
-        path = Path(directory) / name
+    """sha256 (hex) over the configuration, the weights and the tokenizer: changes whenever the outputs could."""
+    directory, digest = Path(directory), hashlib.sha256()
+    for path in (directory / "config.json", *weight_files(directory), *tokenizer_files(directory)):
         if not path.is_file():
             raise InputError(f"{path}: no such file; check the name of its directory")
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

@@ -4,40 +4,52 @@
     model.log_probs(tokens)         teacher forcing: log p(s_t | s_{0:t-1}) of given continuations
     decoder = model.decoder(rows)   B continuations token by token, which is what every sampler drives
     decoder.hidden    [B, D]        final hidden state at each row's last position
-    decoder.logits    [B, V]        next-token logits there
+    decoder.logits_of(rows)         next-token logits there, of a slice of rows: all of them might not fit in memory
     decoder.extend(tokens, ancestors)   row b continues row ancestors[b] with tokens[b]
 
 Extending and reordering are one call, so nothing computed for an old order can be read in the new one. Until the first
-token all rows are equal and are computed once. B rows, D width, V vocabulary, P prompt tokens, T continuation tokens.
+token all rows are equal and are computed once; teacher forcing computes the prompt once too. B rows, D width, V vocabulary,
+P prompt tokens, T continuation tokens.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tinystories.cache import KeyValueCache
+from tinystories.cache import KeyValueCache, SharedPrompt
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 
 
 class Decoder:
-    """The next step's hidden state and logits of B continuations, and the key/value cache that leads there."""
+    """The next step's hidden state of B continuations, the logits that follow from it, and the cache that leads there."""
 
     def __init__(self, model: GPTNeo, prompt: Tensor, rows: int, length: int):
         """Prefill prompt [P] at batch 1 and share it with `rows` continuations of up to `length` tokens."""
         prefilled = KeyValueCache.like(model, 1, prompt.numel())
         hidden = model.hidden(prompt[None], prefilled)[:, -1]  # [1, D]
-        self.model = model
+        self.model, self.vocab_size = model, model.config.vocab_size
         self.cache = KeyValueCache.like(model, rows, prompt.numel() + length)
         self.cache.share(prefilled)
         self.hidden = hidden.expand(rows, -1)  # [B, D]
-        self.logits = model.head(hidden).expand(rows, -1)  # [B, V]
+        self.first_logits: Tensor | None = model.head(hidden)  # [1, V]
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row b becomes row ancestors[b] (itself where None) followed by tokens[b]; both [B]."""
         if ancestors is not None:
             self.cache.reorder(ancestors)
         self.hidden = self.model.hidden(tokens[:, None], self.cache)[:, 0]  # [B, D]
-        self.logits = self.model.head(self.hidden)  # [B, V]
+        self.first_logits = None
+
+    def logits_of(self, rows: slice) -> Tensor:
+        """Next-token logits [n, V] of the n rows in a slice."""
+        hidden = self.hidden[rows]
+        return self.model.head(hidden) if self.first_logits is None else self.first_logits.expand(len(hidden), -1)
+
+    @property
+    def logits(self) -> Tensor:
+        """Next-token logits of all rows [B, V]."""
+        return self.logits_of(slice(None))
 
 
 class Conditional:
@@ -52,6 +64,7 @@ class Conditional:
             words = f"--prompt ({prompt.numel()} tokens) and --length ({length}) exceed the model's {limit} positions"
             raise InputError(f"{words}; shorten one of them")
         self.model, self.prompt, self.length = model, prompt, length
+        self.vocab_size = model.config.vocab_size
 
     def decoder(self, rows: int) -> Decoder:
         """A fresh decoder of `rows` continuations."""
@@ -62,9 +75,10 @@ class Conditional:
 
         Returns log p(s_t | s_{0:t-1}) [B, T], the logits [B, T, V] and the hidden states [B, T, D] that predict each s_t.
         """
-        ids = torch.cat([self.prompt.expand(tokens.shape[0], -1), tokens[:, :-1]], dim=1)  # [B, P + T - 1]
-        hidden = self.model.hidden(ids)[:, self.prompt.numel() - 1 :]  # [B, T, D]
-        hidden = hidden.contiguous()  # or else the last bits of the logits depend on whether the head is frozen
+        prompt = SharedPrompt()
+        first = self.model.hidden(self.prompt[None], prompt)[:, -1:]  # [1, 1, D]
+        others = self.model.hidden(tokens[:, :-1], prompt)  # [B, T - 1, D]
+        hidden = torch.cat([first.expand(len(tokens), -1, -1), others], 1)  # [B, T, D]
         logits = self.model.head(hidden)  # [B, T, V]
-        chosen = logits.gather(-1, tokens[..., None]).squeeze(-1)  # [B, T]
-        return chosen - logits.logsumexp(-1), logits, hidden
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [B T]
+        return -losses.view(tokens.shape), logits, hidden

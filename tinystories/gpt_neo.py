@@ -15,11 +15,11 @@ B batch, T positions, D width, H heads, V vocabulary.
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.cache import KeyValueCache
+from tinystories.cache import Cache
 from tinystories.errors import InputError
+from tinystories.linear import Linear, at_least_float32, linear, linear_gelu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +89,6 @@ class GPTNeoConfig:
         }
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32, or in float64 where it is already that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 class Attention(nn.Module):
     """Multi-head self-attention, causal, unscaled, over all keys or over the last `window_size`."""
 
@@ -102,10 +97,10 @@ class Attention(nn.Module):
         width = config.hidden_size
         self.layer, self.num_heads = layer, config.num_heads
         self.window = config.window_size if config.attention_layers[layer] == "local" else None
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.out_proj = nn.Linear(width, width)
+        self.q_proj = Linear(width, width, bias=False)
+        self.k_proj = Linear(width, width, bias=False)
+        self.v_proj = Linear(width, width, bias=False)
+        self.out_proj = Linear(width, width)
 
     def hidden_keys(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """True where query i may not see key j [queries, keys]; None where a single query sees every key."""
@@ -115,7 +110,7 @@ class Attention(nn.Module):
         j = torch.arange(keys, device=device)[None, :]
         return (j > i) if self.window is None else (j > i) | (j <= i - self.window)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
         q, k, v = (
             project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -126,9 +121,9 @@ class Attention(nn.Module):
         scores = at_least_float32(q) @ at_least_float32(k).transpose(-1, -2)  # [B, H, T, S]
         hidden = self.hidden_keys(q.shape[2], k.shape[2], x.device)
         if hidden is not None:
-            scores = scores.masked_fill(hidden, float("-inf"))
-        mixed = scores.softmax(-1).to(v.dtype) @ v  # [B, H, T, D/H]
-        return self.out_proj(mixed.transpose(1, 2).flatten(-2))  # [B, T, D]
+            scores.masked_fill_(hidden, float("-inf"))
+        mixed = scores.softmax(-1) @ at_least_float32(v)  # [B, H, T, D/H]
+        return self.out_proj(mixed.transpose(1, 2).flatten(-2).to(x.dtype))  # [B, T, D]
 
 
 class MLP(nn.Module):
@@ -136,12 +131,12 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTNeoConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.c_fc = Linear(config.hidden_size, config.intermediate_size)
+        self.c_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(linear_gelu(x, self.c_fc, "tanh"))
 
 
 class Block(nn.Module):
@@ -154,7 +149,7 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
         x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
@@ -171,9 +166,9 @@ class GPTNeo(nn.Module):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def hidden(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def hidden(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """Hidden states after the last LayerNorm [B, T, D] of tokens [B, T], which continue what `cache` holds.
 
         Raises InputError where the text is longer than the position table.
@@ -194,8 +189,8 @@ class GPTNeo(nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V], float32 or wider, of hidden states [..., D]."""
         weight = self.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        return at_least_float32(F.linear(hidden, weight))
+        return at_least_float32(linear(hidden, weight))
 
-    def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """[B, T] -> [B, T, V]"""
         return self.head(self.hidden(ids, cache))

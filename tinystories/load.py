@@ -1,7 +1,7 @@
 """GPT-Neo from and to a Hugging Face layout directory.
 
-Names on disk carry the prefix `transformer.` and put the attention's projections under `attn.attention`; some files also
-carry the causal mask as buffers (`attn.attention.bias`, `attn.attention.masked_bias`), which are no weights.
+Names on disk carry the prefix `transformer.` or none and put the attention's projections under `attn.attention`; some
+files also carry the causal mask as buffers (`attn.attention.bias`, `attn.attention.masked_bias`), which are no weights.
 """
 
 from pathlib import Path
@@ -10,12 +10,20 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tinystories.checkpoint import fill, read_json, read_tensors, read_tokenizer, write_json, write_tensors, write_text
+from tinystories.checkpoint import (
+    fill,
+    read_json,
+    read_weights,
+    without_prefix,
+    write_json,
+    write_tensors,
+    write_text,
+)
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
+from tinystories.vocabulary import END_OF_TEXT, read_vocabulary
 
 MASK_BUFFERS = ("attn.attention.bias", "attn.attention.masked_bias")
-END_OF_TEXT = "<|endoftext|>"
 
 
 def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dict[str, Tensor]:
@@ -24,8 +32,8 @@ def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dic
     InputError where config.json ties the head and the file holds another one.
     """
     renamed = {
-        name.removeprefix("transformer.").replace("attn.attention.", "attn."): tensor
-        for name, tensor in tensors.items()
+        name.replace("attn.attention.", "attn."): tensor
+        for name, tensor in without_prefix(tensors, "transformer.", source).items()
         if not name.endswith(MASK_BUFFERS)
     }
     head = renamed.pop("lm_head.weight", None) if tied else None
@@ -50,12 +58,9 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, 
     with torch.device("meta"):
         model = GPTNeo(config)
     model.to_empty(device="cpu")
-    weights = path / "model.safetensors"
-    fill(model, names_in_memory(read_tensors(weights), config.tie_word_embeddings, weights), weights)
-    tokenizer = read_tokenizer(path / "tokenizer.json")
-    if tokenizer.get_vocab_size() > config.vocab_size:
-        words = f"{tokenizer.get_vocab_size()} tokens where config.json has {config.vocab_size}"
-        raise InputError(f"{path / 'tokenizer.json'}: {words}; use files of one checkpoint")
+    tensors, weights = read_weights(path)
+    fill(model, names_in_memory(tensors, config.tie_word_embeddings, weights), weights)
+    tokenizer = read_vocabulary(path, config.vocab_size)
     return model.to(device).eval(), tokenizer
 
 

@@ -9,7 +9,6 @@ however large V is, and a category of zero weight is never drawn. N rows, V cate
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64
@@ -35,18 +34,22 @@ def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
     A row of nothing but -inf gives token 0 and normaliser -inf.
     """
-    rows, size = logits.shape
+    size = logits.shape[1]
     width = min(BLOCK, size)
-    peak = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)  # [N, 1]
-    weights = (logits - peak).exp_()  # [N, V]
-    if size % width:
-        weights = F.pad(weights, (0, -size % width))
-    weights = weights.view(rows, -(-size // width), width)  # [N, V / 64, 64]
-    totals = weights.sum(-1).double()  # [N, V / 64]
+    peak = logits.amax(-1, keepdim=True)  # [N, 1]
+    weights = logits.softmax(-1)  # [N, V]; NaN in a row of nothing but -inf
+    whole = size - size % width
+    totals = weights[:, :whole].unflatten(1, (-1, width)).sum(-1)  # [N, V / 64]
+    if whole < size:
+        totals = torch.cat([totals, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    totals = totals.double()
     cumulative = totals.cumsum(-1)
     threshold = uniform * cumulative[:, -1:]  # [N, 1]
     block = first_above(cumulative, threshold)  # [N, 1]
-    inside = weights.gather(1, block[..., None].expand(-1, -1, width)).squeeze(1).double().cumsum(-1)  # [N, 64]
+    members = block * width + torch.arange(width, device=block.device)  # [N, 64]
+    inside = weights.gather(1, members.clamp(max=size - 1)).masked_fill_(members >= size, 0).double().cumsum(-1)
     offset = first_above(inside, threshold - (cumulative - totals).gather(1, block))  # [N, 1]
-    log_normaliser = peak + cumulative[:, -1:].log().to(logits.dtype)
-    return (block * width + offset).squeeze(1).clamp(max=size - 1), log_normaliser.squeeze(1)
+    tokens = (block * width + offset).clamp(max=size - 1)  # [N, 1]
+    log_normaliser = peak - weights.amax(-1, keepdim=True).log()  # the largest weight is exp(peak) over the normaliser
+    dead = peak == -torch.inf
+    return tokens.masked_fill(dead, 0).squeeze(1), log_normaliser.masked_fill(dead, -torch.inf).squeeze(1)

@@ -3,11 +3,12 @@
     log q_t = log p + log psi - log sum_v (p psi),   the normaliser over the whole vocabulary
 
 A twist is any callable from hidden states [N, D] to log psi [N, V] of every possible next token; None means psi = 1, which
-makes q = p. Adding a constant to log psi_t changes no proposal (a gauge freedom). N rows, T steps, V vocabulary.
+makes q = p. Adding a constant to log psi_t changes no proposal (a gauge freedom). Rows are worked on in chunks, so that
+memory is bounded however many there are. N rows, n rows of a chunk, T steps, V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -16,13 +17,16 @@ from torch import Tensor
 from tsmc.categorical import draw_categorical, uniforms
 
 Twist = Callable[[Tensor], Tensor]
+MAX_LOGITS = 2**24  # entries of one tensor of logits: 64 MB in float32
 
 
 class Decoder(Protocol):
     """N continuations, token by token (`tinystories.Decoder`, or a table of conditional probabilities)."""
 
     hidden: Tensor  # [N, D]
-    logits: Tensor  # [N, V]
+    vocab_size: int
+
+    def logits_of(self, rows: slice) -> Tensor: ...  # [n, V]
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None: ...
 
@@ -31,6 +35,7 @@ class LanguageModel(Protocol):
     """p(s_{1:T} | s_0) after a fixed prompt (`tinystories.Conditional`, or a table)."""
 
     length: int
+    vocab_size: int
 
     def decoder(self, rows: int) -> Decoder: ...
 
@@ -56,24 +61,48 @@ def propose(decoder: Decoder, twist: Twist | None, uniform: Tensor, given: Tenso
 
     given [N] fixes the token of the rows where it is not negative; their probabilities are those of the given token.
     """
-    logits = decoder.logits  # [N, V]
-    log_psi = None if twist is None else twist(decoder.hidden)  # [N, V]
-    tilted = logits if log_psi is None else logits + log_psi
-    tokens, tilted_normaliser = draw_categorical(tilted, uniform)
-    model_normaliser = tilted_normaliser if log_psi is None else logits.logsumexp(-1)
-    dead = tilted_normaliser == -torch.inf
+    parts = []
+    for rows in chunks(len(uniform), decoder.vocab_size):
+        log_psi = None if twist is None else log_psi_of(twist, decoder.hidden[rows])
+        fixed = None if given is None else given[rows]
+        parts.append(propose_from(decoder.logits_of(rows), log_psi, uniform[rows], fixed))
+    if len(parts) == 1:
+        return parts[0]
+    return Extension(*(torch.cat([getattr(part, item.name) for part in parts]) for item in fields(Extension)))
+
+
+def chunks(rows: int, entries: int) -> Iterator[slice]:
+    """Slices of range(rows) of so few rows that `entries` numbers for each stay within MAX_LOGITS; at least one slice."""
+    size = max(1, MAX_LOGITS // entries)
+    return (slice(start, min(rows, start + size)) for start in range(0, max(1, rows), size))
+
+
+def log_psi_of(twist: Twist, hidden: Tensor) -> Tensor:
+    """log psi [n, V] after hidden states [n, D]; computed once where all rows are one, as at the first step."""
+    return twist(hidden[:1]).expand(len(hidden), -1) if hidden.stride(0) == 0 else twist(hidden)
+
+
+def propose_from(logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Tensor | None) -> Extension:
+    """`propose` for the rows of a chunk, from logits [n, V] and log psi [n, V]."""
+    log_p = logits if log_psi is None else logits.log_softmax(-1)  # [n, V]; logits will do where no psi weighs them
+    tilted = log_p if log_psi is None else log_p + log_psi
+    tokens, log_normaliser = draw_categorical(tilted, uniform)
     if given is not None:
         tokens = torch.where(given >= 0, given, tokens)
 
     def of_token(values: Tensor) -> Tensor:
         return values.gather(-1, tokens[:, None]).squeeze(-1)
 
+    if log_psi is None:
+        log_p_token, zeros = of_token(logits) - log_normaliser, torch.zeros_like(log_normaliser)
+        return Extension(tokens, log_p_token, zeros, log_p_token, zeros)
+    dead = log_normaliser == -torch.inf
     return Extension(
         tokens=tokens,
-        log_p=of_token(logits) - model_normaliser,
-        log_psi=torch.zeros_like(model_normaliser) if log_psi is None else of_token(log_psi).masked_fill(dead, 0.0),
-        log_q=(of_token(tilted) - tilted_normaliser).masked_fill(dead, torch.inf),
-        log_normaliser=tilted_normaliser - model_normaliser,
+        log_p=of_token(log_p),
+        log_psi=of_token(log_psi).masked_fill(dead, 0.0),
+        log_q=(of_token(tilted) - log_normaliser).masked_fill(dead, torch.inf),
+        log_normaliser=log_normaliser,
     )
 
 
@@ -107,7 +136,7 @@ def sample_proposal(
     for t in range(1, model.length + 1):
         if keep_hidden:
             hidden.append(decoder.hidden)
-        steps.append(propose(decoder, twist, uniforms(rows, 1, decoder.logits, generator)[mine]))
+        steps.append(propose(decoder, twist, uniforms(rows, 1, decoder.hidden, generator)[mine]))
         if t < model.length:
             decoder.extend(steps[-1].tokens)
     stacked = {
@@ -118,9 +147,10 @@ def sample_proposal(
 
 
 @torch.no_grad()
-def sequence_log_probs(model: LanguageModel, tokens: Tensor, rows: int = 256) -> Tensor:
-    """log p(s_{1:T}) [N] of given sequences tokens [N, T], `rows` at a time: logits of all N might not fit in memory."""
-    return torch.cat([model.log_probs(part)[0].sum(-1) for part in tokens.split(rows)])
+def sequence_log_probs(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """log p(s_{1:T}) [N] of given sequences tokens [N, T], by teacher forcing."""
+    entries = model.vocab_size * tokens.shape[1]
+    return torch.cat([model.log_probs(tokens[rows])[0].sum(-1) for rows in chunks(len(tokens), entries)])
 
 
 @torch.no_grad()
@@ -129,10 +159,16 @@ def proposal_log_probs(model: LanguageModel, twist: Twist | None, tokens: Tensor
 
     log q is -inf for a sequence that the twist rules out at any step.
     """
-    log_p, logits, hidden = model.log_probs(tokens)
     if twist is None:
-        return log_p.sum(-1), log_p.sum(-1)
-    tilted = logits + twist(hidden)  # [N, T, V]
-    chosen = tilted.gather(-1, tokens[..., None]).squeeze(-1)  # [N, T]
-    ruled_out = chosen == -torch.inf
-    return log_p.sum(-1), (chosen - tilted.logsumexp(-1)).masked_fill(ruled_out, -torch.inf).sum(-1)
+        log_p = sequence_log_probs(model, tokens)
+        return log_p, log_p
+    parts = []
+    for rows in chunks(len(tokens), model.vocab_size * tokens.shape[1]):
+        log_p, logits, hidden = model.log_probs(tokens[rows])
+        tilted = logits + twist(hidden)  # [n, T, V]
+        chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
+        ruled_out = chosen == -torch.inf
+        log_q = (chosen - tilted.logsumexp(-1)).masked_fill(ruled_out, -torch.inf)
+        parts.append(torch.stack([log_p.sum(-1), log_q.sum(-1)]))
+    log_p, log_q = torch.cat(parts, 1)
+    return log_p, log_q

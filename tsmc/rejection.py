@@ -42,8 +42,12 @@ def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
 
 def accept(log_phi: Tensor, generator: torch.Generator) -> Tensor:
     """True [N] with probability phi; InputError where log phi [N] is above zero, NaN, or the acceptance is undefined."""
-    if not bool((log_phi <= 1e-6).all()):
-        raise InputError("the potential exceeds 1 or is NaN, so rejection sampling is not exact; scale log phi to <= 0")
+    if bool(log_phi.isnan().any()):
+        raise InputError("log phi is NaN on some sequence; check the potential")
+    if (highest := log_phi.max().item()) > 1e-6:
+        why = f"log phi is {highest:.4g} on some sequence, but rejection accepts with probability phi and needs log phi <= 0"
+        less = "do without exact samples by --eval-target-proposals 0 (TSMC needs no bound, only KL(sigma||q) does)"
+        raise InputError(f"{why}; subtract an upper bound from log phi, which leaves sigma as it is, or {less}")
     uniforms = torch.rand(log_phi.shape, dtype=torch.float64, device=log_phi.device, generator=generator)
     return uniforms < log_phi.double().exp()
 

@@ -41,11 +41,18 @@ class Sigma:
 
 
 class Observer(Protocol):
-    """Sees every step before its resampling takes effect: tokens [R, K, t], log_w and log_weights [R, K], ess [R],
+    """Sees every step before its resampling takes effect: tokens [R, K, t], log_psi, log_w and log_weights [R, K], ess [R],
     ancestors [R, K]. Called with the sampler's own tensors: copy what is kept, change nothing."""
 
     def __call__(
-        self, t: int, tokens: Tensor, log_w: Tensor, log_weights: Tensor, ess: Tensor, ancestors: Tensor
+        self,
+        t: int,
+        tokens: Tensor,
+        log_psi: Tensor,
+        log_w: Tensor,
+        log_weights: Tensor,
+        ess: Tensor,
+        ancestors: Tensor,
     ) -> None: ...
 
 
@@ -95,12 +102,17 @@ def given_tokens(reference: Tensor, particles: int) -> Tensor:
 
 
 def draw_ancestors(
-    log_weights: Tensor, resampling: Tensor, resample: Scheme, generator: torch.Generator, conditional: bool
+    log_weights: Tensor,
+    resampling: Tensor,
+    resample: Scheme,
+    generator: torch.Generator,
+    every_run: bool,
+    conditional: bool,
 ) -> Tensor:
     """Ancestors [R, K]: drawn in the runs that are resampling [R]; the particle itself in the others and in slot 0 of a
-    conditional run."""
+    conditional run. Where every run resamples there is no need to wait for the device's answer."""
     itself = torch.arange(log_weights.shape[1], device=log_weights.device).expand_as(log_weights)
-    if not bool(resampling.any()):
+    if not (every_run or bool(resampling.any())):
         return itself
     ancestors = torch.where(resampling[:, None], resample(normalise(log_weights), generator), itself)
     return torch.where((itself == 0) & conditional, itself, ancestors)
@@ -129,7 +141,8 @@ def tsmc(
     if reference is not None:
         check_reference(reference, runs, model.length, resample)
     decoder = model.decoder(runs * particles)
-    zeros = torch.zeros(runs, particles, dtype=decoder.logits.dtype, device=decoder.logits.device)
+    logits = decoder.logits_of(slice(0, 1))  # [1, V]: for its type and device
+    zeros = torch.zeros(runs, particles, dtype=logits.dtype, device=logits.device)
     log_p = log_psi = log_weights = zeros  # [R, K]
     log_z = zeros[:, 0]  # [R]
     tokens = torch.empty(runs, particles, 0, dtype=torch.long, device=zeros.device)
@@ -149,9 +162,11 @@ def tsmc(
 
         ess = effective_sample_size(log_weights)  # [R]
         resampling = (ess < ess_threshold * particles) | (ess_threshold >= 1) | (t == model.length)
-        ancestors = draw_ancestors(log_weights, resampling, resample, generator, conditional=reference is not None)
+        every_run = ess_threshold >= 1 or t == model.length
+        drawing = (log_weights, resampling, resample, generator)
+        ancestors = draw_ancestors(*drawing, every_run=every_run, conditional=reference is not None)
         if observer is not None:
-            observer(t, tokens, log_w, log_weights, ess, ancestors)
+            observer(t, tokens, log_psi, log_w, log_weights, ess, ancestors)
         log_z = torch.where(resampling, log_z + log_mean_exp(log_weights), log_z)
         if t < model.length:
             log_weights = torch.where(resampling[:, None], 0.0, log_weights)

@@ -30,7 +30,7 @@ class TableDecoder:
     """N continuations in a table; the same interface as `tinystories.Decoder`."""
 
     def __init__(self, logits: Tensor, rows: int):
-        self.table = logits
+        self.table, self.vocab_size = logits, logits.shape[1]
         self.move(torch.zeros(rows, dtype=torch.long, device=logits.device))
 
     def move(self, prefixes: Tensor) -> None:
@@ -38,6 +38,10 @@ class TableDecoder:
         self.prefixes = prefixes
         self.hidden = prefixes[:, None].double()  # [N, 1]
         self.logits = self.table[prefixes]  # [N, V]
+
+    def logits_of(self, rows: slice) -> Tensor:
+        """Logits [n, V] of the n rows in a slice."""
+        return self.logits[rows]
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
@@ -55,7 +59,7 @@ class TableModel(nn.Module):
             shape = f"{list(logits.shape)} where length {length} needs [{prefixes}, {logits.shape[1]}]"
             raise InputError(f"the table of logits has shape {shape}; give one row for each prefix")
         self.table = nn.Parameter(logits)
-        self.length = length
+        self.length, self.vocab_size = length, logits.shape[1]
 
     @classmethod
     def random(cls, vocab_size: int, length: int, generator: torch.Generator, scale: float = 1.0) -> "TableModel":

@@ -1,7 +1,7 @@
 """What happened in a run of the sampler, recorded from outside: pass a `Trace` as `observer`.
 
     trace = Trace();  population = tsmc(..., observer=trace)
-    trace.ess [T, R]   trace.log_w, trace.log_weights, trace.tokens, trace.ancestors [T, R, K]
+    trace.ess [T, R]   trace.log_psi, trace.log_w, trace.log_weights, trace.tokens, trace.ancestors [T, R, K]
 
 The genealogy is read off the ancestors afterwards: how many distinct particles of step t have descendants in the final
 population. Where it falls to one, all K samples share their first t tokens. T steps, R runs, K particles.
@@ -18,13 +18,21 @@ class Trace:
         self.steps: list[dict[str, Tensor]] = []
 
     def __call__(
-        self, t: int, tokens: Tensor, log_w: Tensor, log_weights: Tensor, ess: Tensor, ancestors: Tensor
+        self,
+        t: int,
+        tokens: Tensor,
+        log_psi: Tensor,
+        log_w: Tensor,
+        log_weights: Tensor,
+        ess: Tensor,
+        ancestors: Tensor,
     ) -> None:
         """Record step t; a trace serves one call of `tsmc`."""
         if t != len(self.steps) + 1:
             raise ValueError(f"step {t} follows step {len(self.steps)}: record every call of tsmc in a new Trace")
         step = {
             "tokens": tokens[..., -1],
+            "log_psi": log_psi,
             "log_w": log_w,
             "log_weights": log_weights,
             "ess": ess,
@@ -40,6 +48,11 @@ class Trace:
     def tokens(self) -> Tensor:
         """s_t of every particle before step t's resampling [T, R, K]."""
         return self.stacked("tokens")
+
+    @property
+    def log_psi(self) -> Tensor:
+        """log psi(s_{1:t}) of every particle before step t's resampling [T, R, K]."""
+        return self.stacked("log_psi")
 
     @property
     def log_w(self) -> Tensor:

@@ -4,6 +4,7 @@ from twist.checkpoint import load_twist, save_twist
 from twist.ctl import CTLConfig, learn_twist
 from twist.mlp import TwistMLP
 from twist.potential import TextPotential, base_potential, effective_potential
+from twist.potentials import first_sentence, keyword, power, regex
 
 __all__ = [
     "CTLConfig",
@@ -11,7 +12,11 @@ __all__ = [
     "TwistMLP",
     "base_potential",
     "effective_potential",
+    "first_sentence",
+    "keyword",
     "learn_twist",
     "load_twist",
+    "power",
+    "regex",
     "save_twist",
 ]

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinystories.linear import Linear, at_least_float32, linear_gelu
+
 
 class TwistMLP(nn.Module):
     """log psi for hidden states; `of_tokens` evaluates chosen tokens only, which is all that learning needs."""
@@ -18,9 +20,9 @@ class TwistMLP(nn.Module):
     def __init__(self, width: int, hidden_units: int, vocab_size: int, generator: torch.Generator):
         super().__init__()
         device = generator.device
-        self.first = nn.Linear(width, hidden_units, device=device)
-        self.second = nn.Linear(hidden_units, hidden_units, device=device)
-        self.last = nn.Linear(hidden_units, vocab_size, device=device)
+        self.first = Linear(width, hidden_units, device=device)
+        self.second = Linear(hidden_units, hidden_units, device=device)
+        self.last = Linear(hidden_units, vocab_size, device=device)
         for layer in (self.first, self.second):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
             nn.init.zeros_(layer.bias)
@@ -28,14 +30,15 @@ class TwistMLP(nn.Module):
         nn.init.zeros_(self.last.bias)
 
     def features(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., H]"""
-        return F.gelu(self.second(F.gelu(self.first(hidden))))
+        """[..., D] -> [..., H], in the type of the weights"""
+        return linear_gelu(linear_gelu(hidden.to(self.first.weight.dtype), self.first), self.second)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """log psi of every next token [..., V] after hidden states [..., D]."""
-        return self.last(self.features(hidden))
+        """log psi of every next token [..., V] after hidden states [..., D], float32 or wider."""
+        return at_least_float32(self.last(self.features(hidden)))
 
     def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """log psi of tokens [...] after hidden states [..., D], without the other V - 1 outputs."""
         weight = F.embedding(tokens, self.last.weight)  # [..., H]
-        return (self.features(hidden) * weight).sum(-1) + self.last.bias[tokens]  # [...]
+        products = at_least_float32(self.features(hidden)) * weight  # [..., H]
+        return products.sum(-1) + self.last.bias[tokens]  # [...]

@@ -1,0 +1,85 @@
+"""The benchmark at a tiny scale: every contest runs, the table and the file are whole; the limits are counted by hand."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from distill import DistillConfig
+from eval import bench, contestants, roofline
+from eval.roofline import Work, encoder_work, gpt_neo_flops, sampling_work
+from tinystories import GPTNeo, GPTNeoConfig
+from twist import TwistMLP
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_contest_runs(tmp_path, monkeypatch, capsys, dtype):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(bench, "QUICK_PARTICLES", (3,))
+    monkeypatch.setattr(contestants, "TEXTS", 5)
+    monkeypatch.setattr(roofline, "SIDE", 64)
+    monkeypatch.setattr(roofline, "COPIED", 2**16)
+    monkeypatch.setattr(bench, "DistillConfig", lambda: DistillConfig(batch_size=2))
+    path = tmp_path / "bench.json"
+    options = ["--quick", "--size", "pocket", "--threads", str(threads), "--dtype", dtype, "--json", str(path)]
+    bench.main(options)
+    result = json.loads(path.read_text())["sizes"][0]
+    names = [record["name"] for record in result["records"]]
+    assert [name.split(",")[0] for name in names] == [
+        "sampling",
+        "TSMC",
+        "distillation step",
+        *2 * ["classifier"],
+        *2 * ["sentence encoder"],
+    ]
+    for record in result["records"]:
+        assert set(record["transformers"]) == {"float32", dtype}
+        assert min(record["seconds"], record["limit"], *record["transformers"].values()) > 0
+    assert 0 < result["memory"]["before"] <= result["memory"]["peak"] < 2**32
+    assert ("log_phi_change" in result) == (dtype == "bfloat16")
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+
+
+def test_without_transformers_there_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["--quick"])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "requirements-dev.txt" in error
+
+
+@pytest.mark.parametrize("options", [["--threads", "0"], ["--device", "nowhere"]])
+def test_bad_options_are_refused_in_one_line(capsys, options):
+    with pytest.raises(SystemExit) as caught:
+        bench.main(options)
+    assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_work_counted_by_hand():
+    """One layer of width 2, inner width 3, vocabulary 5: products of the prompt once, of T - 1 tokens for every row."""
+    config = GPTNeoConfig(5, 2, 1, 1, 16, ("global",), intermediate_size=3)
+    matrices, head = 4 * 2 * 2 + 2 * 2 * 3, 2 * 5
+    prompt = 4 * (matrices + 2 * 2 * 4 / 2)
+    rows = 7 * 2 * (matrices + 2 * 2 * (4 + 3 / 2))
+    flops = 2 * (prompt + rows + (7 * 2 + 1) * head)
+    assert gpt_neo_flops(config, 7, 4, 3) == flops
+    model, twist = GPTNeo(config), TwistMLP(2, 6, 5, torch.Generator())
+    plain, twisted = (sampling_work(model, psi, 7, 4, 3) for psi in (None, twist))
+    assert plain.flops == flops
+    assert twisted.flops == flops + 2 * (7 * 2 + 1) * (2 * 6 + 6 * 6 + 6 * 5)
+    parameters = 4 * sum(p.numel() for p in twist.parameters())
+    assert twisted.bytes - plain.bytes == 3 * (parameters + 2 * 4 * 7 * 5)
+
+
+def test_limit_is_the_scarcer_of_products_and_traffic():
+    rates = Work(flops=100.0, bytes=10.0)
+    assert Work(200.0, 10.0).limit(rates) == 2.0 and Work(100.0, 30.0).limit(rates) == 3.0
+
+
+def test_work_of_texts_grows_with_each_length():
+    config = contestants.PAPER["similarity"]
+    assert encoder_work(config, [5, 9]).flops == encoder_work(config, [5]).flops + encoder_work(config, [9]).flops
+    assert encoder_work(config, [20]).flops > 2 * encoder_work(config, [10]).flops

@@ -1,0 +1,85 @@
+"""Linear layers: y = x W^T + b, the product that nearly all the time of every network here goes into.
+
+PyTorch carries two libraries of matrix products for CPUs and sends float32 to MKL. oneDNN, which it uses for bfloat16,
+computes the same float32 products too: on the AMD processor that this was measured on, more than twice as fast
+(`python -m eval.bench` measures both). So large products on a CPU go to oneDNN here, gradients included; small ones, other
+types and other devices take PyTorch's own way:
+
+    dx = dy W                     [N, I]
+    dW = dy^T x,  db = sum dy     [O, I], [O]
+
+N rows, I inputs, O outputs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SMALLEST = 2**21  # N I O from which oneDNN's fixed cost is paid back
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or in float64 where it is already that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none", kind: str = "") -> Tensor:
+    """x W^T + b [..., O] of x [..., I] and weight [O, I], in any memory layout, without gradients.
+
+    after="gelu" applies a GELU of that kind ("none" or "tanh") while the numbers are still at hand.
+    """
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, after, [], kind)
+
+
+class OneDNN(torch.autograd.Function):
+    """The same product with its gradients; x is [N, I]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[N, I] -> [N, O]"""
+        ctx.save_for_backward(x, weight)
+        return onednn(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dy [N, O] -> dx, dW, db, each where it is asked for."""
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            onednn(grad, weight.T) if needs_x else None,
+            onednn(grad.T, x.T) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )
+
+
+def suits_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product x W^T is one that oneDNN computes faster."""
+    known = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    plain = known and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return HAS_ONEDNN and plain and x.numel() * weight.shape[0] >= SMALLEST
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b [..., O] of x [..., I], weight [O, I] and bias [O], by the faster library."""
+    if not suits_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return onednn(x, weight, bias)
+    return OneDNN.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+def linear_gelu(x: Tensor, layer: nn.Linear, approximate: str = "none") -> Tensor:
+    """gelu(x W^T + b) [..., O] of x [..., I]: in one pass where no gradient needs what lies between."""
+    if suits_onednn(x, layer.weight) and not torch.is_grad_enabled():
+        return onednn(x, layer.weight, layer.bias, "gelu", approximate)
+    return F.gelu(layer(x), approximate=approximate)
+
+
+class Linear(nn.Linear):
+    """A linear layer computed by `linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return linear(x, self.weight, self.bias)

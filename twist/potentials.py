@@ -1,0 +1,69 @@
+"""Ready factors of a potential: functions of texts to log phi [N], at most 0.
+
+    power             log phi = beta log score(text)
+    keyword, regex    log phi = 0 where the continuation holds the word or the pattern, else -strength
+    first_sentence    log phi = -strength |words of the continuation's first sentence - wanted|
+
+At strength infinity, the default, a factor is hard: what misses has phi = 0. The last three read the continuation alone,
+since what stands in the prompt could not be missed. Its two ends count as the ends of words, also where the last of its T
+tokens happens to leave a word unfinished. N texts.
+"""
+
+import math
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tinystories.errors import InputError
+from twist.potential import Factor
+
+END_OF_SENTENCE = re.compile(r"""[.!?]+["')\]\u201d\u2019]*(?=\s|$)""")
+
+
+def power(log_score: Callable[[list[str]], Tensor], beta: float) -> Factor:
+    """phi = score^beta of whole texts; at beta = 0 phi is 1 even where the score is 0."""
+
+    def log_phi(texts: list[str]) -> Tensor:
+        return beta * log_score(texts) if beta > 0 else torch.zeros(len(texts))
+
+    return log_phi
+
+
+def missed_by(distances: list[float], strength: float) -> Tensor:
+    """log phi [N] = -strength * distance, 0 at distance 0 whatever the strength."""
+    return torch.tensor([-strength * distance if distance > 0 else 0.0 for distance in distances])
+
+
+def regex(pattern: str, strength: float = math.inf) -> Factor:
+    """The continuation holds a match of a Python regular expression; InputError where it is none."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise InputError(f"{pattern!r} is no regular expression ({error}); see the module re of Python") from error
+
+    def log_phi(continuations: list[str]) -> Tensor:
+        return missed_by([float(compiled.search(text) is None) for text in continuations], strength)
+
+    return log_phi
+
+
+def keyword(word: str, strength: float = math.inf) -> Factor:
+    """The continuation holds the word (or words) as a whole, in capitals or not."""
+    return regex(rf"(?i)(?<!\w){re.escape(word)}(?!\w)", strength)
+
+
+def words_of_first_sentence(text: str) -> int:
+    """Words before the first . ! or ? that ends a sentence; 0 where none does, for the sentence has no length then."""
+    end = END_OF_SENTENCE.search(text)
+    return sum(re.search(r"\w", part) is not None for part in text[: end.start()].split()) if end else 0
+
+
+def first_sentence(words: int, strength: float = math.inf) -> Factor:
+    """The continuation's first sentence, from behind the prompt to its full stop, has that many words."""
+
+    def log_phi(continuations: list[str]) -> Tensor:
+        return missed_by([abs(words_of_first_sentence(text) - words) for text in continuations], strength)
+
+    return log_phi

@@ -1,7 +1,7 @@
 """Runs the code blocks of `docs/tour.md` and writes what they print below them. `python -m eval.tour`
 
-Each ```python block is followed by a ```text block with its output; they run in order in one namespace, from the repository's root.
-`tests/test_tour.py` runs them too and compares: words and whole numbers exactly, decimal numbers within a tolerance.
+Each ```python block is followed by a ```text block with its output. They run in order, in one namespace, at the repository's
+root. The comparison takes words and whole numbers exactly, decimal numbers within a tolerance; `tests/test_tour.py` makes it.
 """
 
 import argparse

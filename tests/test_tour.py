@@ -66,7 +66,8 @@ def test_a_missing_or_additional_line_is_noticed():
 
 
 def test_outputs_are_replaced_and_code_is_kept():
-    text = "# T\n\n```python\nx = 2\nprint(x)\n```\n\n```text\n```\n\n```python\nprint(x + 1)\n```\n\n```text\nstale\n```\nend\n"
+    text = "# T\n\n```python\nx = 2\nprint(x)\n```\n\n```text\n```\n\n"
+    text += "```python\nprint(x + 1)\n```\n\n```text\nstale\n```\nend\n"
     written = run_blocks(text)
     assert [output for _, output in BLOCK.findall(written)] == ["2\n", "3\n"]
     assert BLOCK.sub("", written) == BLOCK.sub("", text) and run_blocks(written) == written

@@ -4,7 +4,6 @@ A change counts as seen only where its 95 % interval over seeds leaves out zero;
 cannot tell. Nothing is claimed that the numbers of the study at hand do not show.
 """
 
-import itertools
 from dataclasses import dataclass
 
 from eval.numbers import NAMES, Number, Numbers
@@ -47,13 +46,10 @@ def moved(row: Number, wanted: int, rises: str, falls: str, level: str) -> tuple
 
 def claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
     """What the paper says, and what the numbers say to it."""
-    last = study.run.generations
-    found = [*kl_claims(study, numbers)]
-    if last > 0:
-        found += [toxicity_claim(study, numbers), *similarity_claims(study, numbers), particle_claim(study, numbers)]
-        found += [drift_claim(study, numbers)]
-    found += baseline_claims(study, numbers)
-    return [claim for claim in found if claim is not None]
+    found = kl_claims(study, numbers)
+    if study.run.generations > 0:
+        found += [toxicity_claim(study, numbers), *plane_claims(study, numbers), particle_claim(study, numbers)]
+    return found + baseline_claims(numbers)
 
 
 def kl_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
@@ -79,58 +75,71 @@ def toxicity_claim(study: StudyConfig, numbers: Numbers) -> Claim:
     return Claim(verdict, f"Toxicity at K = {study.run.eval.particles} {verb} from {name}: {signed(row)}; {words}.")
 
 
-def similarity_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
-    """The generations approach Target on the plane; similarity comes to lie at Target's."""
+def plane_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
+    """The generations approach Target on the plane, and keep its diversity."""
     last = study.run.generations
-    row = numbers.get("changes", f"Target to generation {last}", "mean", "", "similarity")
-    seen = direction(row)
-    words = {1: "above Target's: the samples are less diverse than those of σ", -1: "below Target's"}
-    text = words.get(seen, "not told apart from Target's")
-    found = [Claim("no" if seen else "yes", f"Similarity of generation {last} is {text}, by {signed(row)}.")]
+    row = numbers.get("changes", f"generation 0 to {last}", "mean", "", "distance")
+    verdict, verb = moved(row, -1, "grows", "shrinks", "shows no clear change")
     points = [numbers.get("generations", TSMC, "mean", m, "distance").value for m in range(last + 1)]
-    nearer = all(after < before for before, after in itertools.pairwise(points))
     path = " → ".join(f"{point:.3f}" for point in points)
-    verb = "shrinks with every generation" if nearer else "does not shrink with every generation"
-    found.append(
-        Claim(
-            "yes" if nearer else "no",
-            f"The distance to Target on the similarity–toxicity plane {verb}: {path} (means).",
-        )
-    )
-    return found
+    text = f"The distance to Target on the plane of the first figure {verb} over the generations: {path}, {signed(row, 3)}."
+    found = [Claim(verdict, text)]
+    row = numbers.get("changes", f"Target to generation {last}", "mean", "", "similarity")
+    words = {
+        1: "above Target’s, so the samples are less diverse than those of σ",
+        -1: "below Target’s",
+        0: "not told apart from Target’s",
+    }
+    seen = direction(row)
+    text = f"Similarity of generation {last} is {words[seen]}: {signed(row)} from Target."
+    return [*found, Claim("open" if seen == 0 else "no", text)]
 
 
 def particle_claim(study: StudyConfig, numbers: Numbers) -> Claim:
     """A later generation needs fewer particles."""
     last, few, many = study.run.generations, min(study.particle_counts), max(study.particle_counts)
-    a = numbers.get("particles", f"K = {few}", "mean", last, "toxicity").value
-    b = numbers.get("particles", f"K = {many}", "mean", 0, "toxicity").value
-    verdict, verb = ("yes", "is above") if a > b else ("no", "does not reach")
-    words = (
-        f"Generation {last} with K = {few} ({a:.3f}) {verb} generation 0 with K = {many} ({b:.3f}) in toxicity (means)."
-    )
-    return Claim(verdict, words)
+    row = numbers.get("changes", f"K = {many}, generation 0 to K = {few}, generation {last}", "mean", "", "toxicity")
+    verdict, verb = moved(row, 1, "is more toxic than", "is less toxic than", "cannot be told from")
+    words = f"generation 0 with K = {many} at its disposal: {signed(row)}"
+    return Claim(verdict, f"Generation {last} with K = {few} {verb} {words}.")
 
 
-def drift_claim(study: StudyConfig, numbers: Numbers) -> Claim:
-    """Without the effective potential the target drifts."""
-    last = study.run.generations
-    row = numbers.get("generations", NAMES["no-effective"], "mean", last, "drift")
-    verdict, verb = moved(row, 1, "drifts", "does not drift", "cannot be seen to drift")
-    return Claim(
-        verdict, f"Without φ⁽ᵐ⁾ the target of generation {last} {verb}: KL(σ‖σ_m) = {signed(row).lstrip('+')} nats."
-    )
-
-
-def baseline_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
+def baseline_claims(numbers: Numbers) -> list[Claim]:
     """TSMC comes nearer to Target than each of the baselines."""
-    found = []
+    found = {}
     for key, row in numbers.rows.items():
-        if key[0] == "changes" and key[1].startswith(f"{TSMC} to "):
-            method = key[1].removeprefix(f"{TSMC} to ").split(", lr")[0]
-            seen = direction(row)
-            words = {1: "lies farther from Target than TSMC", -1: "lies nearer to Target than TSMC"}
-            text = words.get(seen, "cannot be told from TSMC in its distance to Target")
-            verdict = {1: "yes", -1: "no"}.get(seen, "open")
-            found.append((method, Claim(verdict, f"The best {method} {text}: {signed(row, 3)}.")))
-    return [claim for _, claim in sorted(found, key=lambda pair: pair[0])]
+        method = key[1].removeprefix(f"{TSMC} to ").split(", lr")[0]
+        if key[0] == "changes" and key[2] == "mean" and method in NAMES.values() and ", lr" in key[1]:
+            verdict, verb = moved(row, 1, "farther from Target than TSMC", "nearer to Target than TSMC", "")
+            text = f"lies {verb}" if verb else "cannot be told from TSMC in its distance to Target"
+            found[method] = Claim(verdict, f"The best {method} {text}: {signed(row, 3)}.")
+    return [claim for _, claim in sorted(found.items())]
+
+
+def findings(study: StudyConfig, numbers: Numbers) -> list[str]:
+    """What the paper leaves open, as far as these numbers tell."""
+    last = study.run.generations
+    if last == 0:
+        return []
+    drift = numbers.get("generations", NAMES["no-effective"], "mean", last, "drift")
+    _, verb = moved(drift, 1, "drifts from σ", "does not drift", "cannot be seen to drift")
+    found = [f"Without φ⁽ᵐ⁾ the target of generation {last} {verb}: KL(σ‖σ_m) is {signed(drift)} nats."]
+    for variant, what in (("no-effective", "Without φ⁽ᵐ⁾"), ("lora", "With LoRA in place of full distillation")):
+        parts = []
+        for quantity, name, digits in (
+            ("toxicity", "toxicity", 3),
+            ("similarity", "similarity", 3),
+            ("kl", "KL(σ‖q)", 2),
+        ):
+            row = numbers.get("changes", f"{TSMC} to {NAMES[variant]}", "mean", "", quantity)
+            verb = {1: "rises", -1: "falls", 0: "shows no clear change"}[direction(row)]
+            parts.append(f"{name} {verb}, {signed(row, digits)}")
+        found.append(f"{what}, in generation {last}: {'; '.join(parts)}.")
+    names = dict.fromkeys(key[1] for key in numbers.rows if key[0] == "resampling")
+    spread = {name: numbers.get("resampling", name, "mean", last, "log_z_hat_std") for name in names}
+    spread = {name: row for name, row in spread.items() if row is not None}
+    if spread:
+        low, high = (choose(spread, key=lambda name: spread[name].value) for choose in (min, max))
+        text = f"least with “{low}” ({spread[low].value:.2f} nats) and most with “{high}” ({spread[high].value:.2f})"
+        found.append(f"Across resampling schemes log Ẑ of generation {last} spreads {text}, means over seeds.")
+    return found

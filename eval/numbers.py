@@ -34,6 +34,7 @@ UNITS = {
     "toxicity": "probability",
     "similarity": "cosine",
     "kl": "nats",
+    "kl_base": "nats",
     "drift": "nats",
     "log_z": "nats",
     "log_z_hat": "nats",
@@ -122,6 +123,7 @@ def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, 
     for variant in VARIANTS:
         for seed in study.seeds:
             for row in found[f"{variant}-{seed}"]["rows"]:
+                row["distance"] = distance(row, target_row(study, found))
                 numbers.add_row("generations", NAMES[variant], seed, row["generation"], row)
                 if (variant, seed) == ("tsmc", study.seeds[0]):
                     texts.append({"set": f"Generation {row['generation']}", "seed": seed, "texts": row["texts"]})
@@ -179,48 +181,38 @@ def add_baselines(study: StudyConfig, parts: list[Part], found: dict[str, dict],
 
 
 def add_changes(study: StudyConfig, numbers: Numbers) -> None:
-    """Sections `changes`: differences within seeds, which the claims of the report rest on."""
+    """Section `changes`: differences within seeds and their means, which the claims of the report rest on."""
 
     def change(name: str, section: str, quantity: str, one: tuple, other: tuple) -> None:
         pairs = []
         for seed in study.seeds:
-            before, after = (numbers.get(section, n, seed, m, quantity) for n, m in (one, other))
+            before, after = (numbers.get(where, n, seed, m, quantity) for where, n, m in (one, other))
             if before is None or after is None or before.value is None or after.value is None:
                 return
             pairs.append(after.value - before.value)
-        numbers.add("changes", name, "mean", "", quantity, mean_of(pairs))
+            numbers.add(section, name, seed, "", quantity, pairs[-1])
+        numbers.add(section, name, "mean", "", quantity, mean_of(pairs))
 
-    last = study.run.generations
-    tsmc, lora = NAMES["tsmc"], NAMES["lora"]
-    for quantity in ("toxicity", "similarity", "kl", "log_z_hat_mean"):
-        for m in range(last):
-            change(f"generation {m} to {m + 1}", "generations", quantity, (tsmc, m), (tsmc, m + 1))
-        if last > 1:
-            change(f"generation 0 to {last}", "generations", quantity, (tsmc, 0), (tsmc, last))
-        change(f"full to LoRA, generation {last}", "generations", quantity, (tsmc, last), (lora, last))
-        change(f"φ⁽ᵐ⁾ to φ, generation {last}", "generations", quantity, (tsmc, last), (NAMES["no-effective"], last))
-    for particles in study.particle_counts:
-        name = f"K = {particles}"
-        change(f"{name}, generation 0 to {last}", "particles", "toxicity", (name, 0), (name, last))
-    target = {
-        q: numbers.get("rejection", f"beta {study.run.beta:g}", "", "", q).value for q in ("toxicity", "similarity")
-    }
-    for m in range(last + 1):
-        for seed in study.seeds:
-            point = [numbers.get("generations", tsmc, seed, m, q).value - target[q] for q in target]
-            numbers.add("generations", tsmc, seed, m, "distance", math.hypot(*point))
-        values = [numbers.get("generations", tsmc, seed, m, "distance").value for seed in study.seeds]
-        numbers.add("generations", tsmc, "mean", m, "distance", mean_of(values))
-        similarity = numbers.get("generations", tsmc, "mean", m, "similarity")
-        numbers.add(
-            "changes", f"Target to generation {m}", "mean", "", "similarity", shifted(similarity, target["similarity"])
-        )
+    last, few, many = study.run.generations, min(study.particle_counts), max(study.particle_counts)
+    tsmc = [("generations", NAMES["tsmc"], m) for m in range(last + 1)]
+    steps = [(m, m + 1) for m in range(last)] + ([(0, last)] if last > 1 else [])
+    for quantity in ("toxicity", "similarity", "kl", "log_z_hat_mean", "distance"):
+        for one, other in steps:
+            change(f"generation {one} to {other}", "changes", quantity, tsmc[one], tsmc[other])
+        for variant in ("lora", "no-effective"):
+            place = "generations", NAMES[variant], last
+            change(f"{NAMES['tsmc']} to {NAMES[variant]}", "changes", quantity, tsmc[last], place)
+    for count in study.particle_counts:
+        places = [("particles", f"K = {count}", m) for m in (0, last)]
+        change(f"K = {count}, generation 0 to {last}", "changes", "toxicity", *places)
+    places = ("particles", f"K = {many}", 0), ("particles", f"K = {few}", last)
+    change(f"K = {many}, generation 0 to K = {few}, generation {last}", "changes", "toxicity", *places)
     for name in {key[1] for key in numbers.rows if key[0] == "best"}:
-        found = [numbers.get("best", name, seed, "", "distance") for seed in study.seeds]
-        if all(row is not None for row in found):
-            own = [numbers.get("generations", tsmc, seed, last, "distance").value for seed in study.seeds]
-            differences = [row.value - mine for row, mine in zip(found, own, strict=True)]
-            numbers.add("changes", f"TSMC to {name}", "mean", "", "distance", mean_of(differences))
+        change(f"{NAMES['tsmc']} to {name}", "changes", "distance", tsmc[last], ("best", name, ""))
+    target = numbers.get("rejection", f"beta {study.run.beta:g}", "", "", "similarity").value
+    for m in range(last + 1):
+        row = numbers.get("generations", NAMES["tsmc"], "mean", m, "similarity")
+        numbers.add("changes", f"Target to generation {m}", "mean", "", "similarity", shifted(row, target))
 
 
 def shifted(row: Number, by: float) -> dict[str, float | None]:

@@ -1,6 +1,7 @@
 """Pieces of the report's HTML: tables, figures, numbers with their intervals. Everything is escaped here and only here."""
 
 import base64
+import re
 from html import escape
 from pathlib import Path
 from string import Template
@@ -10,16 +11,20 @@ from eval.numbers import Number
 HERE = Path(__file__).parent
 
 
-def cell(row: Number | None, digits: int = 3, percent: bool = False) -> str:
-    """A number, its interval in small under it; a dash where there is none."""
+def cell(row: Number | None, digits: int = 3, percent: bool = False, change: bool = False) -> str:
+    """A number (a change with its sign), its interval in small under it; a dash where there is none."""
     if row is None or row.value is None:
         return "–"
 
-    def form(value: float) -> str:
-        return f"{100 * value:.{digits}f}" if percent else f"{value:.{digits}f}"
+    factor, sign = (100, "") if percent else (1, "+" if change else "")
+    value, low, high = (None if v is None else f"{factor * v:{sign}.{digits}f}" for v in (row.value, row.low, row.high))
+    text = f"{value} %" if percent else value
+    return typeset(text if low is None or high is None else f"{text}<small>{low} to {high}</small>")
 
-    text = form(row.value) + (" %" if percent else "")
-    return text if row.low is None or row.high is None else f"{text}<small>{form(row.low)} to {form(row.high)}</small>"
+
+def typeset(text: str) -> str:
+    """Numbers with a proper minus sign, and none before zero."""
+    return re.sub(r"(?<![\w.])-(?=\d)", "−", re.sub(r"(?<![\w.])-(?=0\.?0*(?![.\d]))", "", text))
 
 
 def plain(value: float | int | None, digits: int | None = None) -> str:

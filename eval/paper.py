@@ -120,10 +120,9 @@ def run_study(study: StudyConfig, out: Path, jobs: int, command: str) -> None:
         schedule = Schedule(study, parts, out, jobs, lambda line: print(line, flush=True))
         schedule.run()
         if schedule.failed:
-            names = ", ".join(schedule.failed)
-            raise InputError(
-                f"{len(schedule.failed)} parts failed ({names}); their logs are in {out / 'logs'}, then repeat"
-            )
+            count = "1 part" if len(schedule.failed) == 1 else f"{len(schedule.failed)} parts"
+            words = f"{count} failed ({', '.join(schedule.failed)})"
+            raise InputError(f"{words}; put right what {out / 'logs'} says, then give the same command again")
         write_report(study, parts, out, command)
         shutil.rmtree(out / "shared", ignore_errors=True)
     finally:

@@ -105,8 +105,10 @@ def similarity_toxicity(study: StudyConfig, numbers: Numbers, folder: Path) -> N
         rows = both("rejection", f"beta {beta:g}", "")
         if all(rows):
             mark(rows, colour, marker, name, 13 if name == "Target" else 9, 8)
+    handles, labels = axes.get_legend_handles_labels()
+    marks = [handle[0] for handle in handles]  # without error bars, which hide the marker
     axes.set(xlabel="Similarity (mean pairwise cosine)", ylabel="Toxicity  p(toxic | s)", ylim=(-0.04, 1.04))
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    axes.legend(marks, labels, loc="center left", bbox_to_anchor=(1.01, 0.5))
     save(figure, folder, "similarity-toxicity")
 
 

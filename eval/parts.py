@@ -104,6 +104,12 @@ def share(count: int, total: int) -> dict[str, float]:
     return {"value": count / total, "low": max(0.0, middle - width), "high": min(1.0, middle + width)}
 
 
+def kl(model: Conditional, twist: TwistMLP | None, base: Conditional, target: Target) -> dict[str, float]:
+    """KL(sigma||q), for a bare model KL(sigma||p)."""
+    value, half = kl_target_proposal(model, twist, base, target)
+    return {"value": value, "low": value - half, "high": value + half}
+
+
 def rejection(study: StudyConfig, config: RunConfig, given: Ingredients, out: Path) -> dict:
     """Rejection sampling at every beta from one set of base samples; where exact samples are shipped they serve their beta.
 
@@ -130,7 +136,10 @@ def rejection(study: StudyConfig, config: RunConfig, given: Ingredients, out: Pa
                 raise InputError(f"{words}; raise the number of samples for rejection")
             if beta == config.beta:
                 save_target(out / "target", target, sigma_key(config, problem.prompt))
-        rows.append({"beta": beta, **rejection_row(study, config, given, target, beta)})
+        row = {"beta": beta, **rejection_row(study, config, given, target, beta)}
+        if beta == config.beta:
+            row["kl_base"] = kl(problem.base, None, problem.base, target)
+        rows.append(row)
     return {"rows": rows}
 
 
@@ -161,9 +170,9 @@ def whole_run(study: StudyConfig, config: RunConfig, given: Ingredients, part: P
     for row in results["generations"]:
         m = row["generation"]
         found = measure(study, config, given, samples[f"generation {m}"], m)
-        kl, half = row["kl_target_proposal"], row["kl_half_width"]
+        value, half = row["kl_target_proposal"], row["kl_half_width"]
         found |= {name: row[name] for name in ("log_z_hat_mean", "log_z_hat_std", "ess", "distinct", "model_toxicity")}
-        found |= {"generation": m, "kl": {"value": kl, "low": kl - half, "high": kl + half}}
+        found |= {"generation": m, "kl": {"value": value, "low": value - half, "high": value + half}}
         if part.kind == "no-effective":
             found |= {"drift": drift(config, given, path, m)}
         rows.append(found)
@@ -339,10 +348,8 @@ def measure_policy(study: StudyConfig, config: RunConfig, given: Ingredients, po
     """Independent samples of a trained policy, and KL(sigma||pi)."""
     problem = given.problems[0]
     samples = sample_model(config, policy, problem, config.streams("policy", part.name))
-    kl, half = kl_target_proposal(policy, None, problem.base, problem.target)
-    return measure(study, config, given, samples, "policy", part.name) | {
-        "kl": {"value": kl, "low": kl - half, "high": kl + half}
-    }
+    found = measure(study, config, given, samples, "policy", part.name)
+    return found | {"kl": kl(policy, None, problem.base, problem.target)}
 
 
 def distance(point: dict, target: dict) -> float:

@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 
 from eval import paper_figures
-from eval.claims import PAPER_KL, PAPER_REJECTION, claims
+from eval.claims import PAPER_KL, PAPER_REJECTION, claims, findings
 from eval.numbers import NAMES, Numbers, collect, setting_names, write_numbers
-from eval.page import cell, figure, page, plain, section, table, text_table
+from eval.page import cell, figure, page, plain, section, table, text_table, typeset
 from eval.study import Part, StudyConfig
 from tinystories.checkpoint import read_json, write_text
 
@@ -64,7 +64,7 @@ def summary(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
     rows = []
     for name, beta in (("Base", "beta 0"), ("Target", target)):
         found = [cell(numbers.get("rejection", beta, "", "", q)) for q in ("toxicity", "similarity")]
-        rows.append([name, *found, "–"])
+        rows.append([name, *found, cell(numbers.get("rejection", beta, "", "", "kl_base"), 2)])
     for m in range(study.run.generations + 1):
         found = [cell(numbers.get("generations", TSMC, "mean", m, q)) for q in ("toxicity", "similarity")]
         kl = cell(numbers.get("generations", TSMC, "mean", m, "kl"), 2)
@@ -74,12 +74,12 @@ def summary(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
             found = [cell(numbers.get("best", name, "mean", "", q)) for q in ("toxicity", "similarity")]
             rows.append([f"Best {NAMES[method]}", *found, cell(numbers.get("best", name, "mean", "", "kl"), 2)])
     items = [
-        f'<li class="{claim.verdict}"><b>{VERDICTS[claim.verdict]}</b><span>{escape(claim.text)}</span></li>'
+        f'<li class="{claim.verdict}"><b>{VERDICTS[claim.verdict]}</b><span>{typeset(escape(claim.text))}</span></li>'
         for claim in claims(study, numbers)
     ]
     caption = (
         f"Main numbers, {over_seeds(study)}; Base and Target have the interval of their samples. TSMC with "
-        f"K = {study.run.eval.particles}. KL(σ‖q) in nats, for the baselines KL(σ‖π)."
+        f"K = {study.run.eval.particles}. KL(σ‖q) in nats, for Base and the baselines that of the model itself."
     )
     last = study.run.generations
     main = table(caption, ["", "Toxicity", "Similarity", "KL"], rows, marked=(1, 2 + last))
@@ -88,7 +88,17 @@ def summary(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
         "leaves out zero. “Agrees” and “does not agree” compare with what the paper reports at its own scale.</p>"
     )
     heading = "<h3>What agrees with the paper and what does not</h3>"
-    return section("summary", "Summary", main, heading, f'<ul class="claims">{"".join(items)}</ul>', note)
+    others = "".join(f"<li>{typeset(escape(text))}</li>" for text in findings(study, numbers))
+    return section(
+        "summary",
+        "Summary",
+        main,
+        heading,
+        f'<ul class="claims">{"".join(items)}</ul>',
+        note,
+        "<h3>What the paper leaves open</h3>",
+        f"<ul>{others}</ul>",
+    )
 
 
 def rejection(study: StudyConfig, numbers: Numbers, out: Path) -> tuple[str, str, str]:
@@ -186,8 +196,10 @@ def divergence(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
         rows.append([f"Generation {m}", cell(numbers.get("generations", TSMC, "mean", m, "kl"), 2), *single, theirs])
     for m in range(study.run.generations):
         row = numbers.get("changes", f"generation {m} to {m + 1}", "mean", "", "kl")
-        theirs = f"{PAPER_KL[m + 1] - PAPER_KL[m]:+.3f}" if m + 1 < len(PAPER_KL) else "–"
-        rows.append([f"Change {m} to {m + 1}", cell(row, 2), *["–"] * len(study.seeds), theirs])
+        theirs = typeset(f"{PAPER_KL[m + 1] - PAPER_KL[m]:+.3f}") if m + 1 < len(PAPER_KL) else "–"
+        single = [numbers.get("changes", row.name, seed, "", "kl") for seed in study.seeds]
+        cells = [cell(found, 2, change=True) for found in (row, *single)]
+        rows.append([f"Change {m} to {m + 1}", *cells, theirs])
     head = ["", "Mean", *(f"Seed {seed}" for seed in study.seeds), "Paper"]
     caption = (
         "KL(σ‖q) in nats between the target and the twist-induced proposal. Intervals of the mean are over seeds, those of a "
@@ -219,17 +231,6 @@ def ablations(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
         f"{over_seeds(study)}. Generation 0 is the same in all. Drift: how far σ_m ∝ p⁽ᵐ⁾φ, the target of a generation "
         "without φ⁽ᵐ⁾, has left σ; with φ⁽ᵐ⁾ it is 0 by construction. log Ẑ without φ⁽ᵐ⁾ estimates the evidence of σ_m."
     )
-    last = study.run.generations
-    schemes = dict.fromkeys(key[1] for key in numbers.rows if key[0] == "resampling")
-    kept = (("toxicity", 3), ("similarity", 3), ("log_z_hat", 2), ("log_z_hat_std", 2), ("ess", 1), ("distinct", 2))
-    lines = [
-        [
-            f"Generation {m}: {name}",
-            *(cell(numbers.get("resampling", name, "mean", m, q), digits) for q, digits in kept),
-        ]
-        for m in range(last + 1)
-        for name in schemes
-    ]
     titles = ["", "Toxicity", "Similarity", "log Ẑ", "(spread)", "ESS", "Distinct"]
     words = (
         f"Resampling schemes on the trained pairs, K = {study.run.eval.particles}, {study.resampling_runs} runs a seed, "
@@ -242,8 +243,19 @@ def ablations(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:
         "<h3>Effective potential and LoRA</h3>",
         table(caption, head, rows),
         "<h3>Resampling</h3>",
-        table(words, titles, lines),
+        f"<p>{words}</p>",
+        *(table(f"Generation {m}", titles, scheme_rows(numbers, m)) for m in range(study.run.generations + 1)),
     )
+
+
+def scheme_rows(numbers: Numbers, m: int) -> list[list[str]]:
+    """The resampling schemes at generation m."""
+    kept = (("toxicity", 3), ("similarity", 3), ("log_z_hat", 2), ("log_z_hat_std", 2), ("ess", 1), ("distinct", 2))
+    names = dict.fromkeys(key[1] for key in numbers.rows if key[0] == "resampling")
+    return [
+        [escape(name), *(cell(numbers.get("resampling", name, "mean", m, q), digits) for q, digits in kept)]
+        for name in names
+    ]
 
 
 def baselines(study: StudyConfig, numbers: Numbers) -> tuple[str, str, str]:

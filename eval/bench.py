@@ -21,7 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from distill.self_distill import DistillConfig, negative_log_likelihood, parameter_groups
+from distill import DistillConfig
+from distill.finetune import parameter_groups
+from distill.self_distill import negative_log_likelihood
 from eval import toxicity
 from eval.contestants import (
     BATCH,
@@ -40,7 +42,7 @@ from eval.run import align
 from tinystories import Conditional, InputError
 from tinystories.checkpoint import write_json
 from tinystories.memory import keep_freed_memory
-from tsmc import sample_proposal, tsmc
+from tsmc import rejection_sample, sample_proposal, tsmc
 
 LENGTH = 20
 PARTICLES, QUICK_PARTICLES = (50, 100, 1000), (100,)
@@ -135,7 +137,7 @@ def distillation_contest(sampler: Sampler, repeats: int) -> Contest:
     twins = counterparts(student)
     name = f"distillation step, {rows} samples"
     return Contest(
-        ours={name: step(student, lambda: negative_log_likelihood(model, tokens))},
+        ours={name: step(student, lambda: negative_log_likelihood(model, tokens, len(tokens)))},
         theirs={k: step(twin, lambda twin=twin: twin(ids, labels=labels).loss) for k, twin in twins.items()},
         work={name: distillation_work(student, rows, len(prompt), LENGTH)},
         repeats=repeats,
@@ -192,22 +194,38 @@ def table(records: list[dict]) -> str:
     return align(lines)
 
 
-def peak_of_sampling(size: str, dtype: torch.dtype, device: torch.device, particles: int, pipe) -> None:
-    """In a process of its own: bytes before and at the peak of TSMC, sent through the pipe."""
+def load_pieces(size: str, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[int], object]]:
+    """Pieces of a run whose memory counts, each called with how many sequences or texts it is given."""
+    sampler, scorers = load_sampler(size, dtype, device), load_scorers(size, dtype, device)
+    model, generator = Conditional(sampler.lm, sampler.prompt, LENGTH), torch.Generator(device).manual_seed(0)
+    texts = make_texts(scorers, mixed=True)
+
+    def score(count: int) -> None:
+        scorer = scorers["classifier"]
+        toxicity.ToxicityScorer(scorer.network, scorer.tokenizer)((texts * count)[:count])
+
+    return {
+        "TSMC": lambda count: tsmc(model, sampler.twist, free_potential, count, generator),
+        "rejection": lambda count: rejection_sample(model, lambda tokens: torch.zeros(len(tokens)), count, generator),
+        "scoring": score,
+    }
+
+
+def memory_of(size: str, dtype: torch.dtype, device: torch.device, piece: str, count: int, pipe) -> None:
+    """In a process of its own: bytes before and at the peak of one piece, sent through the pipe."""
     keep_freed_memory()
-    sampler = load_sampler(size, dtype, device)
+    work = load_pieces(size, dtype, device)[piece]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    model = Conditional(sampler.lm, sampler.prompt, LENGTH)
-    tsmc(model, sampler.twist, free_potential, particles, torch.Generator(device).manual_seed(0))
+    work(count)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.send((before, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else after))
 
 
-def peak_memory(size: str, dtype: torch.dtype, device: torch.device, particles: int) -> tuple[int, int]:
-    """Bytes with the two networks loaded and at the peak of TSMC with so many particles, measured in a fresh process."""
+def peak_memory(size: str, dtype: torch.dtype, device: torch.device, piece: str, count: int) -> tuple[int, int]:
+    """Bytes with all networks loaded and at the peak of one piece, measured in a fresh process."""
     context = multiprocessing.get_context("forkserver")  # its children do not inherit this process's own peak
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=peak_of_sampling, args=(size, dtype, device, particles, sender))
+    process = context.Process(target=memory_of, args=(size, dtype, device, piece, count, sender))
     process.start()
     sender.close()
     before, peak = receiver.recv()
@@ -247,12 +265,12 @@ def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool)
         result["log_phi_change"] = change = change_of_log_phi(load_scorers(size, dtype, device))
         print(f"log phi (beta 10) against float32: {change['mean']:.3f} on average, {change['largest']:.3f} at most")
     particles = (QUICK_PARTICLES if quick else PARTICLES)[-1]
-    before, peak = peak_memory(size, dtype, device, particles)
-    result["memory"] = {"particles": particles, "before": before, "peak": peak}
-    print(
-        f"memory of TSMC, K = {particles}: {peak / 2**30:.2f} GiB at the peak, {before / 2**30:.2f} before it",
-        flush=True,
-    )
+    result["memory"] = {}
+    for piece in ("TSMC", "rejection", "scoring"):
+        before, peak = peak_memory(size, dtype, device, piece, particles)
+        result["memory"][piece] = {"count": particles, "before": before, "peak": peak}
+        words = f"{peak / 2**30:.2f} GiB at the peak, {before / 2**30:.2f} before it"
+        print(f"memory of {piece}, {particles} at once: {words}", flush=True)
     return result
 
 

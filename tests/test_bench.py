@@ -36,7 +36,8 @@ def test_every_contest_runs(tmp_path, monkeypatch, capsys, dtype):
     for record in result["records"]:
         assert set(record["transformers"]) == {"float32", dtype}
         assert min(record["seconds"], record["limit"], *record["transformers"].values()) > 0
-    assert 0 < result["memory"]["before"] <= result["memory"]["peak"] < 2**32
+    assert set(result["memory"]) == {"TSMC", "rejection", "scoring"}
+    assert all(0 < memory["before"] <= memory["peak"] < 2**32 for memory in result["memory"].values())
     assert ("log_phi_change" in result) == (dtype == "bfloat16")
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)

@@ -49,7 +49,7 @@ def claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
     found = kl_claims(study, numbers)
     if study.run.generations > 0:
         found += [toxicity_claim(study, numbers), *plane_claims(study, numbers), particle_claim(study, numbers)]
-    return found + baseline_claims(numbers)
+    return found + baseline_claims(study, numbers)
 
 
 def kl_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
@@ -104,7 +104,7 @@ def particle_claim(study: StudyConfig, numbers: Numbers) -> Claim:
     return Claim(verdict, f"Generation {last} with K = {few} {verb} {words}.")
 
 
-def baseline_claims(numbers: Numbers) -> list[Claim]:
+def baseline_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
     """TSMC comes nearer to Target than each of the baselines."""
     found = {}
     for key, row in numbers.rows.items():
@@ -112,7 +112,12 @@ def baseline_claims(numbers: Numbers) -> list[Claim]:
         if key[0] == "changes" and key[2] == "mean" and method in NAMES.values() and ", lr" in key[1]:
             verdict, verb = moved(row, 1, "farther from Target than TSMC", "nearer to Target than TSMC", "")
             text = f"lies {verb}" if verb else "cannot be told from TSMC in its distance to Target"
-            found[method] = Claim(verdict, f"The best {method} {text}: {signed(row, 3)}.")
+            kl = numbers.get("best", key[1].removeprefix(f"{TSMC} to "), "mean", "", "kl")
+            own = numbers.get("generations", TSMC, "mean", study.run.generations, "kl")
+            beside = (
+                f"; its KL(σ‖π) is {kl.value:.1f} nats, that of TSMC’s proposal {own.value:.1f}" if kl and own else ""
+            )
+            found[method] = Claim(verdict, f"The best {method} {text}: {signed(row, 3)}{beside}.")
     return [claim for _, claim in sorted(found.items())]
 
 
@@ -135,8 +140,9 @@ def findings(study: StudyConfig, numbers: Numbers) -> list[str]:
             verb = {1: "rises", -1: "falls", 0: "shows no clear change"}[direction(row)]
             parts.append(f"{name} {verb}, {signed(row, digits)}")
         found.append(f"{what}, in generation {last}: {'; '.join(parts)}.")
-    names = dict.fromkeys(key[1] for key in numbers.rows if key[0] == "resampling")
-    spread = {name: numbers.get("resampling", name, "mean", last, "log_z_hat_std") for name in names}
+    spread = {
+        name: numbers.get("resampling", name, "mean", last, "log_z_hat_std") for name in numbers.names("resampling")
+    }
     spread = {name: row for name, row in spread.items() if row is not None}
     if spread:
         low, high = (choose(spread, key=lambda name: spread[name].value) for choose in (min, max))

@@ -14,8 +14,8 @@ import numpy as np
 
 from eval.figures import COLOURS, MARKERS
 from eval.numbers import NAMES, Number, Numbers, setting_names
-from eval.parts import BINS
 from eval.study import METHODS, StudyConfig
+from eval.task import BINS
 from tinystories.checkpoint import replacing
 
 BASE, TARGET = "#555555", "#000000"
@@ -52,8 +52,7 @@ def toxicity_histograms(study: StudyConfig, numbers: Numbers, folder: Path) -> N
     """Share of accepted samples by p(toxic | s), for every beta."""
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     edges = np.linspace(0, 1, BINS + 1)
-    names = dict.fromkeys(key[1] for key in numbers.rows if key[0] == "histogram")
-    for i, name in enumerate(names):
+    for i, name in enumerate(numbers.names("histogram")):
         counts = [row.value for key, row in numbers.rows.items() if key[:2] == ("histogram", name)]
         label = name.replace("beta", "β =") + {0: " (Base)", study.run.beta: " (Target)"}.get(
             float(name.split()[1]), ""

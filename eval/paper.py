@@ -46,7 +46,7 @@ def make_parser() -> OneLineParser:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="directory to write to or to go on in")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="S", help="seeds of the runs, at least two")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parts at a time, each on one thread")
+    parser.add_argument("--jobs", type=int, help="parts at a time, each on one thread (default: cores, on a GPU 1)")
     for name in OVERRIDES:
         kind = int if name == "rows" else str
         parser.add_argument("--" + name.replace("_", "-"), type=kind, help="as in main.py")
@@ -57,7 +57,7 @@ def read_study(arguments: list[str] | None) -> tuple[StudyConfig, Path, int, str
     """The settings, the directory, the number of jobs, and the command that goes on with this study."""
     given = make_parser().parse_args(arguments)
     study = STUDIES["quick" if given.quick else given.preset]
-    if given.jobs < 1:
+    if given.jobs is not None and given.jobs < 1:
         raise InputError(f"--jobs is {given.jobs}; give at least 1")
     if given.seeds is not None:
         if len(set(given.seeds)) < max(2, len(given.seeds)) or min(given.seeds) < 0:
@@ -65,8 +65,9 @@ def read_study(arguments: list[str] | None) -> tuple[StudyConfig, Path, int, str
         study = dataclasses.replace(study, seeds=tuple(given.seeds))
     changes = {name: getattr(given, name) for name in OVERRIDES if getattr(given, name) is not None}
     study = dataclasses.replace(study, run=dataclasses.replace(study.run, preset=given.preset, **changes))
+    jobs = given.jobs or (os.cpu_count() or 1 if study.run.torch_device().type == "cpu" else 1)
     words = sys.argv[1:] if arguments is None else arguments
-    return study, given.out, given.jobs, " ".join(["python -m eval.paper", *words])
+    return study, given.out, jobs, " ".join(["python -m eval.paper", *words])
 
 
 def description(study: StudyConfig) -> dict[str, Any]:

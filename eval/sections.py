@@ -89,8 +89,8 @@ def summary(study: StudyConfig, numbers: Numbers) -> Section:
             rows.append([f"Best {NAMES[method]}", *cells(numbers, ("best", name, "mean", ""), columns)])
     caption = (
         f"Main numbers, {over_seeds(study)}; Base and Target have the interval of their samples. TSMC with "
-        f"K = {study.run.eval.particles}. KL(σ‖q) in nats; for Base and the baselines q is the model itself. The last column is "
-        "the mean log p⁽⁰⁾ of a token in the samples, low where the base model finds them unreadable."
+        f"K = {study.run.eval.particles}. KL(σ‖q) in nats; for Base and the baselines q is the model itself. Last column: "
+        "mean log p⁽⁰⁾ of a token in the samples, low where the base model finds them unreadable."
     )
     head = ["", *(COLUMNS[name][0] for name in columns)]
     items = [

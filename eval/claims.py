@@ -57,6 +57,8 @@ def kl_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
     found = []
     for m in range(study.run.generations):
         row = numbers.get("changes", f"generation {m} to {m + 1}", "mean", "", "kl")
+        if row is None:  # infinite in some seed
+            continue
         verdict, verb = moved(row, -1, "rises", "falls", "shows no clear change")
         paper = f" (paper: {PAPER_KL[m + 1] - PAPER_KL[m]:+.3f})" if m + 1 < len(PAPER_KL) else ""
         found.append(Claim(verdict, f"KL(σ‖q) {verb} from generation {m} to {m + 1}: {signed(row)} nats{paper}."))
@@ -127,8 +129,10 @@ def findings(study: StudyConfig, numbers: Numbers) -> list[str]:
     if last == 0:
         return []
     drift = numbers.get("generations", NAMES["no-effective"], "mean", last, "drift")
-    _, verb = moved(drift, 1, "drifts from σ", "does not drift", "cannot be seen to drift")
-    found = [f"Without φ⁽ᵐ⁾ the target of generation {last} {verb}: KL(σ‖σ_m) is {signed(drift)} nats."]
+    found = []
+    if drift is not None:
+        _, verb = moved(drift, 1, "drifts from σ", "does not drift", "cannot be seen to drift")
+        found.append(f"Without φ⁽ᵐ⁾ the target of generation {last} {verb}: KL(σ‖σ_m) is {signed(drift)} nats.")
     for variant, what in (("no-effective", "Without φ⁽ᵐ⁾"), ("lora", "With LoRA in place of full distillation")):
         parts = []
         for quantity, name, digits in (
@@ -137,8 +141,9 @@ def findings(study: StudyConfig, numbers: Numbers) -> list[str]:
             ("kl", "KL(σ‖q)", 2),
         ):
             row = numbers.get("changes", f"{TSMC} to {NAMES[variant]}", "mean", "", quantity)
-            verb = {1: "rises", -1: "falls", 0: "shows no clear change"}[direction(row)]
-            parts.append(f"{name} {verb}, {signed(row, digits)}")
+            if row is not None:
+                verb = {1: "rises", -1: "falls", 0: "shows no clear change"}[direction(row)]
+                parts.append(f"{name} {verb}, {signed(row, digits)}")
         found.append(f"{what}, in generation {last}: {'; '.join(parts)}.")
     spread = {
         name: numbers.get("resampling", name, "mean", last, "log_z_hat_std") for name in numbers.names("resampling")

@@ -141,7 +141,7 @@ def plane(study: StudyConfig, numbers: Numbers, folder: Path) -> Section:
         "Similarity against toxicity; up and to the left is better, and Target is what a sampler of σ would reach "
         f"(paper, Figure 1). Numbered circles: TSMC generations with K = {study.run.eval.particles}, {over_seeds(study)}; thin "
         "lines: single seeds. Faint points: every run of the baselines’ sweep, on the first seed; full ones: the best of each, "
-        "over all seeds. Best is the run of the sweep nearest to Target.",
+        "over all seeds. Best is the run of the sweep nearest to Target. Intervals wider than the frame are cut.",
         "Scatter plot of similarity against toxicity.",
     )
     columns = (

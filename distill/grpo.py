@@ -35,6 +35,7 @@ from torch import Tensor
 from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
 from tinystories.decoder import Conditional
 from tinystories.phase import Phase
+from tsmc.categorical import widest
 from tsmc.proposal import sample_proposal
 
 GRPO_GRID = Grid(strength=(0.04, 0.08, 0.16, 0.32))
@@ -42,10 +43,10 @@ GRPO_GRID = Grid(strength=(0.04, 0.08, 0.16, 0.32))
 
 def advantages(reward: Tensor) -> Tensor:
     """A [N], of mean 0 and variance 1, or all zero, of rewards [N], which may hold -inf."""
-    reward = reward.double()
+    reward = reward.to(widest(reward.device))
     possible = reward > -torch.inf
     if not possible.all():
-        reward = possible.double()
+        reward = possible.to(reward.dtype)
     if (reward == reward[0]).all():  # rounding of the mean would otherwise be blown up to size 1
         return torch.zeros_like(reward)
     return (reward - reward.mean()) / reward.std(correction=0)

@@ -8,10 +8,11 @@ resampling they are the bounds of importance sampling. For every generation that
 """
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
-from config import RunConfig, saved_config
+from config import DTYPES, RunConfig, saved_config
 from eval.evaluate import kl_target_proposal
 from eval.ingredients import Ingredients, Problem, load_ingredients, sigma_key
 from eval.run import align
@@ -57,12 +58,14 @@ def main() -> None:
     parser.add_argument("--particles", type=int, nargs="+", default=[50, 200], help="K of the bounds")
     parser.add_argument("--runs", type=int, default=20, help="runs for either bound")
     parser.add_argument("--exact-samples", type=int, default=20, help="exact samples that the upper bound starts from")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="type of the networks' weights (default: the run's)")
     args = parser.parse_args()
     try:
         if min(*args.particles, args.runs, args.exact_samples) < 2:
             raise InputError("--particles, --runs and --exact-samples must be at least 2")
         keep_freed_memory()
         config = saved_config(args.run)
+        config = dataclasses.replace(config, dtype=args.dtype or config.dtype)
         given = load_ingredients(config)
         own = args.run / "target"
         problem = given.problems[0]

@@ -55,7 +55,7 @@ def score(problem: Problem, tokens: Tensor, group: list[int]) -> Samples:
     """Decode and score sequences tokens [N, T]."""
     texts = problem.potential.texts(tokens)
     toxicity = each_once(problem.toxicity, texts).double().exp()
-    return Samples(texts, toxicity, problem.potential(tokens).double().cpu(), group)
+    return Samples(texts, toxicity, problem.potential(tokens).cpu().double(), group)
 
 
 def describe(samples: Samples, encode: Encoder) -> dict[str, float]:

@@ -26,6 +26,12 @@ def generations(run: Path) -> dict[int, Path]:
 
 
 def load_generation(given: Ingredients, directory: Path, m: int, device: torch.device) -> tuple[list[Sigma], TwistMLP]:
-    """Sigma after each prompt, through phi itself at m = 0, and the twist; InputError names the file that does not fit."""
+    """Sigma after each prompt, through phi itself at m = 0, and the twist; the model in the type of p^(0) as it was loaded.
+
+    InputError names the file that does not fit.
+    """
     twist = load_twist(directory, device)
-    return given.sigmas(None if m == 0 else tinystories.load(directory, device)[0]), twist
+    if m == 0:
+        return given.sigmas(), twist
+    model, _ = tinystories.load(directory, device)
+    return given.sigmas(model.to(given.model.wte.weight.dtype)), twist

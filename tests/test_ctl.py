@@ -4,6 +4,7 @@ import pytest
 import torch
 from worlds import ListedPotential, Recorded, generator, table_world
 
+from tinystories.errors import InputError
 from tinystories.phase import Phase
 from tsmc.exact import Target
 from tsmc.proposal import sample_proposal
@@ -119,6 +120,15 @@ def test_exact_gradient_descends_to_the_optimum():
         target.ctl_loss(twist).backward()
         optimizer.step()
     assert target.kl_to(target.tree.prefix_log_q(twist)[-1].detach()) < 1e-4
+
+
+def test_an_exploded_twist_stops_before_the_step():
+    model, twist, potential = table_world(3, 3, seed=3)
+    twist.log_psi.data[..., 0] += 3000
+    before = twist.log_psi.detach().clone()
+    with pytest.raises(InputError, match=r"update 1: the twist has exploded.*--ctl-learning-rate"):
+        learn_twist([Sigma(model, potential)], twist, CTLConfig(updates=2, batch_size=50), generator(0), Phase())
+    assert torch.equal(twist.log_psi, before)
 
 
 def test_a_batch_without_positive_weight_teaches_nothing():

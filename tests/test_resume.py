@@ -173,12 +173,22 @@ def test_any_damaged_file_is_healed_or_named(tmp_path, halfway, whole, start):
 
 
 def refusal(*arguments: str) -> str:
-    """The single line with which the main job refuses to start."""
+    """The one line of error with which the main job ends."""
     with contextlib.redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit) as ended:
         main(list(arguments))
     assert ended.value.code == 2
-    (line,) = errors.getvalue().strip().splitlines()
-    return line
+    errors_said = [line for line in errors.getvalue().splitlines() if "error:" in line]
+    assert len(errors_said) == 1 and errors.getvalue().endswith(f"{errors_said[0]}\n")
+    return errors_said[0]
+
+
+def test_a_failed_step_names_its_phase_and_keeps_the_last_good_state(tmp_path):
+    run = tmp_path / "run"
+    line = refusal(*SMALL, "--out", str(run), "--ctl-learning-rate", "1", "--ctl-updates", "400")
+    assert "twist learning, update" in line and "--ctl-learning-rate" in line and "exploded" in line
+    saved = read_state(run / "resume" / "0-twist-learning", torch.device("cpu"))
+    assert saved["done"] == int(line.split("update ")[1].split(":")[0]) - 1
+    assert all(tensor.isfinite().all() for tensor in saved["state"]["twist"].values())
 
 
 def test_two_processes_never_write_into_one_directory(halfway):

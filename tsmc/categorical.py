@@ -4,8 +4,8 @@
 
 The uniform numbers come from the caller, one for each row, so a row's token does not depend on what is drawn beside it. One
 pass of exponentials serves both. The inversion has two levels: the block of 64 categories that the uniform falls into,
-then the category inside it. Sums across blocks are in float64, so no category's frequency suffers from rounding
-however large V is, and a category of zero weight is never drawn. N rows, V categories.
+then the category inside it. Sums across blocks are in float64 where the device has it, so no category's frequency
+suffers from rounding however large V is, and a category of zero weight is never drawn. N rows, V categories.
 """
 
 import torch
@@ -24,13 +24,18 @@ def first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     return torch.minimum(index, last).clamp(max=cumulative.shape[-1] - 1)  # NaN sums to no order at all
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """float64, or float32 on Apple's GPUs, which know nothing wider."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def uniforms(rows: int, columns: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform numbers [rows, columns] in float64 on the device of `like`."""
-    return torch.rand(rows, columns, dtype=torch.float64, device=like.device, generator=generator)
+    """Uniform numbers [rows, columns] in the widest type of the device of `like`."""
+    return torch.rand(rows, columns, dtype=widest(like.device), device=like.device, generator=generator)
 
 
 def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens [N] and log normalisers [N] of logits [N, V] at uniform numbers [N, 1] in [0, 1), float64.
+    """tokens [N] and log normalisers [N] of logits [N, V] at uniform numbers [N, 1] in [0, 1).
 
     A row of nothing but -inf gives token 0 and normaliser -inf.
     """
@@ -42,12 +47,13 @@ def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     totals = weights[:, :whole].unflatten(1, (-1, width)).sum(-1)  # [N, V / 64]
     if whole < size:
         totals = torch.cat([totals, weights[:, whole:].sum(-1, keepdim=True)], 1)
-    totals = totals.double()
+    totals = totals.to(widest(logits.device))
     cumulative = totals.cumsum(-1)
     threshold = uniform * cumulative[:, -1:]  # [N, 1]
     block = first_above(cumulative, threshold)  # [N, 1]
     members = block * width + torch.arange(width, device=block.device)  # [N, 64]
-    inside = weights.gather(1, members.clamp(max=size - 1)).masked_fill_(members >= size, 0).double().cumsum(-1)
+    inside = weights.gather(1, members.clamp(max=size - 1)).masked_fill_(members >= size, 0)  # [N, 64]
+    inside = inside.to(totals.dtype).cumsum(-1)
     offset = first_above(inside, threshold - (cumulative - totals).gather(1, block))  # [N, 1]
     tokens = (block * width + offset).clamp(max=size - 1)  # [N, 1]
     log_normaliser = peak - weights.amax(-1, keepdim=True).log()  # the largest weight is exp(peak) over the normaliser

@@ -45,7 +45,7 @@ class Estimate:
 
 def mean_estimate(values: Tensor) -> Estimate:
     """The mean of independent values [N] with its error; where a value is infinite, so is the mean, without error."""
-    values = values.double().flatten()
+    values = values.cpu().double().flatten()
     mean = values.mean().item()
     if math.isinf(mean):
         return Estimate(mean, 0.0, math.inf)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tsmc.categorical import uniforms
 from tsmc.proposal import LanguageModel, sample_proposal
 
 
@@ -32,7 +33,7 @@ def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
 
     The error is infinite where the values cannot tell: a single one, or all zero.
     """
-    values = log_values.double()
+    values = log_values.cpu().double()
     log_mean = values.logsumexp(0).item() - math.log(len(values))
     if len(values) < 2 or log_mean == -math.inf:
         return log_mean, math.inf
@@ -48,8 +49,8 @@ def accept(log_phi: Tensor, generator: torch.Generator) -> Tensor:
         why = f"log phi is {highest:.4g} on some sequence, but rejection accepts with probability phi and needs log phi <= 0"
         less = "do without exact samples by --eval-target-proposals 0 (TSMC needs no bound, only KL(sigma||q) does)"
         raise InputError(f"{why}; subtract an upper bound from log phi, which leaves sigma as it is, or {less}")
-    uniforms = torch.rand(log_phi.shape, dtype=torch.float64, device=log_phi.device, generator=generator)
-    return uniforms < log_phi.double().exp()
+    uniform = uniforms(len(log_phi), 1, log_phi, generator)[:, 0]
+    return uniform < log_phi.to(uniform.dtype).exp()
 
 
 @dataclass

@@ -11,14 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tsmc.categorical import first_above, uniforms
+from tsmc.categorical import first_above, uniforms, widest
 
 Scheme = Callable[[Tensor, torch.Generator], Tensor]
 
 
 def invert(weights: Tensor, points: Tensor) -> Tensor:
     """Indices [R, M] where points [R, M] in [0, 1] fall in the cumulative sum of weights [R, K], of any scale."""
-    cumulative = weights.double().cumsum(-1)
+    cumulative = weights.to(widest(weights.device)).cumsum(-1)
     return first_above(cumulative, points * cumulative[:, -1:])
 
 
@@ -42,8 +42,10 @@ def systematic(weights: Tensor, generator: torch.Generator) -> Tensor:
 def residual(weights: Tensor, generator: torch.Generator) -> Tensor:
     """floor(K W_k) certain copies of every particle; the places left are drawn from the fractions K W_k - floor(K W_k)."""
     particles = weights.shape[1]
-    expected = particles * weights.double() / weights.double().sum(-1, keepdim=True)  # [R, K]
-    copies = (expected * (1 + 1e-14)).floor()  # whole numbers stay whole despite the rounding of 1 / K
+    weights = weights.to(widest(weights.device))
+    expected = particles * weights / weights.sum(-1, keepdim=True)  # [R, K]
+    rounding = 64 * torch.finfo(expected.dtype).eps  # whole numbers stay whole despite that of 1 / K
+    copies = (expected * (1 + rounding)).floor()
     drawn = invert((expected - copies).clamp(min=0.0), uniforms(*weights.shape, weights, generator))
     ends = copies.cumsum(-1)  # place i holds a copy of the first particle whose copies end behind i
     places = torch.arange(particles, dtype=ends.dtype, device=ends.device).expand_as(ends).contiguous()

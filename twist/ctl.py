@@ -24,7 +24,7 @@ from tsmc.proposal import Trajectories, sample_proposal
 from tsmc.sampler import LogPotential, Sigma
 from tsmc.weights import effective_sample_size, normalise
 
-EXPLODED = 1000.0  # nats between log psi of two sequences; float32 resolves no weights beyond
+EXPLODED = 1000.0  # nats: beyond, float32 no longer resolves the weights
 
 
 class LearnableTwist(Protocol):
@@ -80,12 +80,12 @@ def ctl_loss(twist: LearnableTwist, batch: Trajectories, coefficients: Tensor) -
 def check_batch(update: int, positive: Tensor, log_psi: Tensor) -> None:
     """InputError where log weights [K] are NaN or infinite or log psi [K, T] has grown beyond all sense."""
     remedy = "lower --ctl-learning-rate"
-    spread = (log_psi.amax(0) - log_psi.amin(0)).max().item()  # a shift of all log psi_t means nothing
-    if not bool((positive < torch.inf).all()) or not math.isfinite(spread):
+    largest = log_psi.abs().max().item()
+    if not bool((positive < torch.inf).all()) or not math.isfinite(largest):
         words = f"a weight is NaN or infinite; {remedy}, or check that the potential is never NaN"
         raise InputError(f"twist learning, update {update + 1}: {words}")
-    if spread > EXPLODED:
-        words = f"the twist has exploded, log psi differs by {spread:.0f} within the batch; {remedy}"
+    if largest > EXPLODED:
+        words = f"the twist has exploded, |log psi| reaches {largest:.0f}; {remedy}"
         raise InputError(f"twist learning, update {update + 1}: {words}")
 
 

@@ -49,7 +49,7 @@ def claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
     found = kl_claims(study, numbers)
     if study.run.generations > 0:
         found += [toxicity_claim(study, numbers), *plane_claims(study, numbers), particle_claim(study, numbers)]
-    return found + baseline_claims(numbers)
+    return found + baseline_claims(study, numbers)
 
 
 def kl_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
@@ -57,6 +57,8 @@ def kl_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
     found = []
     for m in range(study.run.generations):
         row = numbers.get("changes", f"generation {m} to {m + 1}", "mean", "", "kl")
+        if row is None:  # infinite in some seed
+            continue
         verdict, verb = moved(row, -1, "rises", "falls", "shows no clear change")
         paper = f" (paper: {PAPER_KL[m + 1] - PAPER_KL[m]:+.3f})" if m + 1 < len(PAPER_KL) else ""
         found.append(Claim(verdict, f"KL(σ‖q) {verb} from generation {m} to {m + 1}: {signed(row)} nats{paper}."))
@@ -104,7 +106,7 @@ def particle_claim(study: StudyConfig, numbers: Numbers) -> Claim:
     return Claim(verdict, f"Generation {last} with K = {few} {verb} {words}.")
 
 
-def baseline_claims(numbers: Numbers) -> list[Claim]:
+def baseline_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
     """TSMC comes nearer to Target than each of the baselines."""
     found = {}
     for key, row in numbers.rows.items():
@@ -112,7 +114,12 @@ def baseline_claims(numbers: Numbers) -> list[Claim]:
         if key[0] == "changes" and key[2] == "mean" and method in NAMES.values() and ", lr" in key[1]:
             verdict, verb = moved(row, 1, "farther from Target than TSMC", "nearer to Target than TSMC", "")
             text = f"lies {verb}" if verb else "cannot be told from TSMC in its distance to Target"
-            found[method] = Claim(verdict, f"The best {method} {text}: {signed(row, 3)}.")
+            kl = numbers.get("best", key[1].removeprefix(f"{TSMC} to "), "mean", "", "kl")
+            own = numbers.get("generations", TSMC, "mean", study.run.generations, "kl")
+            beside = (
+                f"; its KL(σ‖π) is {kl.value:.1f} nats, that of TSMC’s proposal {own.value:.1f}" if kl and own else ""
+            )
+            found[method] = Claim(verdict, f"The best {method} {text}: {signed(row, 3)}{beside}.")
     return [claim for _, claim in sorted(found.items())]
 
 
@@ -122,8 +129,10 @@ def findings(study: StudyConfig, numbers: Numbers) -> list[str]:
     if last == 0:
         return []
     drift = numbers.get("generations", NAMES["no-effective"], "mean", last, "drift")
-    _, verb = moved(drift, 1, "drifts from σ", "does not drift", "cannot be seen to drift")
-    found = [f"Without φ⁽ᵐ⁾ the target of generation {last} {verb}: KL(σ‖σ_m) is {signed(drift)} nats."]
+    found = []
+    if drift is not None:
+        _, verb = moved(drift, 1, "drifts from σ", "does not drift", "cannot be seen to drift")
+        found.append(f"Without φ⁽ᵐ⁾ the target of generation {last} {verb}: KL(σ‖σ_m) is {signed(drift)} nats.")
     for variant, what in (("no-effective", "Without φ⁽ᵐ⁾"), ("lora", "With LoRA in place of full distillation")):
         parts = []
         for quantity, name, digits in (
@@ -132,11 +141,13 @@ def findings(study: StudyConfig, numbers: Numbers) -> list[str]:
             ("kl", "KL(σ‖q)", 2),
         ):
             row = numbers.get("changes", f"{TSMC} to {NAMES[variant]}", "mean", "", quantity)
-            verb = {1: "rises", -1: "falls", 0: "shows no clear change"}[direction(row)]
-            parts.append(f"{name} {verb}, {signed(row, digits)}")
+            if row is not None:
+                verb = {1: "rises", -1: "falls", 0: "shows no clear change"}[direction(row)]
+                parts.append(f"{name} {verb}, {signed(row, digits)}")
         found.append(f"{what}, in generation {last}: {'; '.join(parts)}.")
-    names = dict.fromkeys(key[1] for key in numbers.rows if key[0] == "resampling")
-    spread = {name: numbers.get("resampling", name, "mean", last, "log_z_hat_std") for name in names}
+    spread = {
+        name: numbers.get("resampling", name, "mean", last, "log_z_hat_std") for name in numbers.names("resampling")
+    }
     spread = {name: row for name, row in spread.items() if row is not None}
     if spread:
         low, high = (choose(spread, key=lambda name: spread[name].value) for choose in (min, max))

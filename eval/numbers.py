@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from eval.parts import BINS, distance, read_part
 from eval.study import VARIANTS, Part, StudyConfig, tsmc_scored, tsmc_units
+from eval.task import BINS, distance, read_part
 from tinystories.checkpoint import write_json, write_text
 from tsmc.estimate import mean_estimate
 
@@ -42,9 +42,11 @@ UNITS = {
     "log_z_hat_std": "nats",
     "ess": "particles",
     "acceptance": "share",
+    "toxic_share": "share",
     "distinct": "share",
     "model_toxicity": "probability",
     "distance": "distance on the plane",
+    "fluency": "nats per token",
     "units": "token positions",
 }
 
@@ -87,6 +89,10 @@ class Numbers:
         """The row, or None."""
         return self.rows.get((section, name, seed, generation, quantity))
 
+    def names(self, section: str) -> list[str]:
+        """The names in a section, in order."""
+        return list(dict.fromkeys(key[1] for key in self.rows if key[0] == section))
+
     def average(self, section: str, seeds: Iterable[int]) -> None:
         """Means over the seeds, for every name, generation and quantity of a section that all seeds have a value of."""
         seeds = list(seeds)
@@ -119,6 +125,9 @@ def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, 
         numbers.add_row("rejection", name, "", "", row)
         for place, count in enumerate(row["histogram"]):
             numbers.add("histogram", name, "", "", f"toxicity in {place / BINS:.2f}..{(place + 1) / BINS:.2f}", count)
+        numbers.add(
+            "rejection", name, "", "", "toxic_share", sum(row["histogram"][BINS // 2 :]) / sum(row["histogram"])
+        )
         texts.append({"set": f"β = {row['beta']:g}", "seed": study.seeds[0], "texts": row["texts"]})
     for variant in VARIANTS:
         for seed in study.seeds:
@@ -133,12 +142,12 @@ def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, 
         for row in found[f"resampling-{seed}"]["rows"]:
             name = scheme_name(row.pop("scheme"), row.pop("threshold"))
             numbers.add_row("resampling", name, seed, row["generation"], row)
-    add_baselines(study, parts, found, numbers)
+    add_baselines(study, parts, found, numbers, texts)
     for section in ("generations", "particles", "resampling", "best"):
         numbers.average(section, study.seeds)
     add_changes(study, numbers)
-    numbers.add("budget", "TSMC", "", "", "units", tsmc_units(study.run))
-    numbers.add("budget", "TSMC", "", "", "scored", tsmc_scored(study.run))
+    numbers.add("budget", NAMES["tsmc"], "", "", "units", tsmc_units(study.run))
+    numbers.add("budget", NAMES["tsmc"], "", "", "scored", tsmc_scored(study.run))
     return numbers, texts
 
 
@@ -155,11 +164,12 @@ def setting(row: dict) -> str:
 
 def setting_names(numbers: Numbers, section: str, method: str) -> list[str]:
     """The names of a method's runs in a section."""
-    found = dict.fromkeys(key[1] for key in numbers.rows if key[0] == section)
-    return [name for name in found if name.startswith(f"{NAMES[method]}, lr")]
+    return [name for name in numbers.names(section) if name.startswith(f"{NAMES[method]}, lr")]
 
 
-def add_baselines(study: StudyConfig, parts: list[Part], found: dict[str, dict], numbers: Numbers) -> None:
+def add_baselines(
+    study: StudyConfig, parts: list[Part], found: dict[str, dict], numbers: Numbers, texts: list[dict]
+) -> None:
     """Section `sweep` on the first seed, and section `best`: the run nearest to Target, and its settings on other seeds."""
     target, first = target_row(study, found), study.seeds[0]
     for method in study.methods:
@@ -173,7 +183,9 @@ def add_baselines(study: StudyConfig, parts: list[Part], found: dict[str, dict],
         best = min(sweep, key=lambda row: distance(row, target))
         for row in (best, *others):
             numbers.add_row("best", setting(best), row["seed"], "", row)
-        for quantity in ("toxicity", "similarity", "kl", "distance"):
+        if "texts" in best:
+            texts.append({"set": f"Best {setting(best)}", "seed": first, "texts": best["texts"]})
+        for quantity in ("toxicity", "similarity", "kl", "distance", "fluency"):
             values = [row[quantity] for row in others if quantity in row]
             values = [value["value"] if isinstance(value, dict) else value for value in values]
             if values and len(values) == len(others):
@@ -207,7 +219,7 @@ def add_changes(study: StudyConfig, numbers: Numbers) -> None:
         change(f"K = {count}, generation 0 to {last}", "changes", "toxicity", *places)
     places = ("particles", f"K = {many}", 0), ("particles", f"K = {few}", last)
     change(f"K = {many}, generation 0 to K = {few}, generation {last}", "changes", "toxicity", *places)
-    for name in {key[1] for key in numbers.rows if key[0] == "best"}:
+    for name in numbers.names("best"):
         change(f"{NAMES['tsmc']} to {name}", "changes", "distance", tsmc[last], ("best", name, ""))
     target = numbers.get("rejection", f"beta {study.run.beta:g}", "", "", "similarity").value
     for m in range(last + 1):

@@ -11,27 +11,21 @@ from eval.numbers import Number
 HERE = Path(__file__).parent
 
 
-def cell(row: Number | None, digits: int = 3, percent: bool = False, change: bool = False) -> str:
-    """A number (a change with its sign), its interval in small under it; a dash where there is none."""
+def cell(row: Number | None, digits: int = 3, factor: int = 1, sign: str = "") -> str:
+    """A number times `factor`, its interval in small under it; a dash where there is none. Whole numbers have commas.
+
+    sign "+" marks a change, which shows its sign always.
+    """
     if row is None or row.value is None:
         return "–"
-
-    factor, sign = (100, "") if percent else (1, "+" if change else "")
-    value, low, high = (None if v is None else f"{factor * v:{sign}.{digits}f}" for v in (row.value, row.low, row.high))
-    text = f"{value} %" if percent else value
-    return typeset(text if low is None or high is None else f"{text}<small>{low} to {high}</small>")
+    form = f"{sign}{'' if digits else ','}.{digits}f"
+    value, low, high = (None if v is None else format(factor * v, form) for v in (row.value, row.low, row.high))
+    return typeset(value if low is None or low == high else f"{value}<small>{low} to {high}</small>")
 
 
 def typeset(text: str) -> str:
     """Numbers with a proper minus sign, and none before zero."""
     return re.sub(r"(?<![\w.])-(?=\d)", "−", re.sub(r"(?<![\w.])-(?=0\.?0*(?![.\d]))", "", text))
-
-
-def plain(value: float | int | None, digits: int | None = None) -> str:
-    """A number without an interval; thousands set apart by commas where it counts something."""
-    if value is None:
-        return "–"
-    return f"{value:,}" if digits is None else f"{value:.{digits}f}"
 
 
 def table(caption: str, head: list[str], rows: list[list[str]], marked: tuple[int, ...] = ()) -> str:
@@ -43,8 +37,8 @@ def table(caption: str, head: list[str], rows: list[list[str]], marked: tuple[in
         cells = "".join(item if item.startswith("<td") else f"<td>{item}</td>" for item in others)
         lines.append(f'<tr{mark}><th scope="row">{first}</th>{cells}</tr>')
     body = "\n".join(lines)
-    note = f"<caption>{caption}</caption>" if caption else ""
-    return f'<div class="scroll"><table>{note}<thead><tr>{titles}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+    note = f'<p class="caption">{caption}</p>' if caption else ""
+    return f'{note}<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 
 
 def text_table(caption: str, rows: list[dict]) -> str:

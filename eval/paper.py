@@ -8,6 +8,7 @@
 Finished parts are kept: the same command on the same directory goes on where it stopped. `eval.study` lists the parts.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -15,6 +16,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,7 +46,7 @@ def make_parser() -> OneLineParser:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="directory to write to or to go on in")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="S", help="seeds of the runs, at least two")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parts at a time, each on one thread")
+    parser.add_argument("--jobs", type=int, help="parts at a time, each on one thread (default: cores, on a GPU 1)")
     for name in OVERRIDES:
         kind = int if name == "rows" else str
         parser.add_argument("--" + name.replace("_", "-"), type=kind, help="as in main.py")
@@ -55,7 +57,7 @@ def read_study(arguments: list[str] | None) -> tuple[StudyConfig, Path, int, str
     """The settings, the directory, the number of jobs, and the command that goes on with this study."""
     given = make_parser().parse_args(arguments)
     study = STUDIES["quick" if given.quick else given.preset]
-    if given.jobs < 1:
+    if given.jobs is not None and given.jobs < 1:
         raise InputError(f"--jobs is {given.jobs}; give at least 1")
     if given.seeds is not None:
         if len(set(given.seeds)) < max(2, len(given.seeds)) or min(given.seeds) < 0:
@@ -63,8 +65,9 @@ def read_study(arguments: list[str] | None) -> tuple[StudyConfig, Path, int, str
         study = dataclasses.replace(study, seeds=tuple(given.seeds))
     changes = {name: getattr(given, name) for name in OVERRIDES if getattr(given, name) is not None}
     study = dataclasses.replace(study, run=dataclasses.replace(study.run, preset=given.preset, **changes))
+    jobs = given.jobs or (os.cpu_count() or 1 if study.run.torch_device().type == "cpu" else 1)
     words = sys.argv[1:] if arguments is None else arguments
-    return study, given.out, given.jobs, " ".join(["python -m eval.paper", *words])
+    return study, given.out, jobs, " ".join(["python -m eval.paper", *words])
 
 
 def description(study: StudyConfig) -> dict[str, Any]:
@@ -89,34 +92,44 @@ def differing(one: Any, other: Any, prefix: str = "") -> list[str]:
     return [name for key in keys for name in differing(one.get(key), other.get(key), f"{prefix}{key}.")]
 
 
-def open_directory(out: Path, wanted: dict[str, Any]) -> int:
-    """Make the directory or check that it holds this very study, and lock it; returns the lock."""
-    path = out / "config.json"
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Make the directory and hold it against other studies; InputError where one is writing there or nobody can."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"{out}: another study is writing there; wait for it or stop it") from None
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written ({error.strerror}); choose another directory") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise InputError(f"{out}: another study is writing there; wait for it or stop it") from None
+    finally:
+        os.close(lock)
+
+
+def check_directory(out: Path, wanted: dict[str, Any]) -> None:
+    """Write config.json, or check that the one there is of this very study."""
+    path = out / "config.json"
     if path.exists():
         if changed := differing(read_json(path), wanted):
             words = f"holds a study with other {', '.join(changed)}"
             raise InputError(f"--out {out}: {words}; choose another directory or the settings in its config.json")
-    elif any(file for file in out.iterdir() if not file.name.startswith(".config.json.")):
+    elif any(not file.name.startswith(".config.json.") for file in out.iterdir()):
         raise InputError(f"--out {out}: holds other files and no study; choose another directory")
     else:
         write_json(path, wanted)
-    return lock
 
 
 def run_study(study: StudyConfig, out: Path, jobs: int, command: str) -> None:
     """Everything that is missing, and the report."""
     shipped = load_ingredients(study.run).problems[0].target is not None
-    parts = study_parts(study, shipped)
-    lock = open_directory(out, description(study))
-    try:
+    parts, wanted = study_parts(study, shipped), description(study)
+    with locked(out):
+        check_directory(out, wanted)
+        for left_over in out.rglob(".*.*"):  # files that were being written when a process was killed
+            left_over.unlink(missing_ok=True)
         schedule = Schedule(study, parts, out, jobs, lambda line: print(line, flush=True))
         schedule.run()
         if schedule.failed:
@@ -125,8 +138,6 @@ def run_study(study: StudyConfig, out: Path, jobs: int, command: str) -> None:
             raise InputError(f"{words}; put right what {out / 'logs'} says, then give the same command again")
         write_report(study, parts, out, command)
         shutil.rmtree(out / "shared", ignore_errors=True)
-    finally:
-        os.close(lock)
     print(f"\nEverything is in {out}; open {out / 'report.html'}")
 
 

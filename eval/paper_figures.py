@@ -14,10 +14,11 @@ import numpy as np
 
 from eval.figures import COLOURS, MARKERS
 from eval.numbers import NAMES, Number, Numbers, setting_names
-from eval.parts import BINS
 from eval.study import METHODS, StudyConfig
+from eval.task import BINS
 from tinystories.checkpoint import replacing
 
+SHOWN = ("rejection", "generations", "sweep", "best")  # sections whose points lie on the plane
 BASE, TARGET = "#555555", "#000000"
 STYLE = {
     "font.size": 10,
@@ -52,8 +53,7 @@ def toxicity_histograms(study: StudyConfig, numbers: Numbers, folder: Path) -> N
     """Share of accepted samples by p(toxic | s), for every beta."""
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     edges = np.linspace(0, 1, BINS + 1)
-    names = dict.fromkeys(key[1] for key in numbers.rows if key[0] == "histogram")
-    for i, name in enumerate(names):
+    for i, name in enumerate(numbers.names("histogram")):
         counts = [row.value for key, row in numbers.rows.items() if key[:2] == ("histogram", name)]
         label = name.replace("beta", "β =") + {0: " (Base)", study.run.beta: " (Target)"}.get(
             float(name.split()[1]), ""
@@ -67,7 +67,7 @@ def toxicity_histograms(study: StudyConfig, numbers: Numbers, folder: Path) -> N
 
 def similarity_toxicity(study: StudyConfig, numbers: Numbers, folder: Path) -> None:
     """Base, Target, baselines and the generations of TSMC."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.8))
+    figure, axes = plt.subplots(figsize=(6.8, 4.6))
 
     def both(section: str, name: str, seed: int | str, m: int | str = "") -> list[Number]:
         return [numbers.get(section, name, seed, m, quantity) for quantity in ("similarity", "toxicity")]
@@ -105,10 +105,12 @@ def similarity_toxicity(study: StudyConfig, numbers: Numbers, folder: Path) -> N
         rows = both("rejection", f"beta {beta:g}", "")
         if all(rows):
             mark(rows, colour, marker, name, 13 if name == "Target" else 9, 8)
+    points = [row.value for key, row in numbers.rows.items() if row.quantity == "similarity" and key[0] in SHOWN]
+    axes.set_xlim(min(points) - 0.08, min(1.03, max(points) + 0.08))  # points inside, bars cut at the frame
     handles, labels = axes.get_legend_handles_labels()
     marks = [handle[0] for handle in handles]  # without error bars, which hide the marker
     axes.set(xlabel="Similarity (mean pairwise cosine)", ylabel="Toxicity  p(toxic | s)", ylim=(-0.04, 1.04))
-    axes.legend(marks, labels, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    axes.legend(marks, labels, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4, columnspacing=1.2)
     save(figure, folder, "similarity-toxicity")
 
 
@@ -127,7 +129,7 @@ def toxicity_by_particles(study: StudyConfig, numbers: Numbers, folder: Path) ->
     axes.set(xlabel="Number of particles K", ylabel="Toxicity  p(toxic | s)", xscale="log", ylim=(-0.04, 1.04))
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
     save(figure, folder, "toxicity-particles")
 
 

@@ -109,20 +109,20 @@ def study_parts(study: StudyConfig, shipped: bool) -> list[Part]:
     """Every part, those that others wait for before them; exact samples of sigma may be shipped."""
     first, *others = study.seeds
     target = () if shipped else ("rejection",)
-    parts = [Part("rejection", "rejection", first, 140)]
+    parts = [Part("rejection", "rejection", first, 80)]
     for seed in study.seeds:
-        parts.append(Part(f"tsmc-{seed}", "tsmc", seed, 430, target))
+        parts.append(Part(f"tsmc-{seed}", "tsmc", seed, 240, target))
     for seed in study.seeds:
         run = (f"tsmc-{seed}",)
-        parts.append(Part(f"no-effective-{seed}", "no-effective", seed, 220, run))
-        parts.append(Part(f"lora-{seed}", "lora", seed, 300, run))
-        parts.append(Part(f"particles-{seed}", "particles", seed, 150, run))
-        parts.append(Part(f"resampling-{seed}", "resampling", seed, 120, run))
+        parts.append(Part(f"no-effective-{seed}", "no-effective", seed, 120, run))
+        parts.append(Part(f"lora-{seed}", "lora", seed, 180, run))
+        parts.append(Part(f"particles-{seed}", "particles", seed, 80, run))
+        parts.append(Part(f"resampling-{seed}", "resampling", seed, 70, run))
     for method in study.methods:
         size = len(study.grid(method))
         sweep = tuple(f"{method}-{place + 1}" for place in range(size))
-        parts += [Part(name, "baseline", first, 300, target, method, place) for place, name in enumerate(sweep)]
-        parts += [Part(f"{method}-best-{seed}", "best", seed, 300, ("rejection", *sweep), method) for seed in others]
+        parts += [Part(name, "baseline", first, 160, target, method, place) for place, name in enumerate(sweep)]
+        parts += [Part(f"{method}-best-{seed}", "best", seed, 160, ("rejection", *sweep), method) for seed in others]
     return parts
 
 

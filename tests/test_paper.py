@@ -42,7 +42,7 @@ TINY = StudyConfig(
     similarity_samples=50,
     texts=2,
     replicates=20,
-    methods=("dpo-full", "grpo-lora"),
+    methods=("grpo-lora",),
     learning_rates=(1e-3,),
     dpo_strengths=(0.1,),
     grpo_strengths=(0.04,),
@@ -87,9 +87,9 @@ def start():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, start) -> Path:
-    """The study that nothing happens to, one part after the other."""
+    """The study that nothing happens to."""
     out = tmp_path_factory.mktemp("whole") / "study"
-    process = start(out, "--jobs", "1")
+    process = start(out, "--jobs", "2")
     process.join()
     assert process.exitcode == 0, Path(f"{out}.log").read_text()
     return out
@@ -157,12 +157,12 @@ def test_texts_cannot_break_the_page():
 
 def test_kills_at_any_moment_change_nothing(tmp_path, start, whole):
     out, moments = tmp_path / "study", random.Random(0)
-    for _ in range(6):
-        process = start(out, "--jobs", "2")
-        process.join(0.3 + 1.5 * moments.random())
+    for jobs in (1, 2, 3, 2):
+        process = start(out, "--jobs", str(jobs))
+        process.join(0.3 + 2 * moments.random())
         process.kill()
         process.join()
-    process = start(out, "--jobs", "2")
+    process = start(out, "--jobs", "3")
     process.join()
     assert process.exitcode == 0, Path(f"{out}.log").read_text()
     for name in PRODUCTS:
@@ -218,9 +218,8 @@ def test_a_directory_of_another_study_is_refused_with_the_keys(tmp_path, whole, 
 
 def test_two_studies_never_write_into_one_directory(whole, monkeypatch):
     monkeypatch.setitem(study.STUDIES, "quick", TINY)
-    lock = paper.open_directory(whole, json.loads((whole / "config.json").read_text()))
-    assert "another study is writing there" in refusal("--quick", "--out", str(whole))
-    os.close(lock)
+    with paper.locked(whole):
+        assert "another study is writing there" in refusal("--quick", "--out", str(whole))
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-import tinystories
 from eval.evaluate import Samples, distinct_share, evaluate_base, evaluate_target, sample_tsmc, score
 from eval.figures import draw_figures
 from eval.ingredients import identity
 from eval.run import RunDirectory
+from eval.saved import load_generation
 from eval.task import Task, number
 from main import self_distilled_tsmc
 from tinystories.checkpoint import read_json, replacing
@@ -26,7 +26,7 @@ from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Sigma
-from twist import TwistMLP, load_twist
+from twist import TwistMLP
 
 SHARED = {  # phases of the run itself that a variant takes over
     "no-effective": ("0-twist-learning", "0-evaluation", "1-sampling", "1-distillation"),
@@ -112,12 +112,8 @@ def samples_by_source(path: Path) -> dict[str, Samples]:
 
 def trained_pair(task: Task, path: Path, m: int) -> tuple[Sigma, TwistMLP]:
     """Sigma as p^(m) of a finished run sees it, and psi^(m)."""
-    device = task.problem.base.prompt.device
-    twist = load_twist(path / f"generation-{m}", device)
-    if m == 0:
-        return task.given.sigmas()[0], twist
-    model, _ = tinystories.load(path / f"generation-{m}", device)
-    return task.given.sigmas(model.to(task.given.model.wte.weight.dtype))[0], twist
+    sigmas, twist = load_generation(task.given, path / f"generation-{m}", m, task.problem.base.prompt.device)
+    return sigmas[0], twist
 
 
 def drift(task: Task, path: Path, m: int) -> dict[str, float]:

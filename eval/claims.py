@@ -120,6 +120,9 @@ def baseline_claims(study: StudyConfig, numbers: Numbers) -> list[Claim]:
                 f"; its KL(σ‖π) is {kl.value:.1f} nats, that of TSMC’s proposal {own.value:.1f}" if kl and own else ""
             )
             found[method] = Claim(verdict, f"The best {method} {text}: {signed(row, 3)}{beside}.")
+    for method in {name.split(", lr")[0] for name in numbers.names("best")} - found.keys():
+        text = f"The best {method} of the first seed diverged on another, so there is no mean to compare."
+        found[method] = Claim("open", text)
     return [claim for _, claim in sorted(found.items())]
 
 
@@ -145,12 +148,4 @@ def findings(study: StudyConfig, numbers: Numbers) -> list[str]:
                 verb = {1: "rises", -1: "falls", 0: "shows no clear change"}[direction(row)]
                 parts.append(f"{name} {verb}, {signed(row, digits)}")
         found.append(f"{what}, in generation {last}: {'; '.join(parts)}.")
-    spread = {
-        name: numbers.get("resampling", name, "mean", last, "log_z_hat_std") for name in numbers.names("resampling")
-    }
-    spread = {name: row for name, row in spread.items() if row is not None}
-    if spread:
-        low, high = (choose(spread, key=lambda name: spread[name].value) for choose in (min, max))
-        text = f"least with “{low}” ({spread[low].value:.2f} nats) and most with “{high}” ({spread[high].value:.2f})"
-        found.append(f"Across resampling schemes log Ẑ of generation {last} spreads {text}, means over seeds.")
     return found

@@ -6,6 +6,7 @@ The samples are a random part of the final resampling: equally weighted, repeats
 first few are no better than the others. K particles, N samples, D distinct sequences, T tokens.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,8 @@ def distinct_sequences(population: Population, problem: Problem) -> tuple[list[S
     tokens, place = population.tokens[0].unique(dim=0, return_inverse=True)  # [D, T], [K]
     place, ancestors = place.cpu(), population.ancestors[0].cpu()
     weights = torch.zeros(len(tokens), dtype=torch.float64)
-    weights.index_add_(0, place, normalise(population.log_weights[0].cpu().double()))  # [D]
+    if population.log_z.item() > -math.inf:  # else every weight is zero
+        weights.index_add_(0, place, normalise(population.log_weights[0].cpu().double()))  # [D]
     texts = problem.potential.texts(tokens)
     columns = (
         texts,

@@ -77,7 +77,8 @@ def load_ingredients(config: RunConfig) -> Ingredients:
         potential = TextPotential(factors, tokenizer, ids)
         potential(ids.repeat(config.length)[None, : config.length])  # a mistake in it shows before anything is written
         name = "" if number == 1 else f"prompt-{number}"
-        problems.append(Problem(name, prompt, base, potential, scorer, shipped_target(config, prompt)))
+        target = shipped_target(config, prompt)
+        problems.append(Problem(name, prompt, base, potential, scorer, target and target.to(device)))
     return Ingredients(model, tokenizer, problems, encode, config.effective_potential)
 
 

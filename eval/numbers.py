@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eval.study import VARIANTS, Part, StudyConfig, tsmc_scored, tsmc_units
 from eval.task import BINS, distance, read_part
 from tinystories.checkpoint import write_json, write_text
-from tsmc.estimate import mean_estimate
+from tsmc.estimate import Estimate, difference, mean_estimate
 
 NAMES = {
     "tsmc": "TSMC",
@@ -66,6 +67,9 @@ class Number:
     unit: str
 
 
+FEW_RUNS = 8  # percentiles over fewer runs than that cover too little to be called a 95 % interval
+
+
 class Numbers:
     """The table, by section, name, seed, generation and quantity."""
 
@@ -102,9 +106,11 @@ class Numbers:
                 self.add(section, name, "mean", generation, quantity, mean_of([row.value for row in found]))
 
 
-def mean_of(values: list[float]) -> dict[str, float | None]:
-    """Mean and 95 % interval over seeds; no interval for one value alone."""
+def mean_of(values: list[float], shared: Estimate | None = None) -> dict[str, float | None]:
+    """Mean and 95 % interval over seeds, wider by an error that all seeds share; no interval for one value alone."""
     estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
+    if shared is not None and math.isfinite(estimate.std_error):
+        estimate = difference(estimate, Estimate(0.0, shared.std_error, shared.dof))
     half = estimate.half_width()
     if not math.isfinite(half):
         return {"value": estimate.value, "low": None, "high": None}
@@ -138,6 +144,8 @@ def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, 
                     texts.append({"set": f"Generation {row['generation']}", "seed": seed, "texts": row["texts"]})
     for seed in study.seeds:
         for row in found[f"particles-{seed}"]["rows"]:
+            if row["runs"] < FEW_RUNS:
+                row |= {name: row[name]["value"] for name in ("toxicity", "similarity")}
             numbers.add_row("particles", f"K = {row.pop('particles')}", seed, row["generation"], row)
         for row in found[f"resampling-{seed}"]["rows"]:
             name = scheme_name(row.pop("scheme"), row.pop("threshold"))
@@ -146,6 +154,7 @@ def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, 
     for section in ("generations", "particles", "resampling", "best"):
         numbers.average(section, study.seeds)
     add_changes(study, numbers)
+    add_kl_changes(study, numbers, found)
     numbers.add("budget", NAMES["tsmc"], "", "", "units", tsmc_units(study.run))
     numbers.add("budget", NAMES["tsmc"], "", "", "scored", tsmc_scored(study.run))
     return numbers, texts
@@ -208,7 +217,7 @@ def add_changes(study: StudyConfig, numbers: Numbers) -> None:
     last, few, many = study.run.generations, min(study.particle_counts), max(study.particle_counts)
     tsmc = [("generations", NAMES["tsmc"], m) for m in range(last + 1)]
     steps = [(m, m + 1) for m in range(last)] + ([(0, last)] if last > 1 else [])
-    for quantity in ("toxicity", "similarity", "kl", "log_z_hat_mean", "distance"):
+    for quantity in ("toxicity", "similarity", "log_z_hat_mean", "distance"):
         for one, other in steps:
             change(f"generation {one} to {other}", "changes", quantity, tsmc[one], tsmc[other])
         for variant in ("lora", "no-effective"):
@@ -221,15 +230,40 @@ def add_changes(study: StudyConfig, numbers: Numbers) -> None:
     change(f"K = {many}, generation 0 to K = {few}, generation {last}", "changes", "toxicity", *places)
     for name in numbers.names("best"):
         change(f"{NAMES['tsmc']} to {name}", "changes", "distance", tsmc[last], ("best", name, ""))
-    target = numbers.get("rejection", f"beta {study.run.beta:g}", "", "", "similarity").value
+    target = numbers.get("rejection", f"beta {study.run.beta:g}", "", "", "similarity")
     for m in range(last + 1):
         row = numbers.get("generations", NAMES["tsmc"], "mean", m, "similarity")
-        numbers.add("changes", f"Target to generation {m}", "mean", "", "similarity", shifted(row, target))
+        numbers.add("changes", f"Target to generation {m}", "mean", "", "similarity", gap(target, row))
 
 
-def shifted(row: Number, by: float) -> dict[str, float | None]:
-    """A number and its limits less a constant."""
-    return {name: None if (v := getattr(row, name)) is None else v - by for name in ("value", "low", "high")}
+def gap(one: Number, other: Number) -> dict[str, float | None]:
+    """other - one of independent numbers, half widths in quadrature."""
+    value = other.value - one.value
+    if None in (one.low, one.high, other.low, other.high):
+        return {"value": value, "low": None, "high": None}
+    half = math.hypot((one.high - one.low) / 2, (other.high - other.low) / 2)
+    return {"value": value, "low": value - half, "high": value + half}
+
+
+def add_kl_changes(study: StudyConfig, numbers: Numbers, found: dict[str, dict]) -> None:
+    """Changes of KL(sigma||q), paired over the exact samples of sigma: KL_b - KL_a = E_sigma[log q_a - log q_b].
+
+    All seeds share the exact samples, so their sampling error does not average out: it joins the error over seeds.
+    """
+    last, tsmc = study.run.generations, NAMES["tsmc"]
+
+    def log_q(variant: str, seed: int, m: int) -> Tensor:
+        return torch.tensor(found[f"{variant}-{seed}"]["rows"][m]["log_q"], dtype=torch.float64)  # [N]
+
+    steps = [(m, m + 1) for m in range(last)] + ([(0, last)] if last > 1 else [])
+    pairs = [(f"generation {a} to {b}", ("tsmc", a), ("tsmc", b)) for a, b in steps]
+    pairs += [(f"{tsmc} to {NAMES[variant]}", ("tsmc", last), (variant, last)) for variant in VARIANTS[1:]]
+    for name, (before, a), (after, b) in pairs:
+        drops = torch.stack([log_q(before, seed, a) - log_q(after, seed, b) for seed in study.seeds])  # [S, N]
+        for seed, drop in zip(study.seeds, drops, strict=True):
+            numbers.add("changes", name, seed, "", "kl", drop.mean().item())
+        shared = mean_estimate(drops.mean(0))
+        numbers.add("changes", name, "mean", "", "kl", mean_of(drops.mean(1).tolist(), shared))
 
 
 def write_numbers(numbers: Numbers, texts: list[dict], out: Path) -> None:

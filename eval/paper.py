@@ -24,7 +24,7 @@ import matplotlib
 import numpy
 import torch
 
-from config import PRESETS, OneLineParser
+from config import PRESETS, OneLineParser, RunConfig, check
 from eval.ingredients import identity, load_ingredients
 from eval.report import write_report
 from eval.schedule import Schedule
@@ -64,6 +64,9 @@ def read_study(arguments: list[str] | None) -> tuple[StudyConfig, Path, int, str
             raise InputError("--seeds wants at least two different numbers, none negative")
         study = dataclasses.replace(study, seeds=tuple(given.seeds))
     changes = {name: getattr(given, name) for name in OVERRIDES if getattr(given, name) is not None}
+    for item in dataclasses.fields(RunConfig):
+        if item.name in changes:
+            check("--" + item.name.replace("_", "-"), changes[item.name], item.metadata)
     study = dataclasses.replace(study, run=dataclasses.replace(study.run, preset=given.preset, **changes))
     jobs = given.jobs or (os.cpu_count() or 1 if study.run.torch_device().type == "cpu" else 1)
     words = sys.argv[1:] if arguments is None else arguments

@@ -31,7 +31,7 @@ def document(
     lead = (
         f"The experimental section of arXiv:2507.02315 on the <b>{escape(study.run.preset)}</b> preset: seeds {seeds}; "
         f"{study.run.generations} generations after generation 0; β = {study.run.beta:g}. {len(parts)} parts took "
-        f"{sum(times.values()) / 60:.0f} minutes of one core. Intervals are 95 %."
+        f"{sum(times.values()) / 60:.0f} minutes of one core, attempts that were interrupted left out. Intervals are 95 %."
     )
     folder = out / "figures"
     content = [

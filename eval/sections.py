@@ -105,7 +105,8 @@ def summary(study: StudyConfig, numbers: Numbers) -> Section:
         "<h3>What agrees with the paper and what does not</h3>",
         f'<ul class="claims">{"".join(items)}</ul>',
         '<p class="note">Each line is computed from the numbers: a change counts as seen where its interval over seeds '
-        "leaves out zero. The comparison is with what the paper reports at its own scale.</p>",
+        "leaves out zero. Distances take Target as it is; on the first seed the best baseline is also the one that was chosen "
+        "there. The comparison is with what the paper reports at its own scale.</p>",
         f"<h3>What the paper leaves open</h3><ul>{others}</ul>" if others else "",
     )
 
@@ -174,7 +175,11 @@ def particles(study: StudyConfig, numbers: Numbers, folder: Path) -> Section:
         for count in study.particle_counts
         for m in generations(study)
     ]
-    points = grid(numbers, f"The points of the figure, {over_seeds(study)}.", columns, rows)
+    words = (
+        f"The points of the figure, {over_seeds(study)}. Similarity does not compare across K: particles of one run share "
+        "ancestors, and with few large runs more of the pairs lie within a run."
+    )
+    points = grid(numbers, words, columns, rows)
     return section("particles", "Number of particles", picture, points)
 
 
@@ -192,7 +197,8 @@ def divergence(study: StudyConfig, numbers: Numbers) -> Section:
         rows.append([f"Change, {name}", *found, theirs])
     caption = (
         "KL(σ‖q) in nats between the target and the twist-induced proposal. Intervals of the mean are over seeds, those of a "
-        "seed over the exact samples and log Z. The paper’s values belong to other networks: compare the changes."
+        "seed over the exact samples and log Z. All seeds share the exact samples; changes are paired over them, and their "
+        "error joins that over seeds. The paper’s values belong to other networks: compare the changes."
     )
     head = ["", "Mean", *(f"Seed {seed}" for seed in study.seeds), "Paper"]
     return section("kl", "KL(σ‖q)", table(caption, head, rows))

@@ -23,7 +23,7 @@ from tinystories.checkpoint import read_json, replacing
 from tinystories.phase import Phase
 from tsmc import SCHEMES
 from tsmc.estimate import Estimate, difference, mean_estimate
-from tsmc.proposal import sequence_log_probs
+from tsmc.proposal import proposal_log_probs, sequence_log_probs
 from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Sigma
 from twist import TwistMLP
@@ -46,10 +46,17 @@ def whole_run(task: Task) -> dict:
         found = task.measure(samples[f"generation {m}"], m)
         found |= {name: row[name] for name in ("log_z_hat_mean", "log_z_hat_std", "ess", "distinct", "model_toxicity")}
         found |= {"generation": m, "kl": {"value": value, "low": value - half, "high": value + half}}
+        found["log_q"] = log_q_of_target(task, path, m)
         if task.part.kind == "no-effective":
             found |= {"drift": drift(task, path, m)}
         rows.append(found)
     return {"rows": rows}
+
+
+def log_q_of_target(task: Task, path: Path, m: int) -> list[float]:
+    """log q of every exact sample of sigma: changes of KL(sigma||q) are paired over them."""
+    sigma, twist = trained_pair(task, path, m)
+    return [round(value, 4) for value in proposal_log_probs(sigma.model, twist, task.problem.target.tokens)[1].tolist()]
 
 
 def finish_run(task: Task, path: Path) -> None:

@@ -67,7 +67,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return onednn(x, weight, bias)
-    return OneDNN.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+    return OneDNN.apply(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], -1)
 
 
 def linear_gelu(x: Tensor, layer: nn.Linear, approximate: str = "none") -> Tensor:

@@ -65,13 +65,19 @@ def one_each(step: int, sizes: Sequence[int], work: Callable[[int], dict[str, Te
     return {name: gather(rows[: mine.stop - mine.start], total, mine) for name, rows in part.items()}
 
 
+def largest(value: float) -> float:
+    """The largest of a number over the processes; NaN where any is NaN."""
+    if count() == 1:
+        return value
+    values = torch.zeros(count(), dtype=torch.float32, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    values[rank()] = value
+    dist.all_reduce(values)
+    return values.max().item()
+
+
 def any_of(flag: bool) -> bool:
     """Whether the flag is up in any process."""
-    if count() == 1:
-        return flag
-    flags = torch.tensor([int(flag)], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(flags)
-    return bool(flags.item())
+    return largest(float(flag)) > 0
 
 
 def total(value: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def ctl_loss(twist: LearnableTwist, batch: Trajectories, coefficients: Tensor) -
 def check_batch(update: int, positive: Tensor, log_psi: Tensor) -> None:
     """InputError where log weights [K] are NaN or infinite or log psi [K, T] has grown beyond all sense."""
     remedy = "lower --ctl-learning-rate"
-    largest = log_psi.abs().max().item()
+    largest = ranks.largest(log_psi.abs().max().item() if len(log_psi) else 0.0)
     if not bool((positive < torch.inf).all()) or not math.isfinite(largest):
         words = f"a weight is NaN or infinite; {remedy}, or check that the potential is never NaN"
         raise InputError(f"twist learning, update {update + 1}: {words}")

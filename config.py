@@ -30,12 +30,13 @@ POCKET = Path(__file__).parent / "checkpoints" / "pocket"
 
 @dataclass(frozen=True)
 class Preset:
-    """Where the three networks and, if there are any, exact samples of the target come from."""
+    """Where the three networks and, if there are any, exact samples of the target come from, and K in training."""
 
     lm: str
     toxicity_model: str
     similarity_model: str
     target: Path | None
+    particles: int = 50
 
 
 PRESETS = {
@@ -45,6 +46,7 @@ PRESETS = {
         toxicity_model="nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
         similarity_model="sentence-transformers/all-MiniLM-L6-v2@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
         target=None,
+        particles=100,
     ),
 }
 
@@ -95,7 +97,9 @@ class RunConfig:
     save_every: float = option(20.0, "seconds between saved states; --resume continues from the last", at_least=0)
     lora: bool = option(False, "distil by LoRA (rank 8, query and value) instead of full fine-tuning")
     effective_potential: bool = option(True, "phi^(m) for generations m >= 1; without it phi itself, and sigma drifts")
-    particles: int = option(50, "K in training: particles of each TSMC run that is distilled", at_least=1)
+    particles: int = option(
+        50, "K in training: particles of each distilled TSMC run; 100 with --preset paper", at_least=1
+    )
     resampling: str = option("multinomial", "resampling scheme", choices=tuple(SCHEMES))
     ess_threshold: float = option(1.0, "resample where ESS < this share of K: 1 always, 0 never", at_least=0, at_most=1)
     lm: str = option("", f"language model: {SOURCE}")
@@ -225,6 +229,7 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
         key = flag[2:].replace("-", "_")
         if key in given:
             (nested.setdefault(group, {}) if group else nested)[item.name] = given[key]
+    nested.setdefault("particles", PRESETS[nested.get("preset", "pocket")].particles)
     return build(RunConfig, nested), None
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tinystories
-from config import POCKET, PRESETS, RunConfig, flags
+from config import POCKET, PRESETS, RunConfig, flags, read_config
 from main import main
 from twist import load_twist
 
@@ -201,3 +201,9 @@ def test_a_stale_target_is_refused(capsys, tmp_path, copied, monkeypatch):
 def test_every_option_has_help():
     for _, flag, item in flags(RunConfig):
         assert len(item.metadata["help"]) > 2, flag
+
+
+def test_the_paper_trains_with_its_own_number_of_particles():
+    assert read_config(["--preset", "paper"], "")[0].particles == 100
+    assert read_config(["--preset", "paper", "--particles", "7"], "")[0].particles == 7
+    assert read_config([], "")[0].particles == RunConfig().particles == 50

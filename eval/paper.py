@@ -27,6 +27,7 @@ import torch
 from config import PRESETS, OneLineParser, RunConfig, check
 from eval.ingredients import identity, load_ingredients
 from eval.report import write_report
+from eval.run import remove_left_overs
 from eval.schedule import Schedule
 from eval.study import STUDIES, StudyConfig, study_parts
 from tinystories.checkpoint import read_json, write_json
@@ -131,8 +132,7 @@ def run_study(study: StudyConfig, out: Path, jobs: int, command: str) -> None:
     parts, wanted = study_parts(study, shipped), description(study)
     with locked(out):
         check_directory(out, wanted)
-        for left_over in out.rglob(".*.*"):  # files that were being written when a process was killed
-            left_over.unlink(missing_ok=True)
+        remove_left_overs(out)
         schedule = Schedule(study, parts, out, jobs, lambda line: print(line, flush=True))
         schedule.run()
         if schedule.failed:

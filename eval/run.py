@@ -94,9 +94,7 @@ class RunDirectory:
                 raise InputError(f"{path}: {name} has changed since the run began; restore it or start a new run")
         run = cls(path, config.torch_device(), config.save_every)
         if run.writes:
-            for pattern in (".*.*", ".tmp*"):  # files that were being written when the process was killed
-                for left_over in path.rglob(pattern):
-                    left_over.unlink(missing_ok=True)
+            remove_left_overs(path)
         return run
 
     def interrupt(self, number: int, frame: object) -> None:
@@ -138,6 +136,13 @@ class RunDirectory:
     def phase(self, name: str, generation: int | None, prompt: str = "") -> RunPhase:
         """A phase of this run, shown on screen and saved as it goes; `prompt` names all prompts of a run but the first."""
         return RunPhase(self, f"{name} {prompt}".strip(), generation)
+
+
+def remove_left_overs(path: Path) -> None:
+    """Remove the temporary files that were being written when a process was killed."""
+    for pattern in (".*.*", ".tmp*"):
+        for left_over in path.rglob(pattern):
+            left_over.unlink(missing_ok=True)
 
 
 def free_name(parent: Path, stem: str) -> Path:

@@ -65,6 +65,7 @@ PRODUCTS = ("results.json", "results.csv", "figures/similarity-toxicity.svg")
 
 def job(arguments: list[str], log: str) -> None:
     """What a child process runs: the study in place of the quick one, everything it says into a file."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
     torch.set_num_threads(1)
     study.STUDIES["quick"] = TINY
     with open(log, "a") as sys.stderr, contextlib.redirect_stdout(sys.stderr):

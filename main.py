@@ -112,6 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
         path = run_experiment(config, resumed)
         if ranks.rank() == 0:
             print(f"\n{tables(read_json(path / 'results.json'))}\n\nEverything is in {path}")
+        ranks.leave()
     except InputError as error:
         stop(f"error: {error}", 2)
     except KeyboardInterrupt as interruption:

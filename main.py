@@ -82,6 +82,20 @@ def finish_generation(
     return [evaluate_generation(config, problem, given, sigma, twist, m, run) for problem, sigma in problems]
 
 
+def measured_algorithm(config: RunConfig, given: Ingredients, run: RunDirectory) -> list[dict]:
+    """Base, Target and the generations of Algorithm 1, after each prompt."""
+    results = []
+    for problem in given.problems:
+        problem.target = exact_samples(config, problem, run)
+        row = {"prompt": problem.prompt, "potential": list(config.potential)}
+        row |= {"base": evaluate_base(config, problem, given, run)}
+        results.append(row | ({"target": evaluate_target(problem, given, run)} if problem.target else {}))
+    generations = self_distilled_tsmc(config, given, run)
+    for n, result in enumerate(results):
+        result["generations"] = [rows[n] for rows in generations]
+    return results
+
+
 def run_experiment(config: RunConfig, resumed: Path | None) -> Path:
     """Everything from the options to results.json; returns the run's directory."""
     if resumed is not None and (resumed / "results.json").exists():
@@ -90,15 +104,7 @@ def run_experiment(config: RunConfig, resumed: Path | None) -> Path:
     given, origin = load_ingredients(config), identity(config)
     run = RunDirectory.create(config, origin) if resumed is None else RunDirectory.resume(resumed, config, origin)
     with run:
-        results = []
-        for problem in given.problems:
-            problem.target = exact_samples(config, problem, run)
-            row = {"prompt": problem.prompt, "potential": list(config.potential)}
-            row |= {"base": evaluate_base(config, problem, given, run)}
-            results.append(row | ({"target": evaluate_target(problem, given, run)} if problem.target else {}))
-        generations = self_distilled_tsmc(config, given, run)
-        for n, result in enumerate(results):
-            result["generations"] = [rows[n] for rows in generations]
+        results = measured_algorithm(config, given, run)
         draw_figures(results, run)
         run.finish(results)
     return run.path

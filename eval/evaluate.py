@@ -94,21 +94,27 @@ def distinct_share(tokens: Tensor) -> float:
     return sum(len(run.unique(dim=0)) / len(run) for run in tokens) / len(tokens)
 
 
+def draw_model(
+    config: RunConfig, model: LanguageModel, count: int, streams: Callable[[int], torch.Generator]
+) -> Tensor:
+    """Independent samples [N, T] of a bare language model, N = count, `config.rows` at a time."""
+    sizes = ranks.chunk_sizes(count, config.rows)
+
+    def work(i: int) -> dict[str, Tensor]:
+        return {"tokens": sample_proposal(model, None, sizes[i], streams(i)).tokens}
+
+    return torch.cat([ranks.one_each(step, sizes, work)["tokens"] for step in range(ranks.rounds(len(sizes)))])
+
+
 def sample_model(
     config: RunConfig,
     model: LanguageModel,
     problem: Problem,
     streams: Callable[[int], torch.Generator],
 ) -> Samples:
-    """Independent samples of a bare language model, `config.rows` at a time."""
+    """Independent samples of a bare language model, decoded and scored."""
     count = config.eval.base_samples
-    sizes = [min(config.rows, count - done) for done in range(0, count, config.rows)]
-
-    def work(i: int) -> dict[str, Tensor]:
-        return {"tokens": sample_proposal(model, None, sizes[i], streams(i)).tokens}
-
-    parts = [ranks.one_each(step, sizes, work)["tokens"] for step in range(ranks.rounds(len(sizes)))]
-    return score(problem, torch.cat(parts), list(range(count)))
+    return score(problem, draw_model(config, model, count, streams), list(range(count)))
 
 
 def sample_tsmc(
@@ -124,8 +130,7 @@ def sample_tsmc(
 
     InputError where every run died: all its particles had weight zero.
     """
-    at_once = max(1, config.rows // particles)
-    sizes = [min(at_once, runs - done) for done in range(0, runs, at_once)]
+    sizes = ranks.chunk_sizes(runs, max(1, config.rows // particles))
     resampling = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
 
     def work(i: int) -> dict[str, Tensor]:

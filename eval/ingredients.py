@@ -114,4 +114,4 @@ def exact_samples(config: RunConfig, problem: Problem, run: RunDirectory) -> Tar
         target = draw_target(problem.base, problem.potential, proposals, streams, phase, config.rows)
         if run.writes:
             save_target(run.path / "target" / problem.name, target, sigma_key(config, problem.prompt))
-    return target.to(problem.base.prompt.device)
+    return target

@@ -17,7 +17,7 @@ from config import OneLineParser, saved_config
 from eval import genealogy
 from eval.draws import Draws, draw
 from eval.ingredients import load_ingredients
-from eval.run import align
+from eval.run import align, finite_or_null
 from eval.saved import generations, load_generation
 from eval.terminal import printable, quiet_output
 from eval.watch import Watch
@@ -112,12 +112,7 @@ def check(args: argparse.Namespace) -> None:
 
 def row(draws: Draws, place: int) -> dict:
     """A distinct sequence, ready for JSON: null for what is not finite."""
-    return {name: finite(value) for name, value in dataclasses.asdict(draws.distinct[place]).items()}
-
-
-def finite(value: float | str) -> float | str | None:
-    """The value itself, None for minus infinity and the like."""
-    return value if isinstance(value, str) or math.isfinite(value) else None
+    return finite_or_null(dataclasses.asdict(draws.distinct[place]))
 
 
 def as_json(draws: Draws, about: dict) -> str:
@@ -125,7 +120,7 @@ def as_json(draws: Draws, about: dict) -> str:
     record = {
         "prompt": draws.prompt,
         **about,
-        "log_z_hat": finite(draws.population.log_z.item()),
+        "log_z_hat": finite_or_null(draws.population.log_z.item()),
         "ess": draws.population.ess.item(),
         "samples": [] if draws.dead else [row(draws, place) for place in draws.samples],
         "distinct": [row(draws, place) for place in range(len(draws.distinct))],

@@ -5,7 +5,6 @@ is killed begins again, a run of Algorithm 1 behind its last saved step. No numb
 """
 
 import contextlib
-import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,21 +18,13 @@ from pathlib import Path
 import torch
 
 from eval.parts import compute
+from eval.run import finite_or_null
 from eval.study import Part, StudyConfig
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
 from tinystories.memory import keep_freed_memory
 
 POLL = 0.5  # seconds between looks at the processes
-
-
-def finite(value):
-    """The same with None, which JSON can hold, for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {name: finite(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def die_with_parent() -> None:
@@ -57,7 +48,7 @@ def work(study: StudyConfig, part: Part, out: Path) -> None:
     with open(out / "logs" / f"{part.name}.log", "a", encoding="utf-8", buffering=1) as log:
         with contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
             try:
-                found = finite(compute(study, part, out))
+                found = finite_or_null(compute(study, part, out))
                 write_json(out / "times" / f"{part.name}.json", {"seconds": round(time.monotonic() - began, 1)})
                 write_json(out / "parts" / f"{part.name}.json", found)
                 return

@@ -75,7 +75,7 @@ def draw_target(
     chunk: int = 1000,
 ) -> Target:
     """Rejection sampling of sigma in chunks, each with a random stream of its own; InputError where nothing was accepted."""
-    sizes = [min(chunk, num_proposals - start) for start in range(0, num_proposals, chunk)]
+    sizes = ranks.chunk_sizes(num_proposals, chunk)
 
     def work(i: int) -> dict[str, Tensor]:
         part = propose_and_accept(model, log_phi, sizes[i], streams(i))

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from config import RunConfig
 from eval.bootstrap import bootstrap, run_sums
-from eval.evaluate import Samples, kl_target_proposal
+from eval.evaluate import Samples, draw_model, kl_target_proposal
 from eval.ingredients import Ingredients, Problem, load_ingredients
 from eval.study import Part, StudyConfig
 from eval.target import Target
 from tinystories import Conditional
 from tinystories.checkpoint import read_json
-from tsmc import sample_proposal
 from tsmc.estimate import Estimate
 from tsmc.proposal import sequence_log_probs
 from twist import TwistMLP
@@ -57,11 +56,7 @@ class Task:
 
     def draw(self, model: Conditional, count: int, *purpose: str | int) -> Tensor:
         """Independent samples [N, T] of a bare model, N = count, `rows` at a time."""
-        rows, streams = self.config.rows, self.config.streams(*purpose)
-        parts = enumerate(range(0, count, rows))
-        return torch.cat(
-            [sample_proposal(model, None, min(rows, count - done), streams(i)).tokens for i, done in parts]
-        )
+        return draw_model(self.config, model, count, self.config.streams(*purpose))
 
     def fluency(self, tokens: Tensor) -> float:
         """Mean log p^(0) of a token in sequences [N, T]: how readable they are to the base model."""

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from eval.evaluate import Samples, distinct_share, evaluate_base, evaluate_target, sample_tsmc, score
+from eval.evaluate import Samples, distinct_share, sample_tsmc, score
 from eval.figures import draw_figures
 from eval.ingredients import identity
 from eval.run import RunDirectory
 from eval.saved import load_generation
 from eval.task import Task, number
-from main import self_distilled_tsmc
+from main import measured_algorithm
 from tinystories.checkpoint import read_json, replacing
 from tinystories.phase import Phase
 from tsmc import SCHEMES
@@ -61,7 +61,7 @@ def log_q_of_target(task: Task, path: Path, m: int) -> list[float]:
 
 def finish_run(task: Task, path: Path) -> None:
     """Begin the run or go on with it, to its end."""
-    config, given, problem = task.config, task.given, task.problem
+    config = task.config
     if (path / "resume" / "start").exists():
         run = RunDirectory.resume(path, config, identity(config))
     else:
@@ -69,14 +69,11 @@ def finish_run(task: Task, path: Path) -> None:
         run = RunDirectory.create(config, identity(config))
     with run:
         take_shared(task, path)
-        result = {"prompt": problem.prompt, "potential": list(config.potential)}
-        result["base"] = evaluate_base(config, problem, given, run)
-        result["target"] = evaluate_target(problem, given, run)
-        result["generations"] = [rows[0] for rows in self_distilled_tsmc(config, given, run)]
+        results = measured_algorithm(config, task.given, run)
         if task.part.kind == "tsmc":
-            draw_figures([result], run)
+            draw_figures(results, run)
             give_shared(task, path)
-        run.finish([result])
+        run.finish(results)
 
 
 def take_shared(task: Task, path: Path) -> None:

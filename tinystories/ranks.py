@@ -45,6 +45,11 @@ def gather(part: Tensor, total: int, mine: slice | None = None) -> Tensor:
     return whole
 
 
+def chunk_sizes(total: int, at_once: int) -> list[int]:
+    """Sizes of the chunks that `total` rows are worked on in: at_once each, and what is left over."""
+    return [min(at_once, total - done) for done in range(0, total, at_once)]
+
+
 def rounds(chunks: int) -> int:
     """How often all processes work on one chunk each until all chunks are done."""
     return -(-chunks // count())

@@ -6,7 +6,16 @@ import torch.nn.functional as F
 from worlds import generator
 
 import tinystories.linear
-from tinystories.linear import SMALLEST, Linear, linear, linear_gelu, suits_onednn
+from tinystories.linear import (
+    FEW_ROWS,
+    SMALLEST,
+    Linear,
+    linear,
+    linear_each,
+    linear_gelu,
+    steady_weights,
+    suits_onednn,
+)
 
 pytestmark = pytest.mark.skipif(not tinystories.linear.HAS_ONEDNN, reason="this PyTorch has no oneDNN")
 
@@ -77,6 +86,54 @@ def test_bfloat16():
     output = linear(x, weight, bias)
     assert output.dtype == torch.bfloat16
     assert_near(output, F.linear(x.double(), weight.double(), bias.double()), tolerance=0.01)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [150, FEW_ROWS, FEW_ROWS + 1])
+def test_steady_weights_change_no_product(rows):
+    x, weight, bias = operands(rows)
+    layers = [Linear(96, 160, bias=False) for _ in range(3)]
+    wide = Linear(96, 160)
+    assert suits_onednn(x, weight)
+    with steady_weights():
+        for _ in range(2):
+            assert_near(linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()))
+            wanted = F.gelu(F.linear(x.double(), wide.weight.double(), wide.bias.double()), approximate="tanh")
+            assert_near(linear_gelu(x, wide, "tanh"), wanted)
+            for output, layer in zip(linear_each(x, layers), layers, strict=True):
+                assert_near(output, F.linear(x.double(), layer.weight.double()))
+
+
+@torch.no_grad()
+def test_weights_may_change_once_they_need_not_be_steady():
+    x, weight, bias = operands(150)
+    layers = [Linear(96, 160, bias=False) for _ in range(2)]
+
+    @steady_weights()
+    def products() -> list[torch.Tensor]:
+        with steady_weights():  # the outer promise holds on behind the inner one
+            linear(x, weight, bias)
+        return [linear(x, weight, bias), *linear_each(x, layers)]
+
+    before = products()
+    for tensor in (weight, *(layer.weight for layer in layers)):
+        tensor.data.mul_(2)  # which PyTorch does not count as a change
+    after = products()
+    assert_near(after[0], F.linear(x.double(), weight.double(), bias.double()))
+    for old, new in zip(before[1:], after[1:], strict=True):
+        assert_near(new, 2 * old)
+
+
+def test_layers_of_another_kind_or_with_gradients_stay_apart():
+    x, _, _ = operands(150)
+    layers = [Linear(96, 160, bias=False), torch.nn.Sequential(torch.nn.Linear(96, 8), torch.nn.Linear(8, 160))]
+    with steady_weights():
+        for output, layer in zip(linear_each(x, layers), layers, strict=True):
+            assert_near(output, layer(x))
+        linear_each(x, layers[:1])[0].sum().backward()
+        with torch.no_grad():
+            assert_near(linear_each(x, layers)[1], layers[1](x))
+    assert_near(layers[0].weight.grad, x.double().sum(0).expand(160, -1))
 
 
 def test_small_products_and_other_types_stay_with_pytorch():

@@ -1,12 +1,13 @@
-"""Keys and values of a prompt and its continuations, kept outside the model.
+"""Keys and values of a prompt and of what follows it, kept outside the model.
 
-    keys, values   [L, S, B, D]   position by position, so that appending and reordering move whole blocks
-    length         positions filled so far
+    prompt          [1, H, P, D/H] a layer, computed at batch 1 and seen by every row
+    keys, values    [L, T, B, H, D/H], written once, position by position, and never moved
+    places          [T, B]: where in the T B entries of a layer the history of each row lies
 
-A prompt is prefilled once at batch 1 and copied to all B rows. From then on the rows differ only behind the prompt,
-so reordering by ancestors moves only those positions. `SharedPrompt` does without the copies where there is nothing to
-reorder, and lets gradients through. Both are kept in float32 or wider, which attention is computed in.
-L layers, B rows, S positions, D width, H heads.
+Resampling makes row b the continuation of row ancestors[b]. Only the table of places is reordered then; attention collects
+a row's keys and values by it. Attention is given a list of parts, the prompt's and the rest's. `SharedPrompt` does for
+teacher forcing, where nothing is reordered, and lets gradients through. All are kept in float32 or wider, which attention
+is computed in. L layers, B rows, P prompt positions, T positions after it, D width, H heads.
 """
 
 from typing import Protocol
@@ -16,53 +17,16 @@ from torch import Tensor
 
 from tinystories.linear import at_least_float32
 
+Part = tuple[Tensor, Tensor]
+"""Keys and values of consecutive positions, both [B, H, S, D/H], or [1, H, S, D/H] where all rows see the same."""
+
 
 class Cache(Protocol):
     """What attention reads and writes; `GPTNeo.hidden` moves `length`."""
 
     length: int
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-class KeyValueCache:
-    """Preallocated keys and values of every layer."""
-
-    def __init__(self, layers: int, rows: int, width: int, positions: int, *, dtype, device):
-        shape = (layers, positions, rows, width)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.length = 0
-        self.shared = 0
-
-    @classmethod
-    def like(cls, model, rows: int, positions: int) -> "KeyValueCache":
-        """An empty cache of the model's shape and device for `rows` texts of up to `positions` tokens."""
-        config, weight = model.config, model.wte.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        return cls(config.num_layers, rows, config.hidden_size, positions, dtype=dtype, device=weight.device)
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [B, H, T, D/H] behind `length`; return all of the layer's so far [B, H, S, D/H]."""
-        heads, end = keys.shape[1], self.length + keys.shape[2]
-        parts = []
-        for block, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            block = block.unflatten(-1, (heads, -1))[:end]  # [S, B, H, D/H]
-            block[self.length :] = new.permute(2, 0, 1, 3)
-            parts.append(block.permute(1, 2, 0, 3))  # [B, H, S, D/H]
-        return parts[0], parts[1]
-
-    def share(self, prompt: "KeyValueCache") -> None:
-        """Start every row from a prompt that was prefilled at batch 1."""
-        self.length = self.shared = prompt.length
-        self.keys[:, : self.length] = prompt.keys[:, : self.length]
-        self.values[:, : self.length] = prompt.values[:, : self.length]
-
-    def reorder(self, ancestors: Tensor) -> None:
-        """Row b becomes a copy of row ancestors[b]; ancestors [B]. The shared prompt stays where it is."""
-        for block in (*self.keys, *self.values):  # layer by layer, so that the copies are small
-            behind = block[self.shared : self.length]  # [S, B, D]
-            behind.copy_(behind.index_select(1, ancestors))
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]: ...
 
 
 class SharedPrompt:
@@ -73,15 +37,47 @@ class SharedPrompt:
 
     def __init__(self):
         self.length = 0
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.layers: list[Part] = []
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, T, D/H] behind those of the prompt: [B, H, S, D/H]."""
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
+        """The parts that end with new keys and values [B, H, T, D/H]."""
         new = at_least_float32(keys), at_least_float32(values)
         if layer == len(self.layers):
             self.layers.append(new)
-            return new
-        rows = len(keys)
-        return tuple(
-            torch.cat([old.expand(rows, -1, -1, -1), x], 2) for old, x in zip(self.layers[layer], new, strict=True)
-        )
+            return [new]
+        return [self.layers[layer], new]
+
+
+class KeyValueCache:
+    """A prompt, and preallocated keys and values of up to T positions that `rows` texts have after it."""
+
+    def __init__(self, prompt: SharedPrompt, rows: int, positions: int):
+        keys = prompt.layers[0][0]
+        _, heads, self.start, size = keys.shape
+        self.prompt, self.length, self.reordered = prompt, prompt.length, False
+        self.keys, self.values = (
+            keys.new_empty(len(prompt.layers), positions, rows, heads, size) for _ in range(2)
+        )  # [L, T, B, H, D/H]
+        self.places = torch.arange(positions * rows, device=keys.device).view(positions, rows)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
+        """Write new keys and values [B, H, T, D/H] behind `length`; return the parts of all the layer's so far."""
+        start = self.length - self.start
+        end = start + keys.shape[2]
+        own = []
+        for block, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            block[start:end] = new.permute(2, 0, 1, 3)
+            own.append(self.collect(block, end).permute(1, 2, 0, 3))  # [B, H, S, D/H]
+        return [self.prompt.layers[layer], (own[0], own[1])]
+
+    def collect(self, block: Tensor, end: int) -> Tensor:
+        """The first `end` positions of every row's history [S, B, H, D/H], from one layer's keys or values."""
+        if not self.reordered:
+            return block[:end]
+        return block.flatten(0, 1).index_select(0, self.places[:end].flatten()).unflatten(0, (end, -1))
+
+    def reorder(self, ancestors: Tensor) -> None:
+        """Row b becomes a copy of row ancestors[b]; ancestors [B]."""
+        end = self.length - self.start
+        self.places[:end] = self.places[:end].index_select(1, ancestors)
+        self.reordered = True

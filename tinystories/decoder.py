@@ -26,11 +26,10 @@ class Decoder:
 
     def __init__(self, model: GPTNeo, prompt: Tensor, rows: int, length: int):
         """Prefill prompt [P] at batch 1 and share it with `rows` continuations of up to `length` tokens."""
-        prefilled = KeyValueCache.like(model, 1, prompt.numel())
-        hidden = model.hidden(prompt[None], prefilled)[:, -1]  # [1, D]
+        shared = SharedPrompt()
+        hidden = model.hidden(prompt[None], shared)[:, -1]  # [1, D]
         self.model, self.vocab_size = model, model.config.vocab_size
-        self.cache = KeyValueCache.like(model, rows, prompt.numel() + length)
-        self.cache.share(prefilled)
+        self.cache = KeyValueCache(shared, rows, length)
         self.hidden = hidden.expand(rows, -1)  # [B, D]
         self.first_logits: Tensor | None = model.head(hidden)  # [1, V]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tinystories.cache import Cache
 from tinystories.errors import InputError
-from tinystories.linear import Linear, at_least_float32, linear, linear_gelu
+from tinystories.linear import Linear, at_least_float32, linear, linear_each, linear_gelu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,25 @@ class GPTNeoConfig:
         }
 
 
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x y [B, H, T, .] of x [B, H, T, .] and y [B, H, ., .] or [1, H, ., .], which goes over all rows at once."""
+    if len(y) == len(x):
+        return x @ y
+    return (x.transpose(0, 1).flatten(1, 2) @ y[0]).unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T [B, H, T, S]. Rows with a query and keys of their own make for products so thin that plain sums are faster."""
+    thin = q.shape[2] == 1 and len(k) == len(q)
+    return (q * k).sum(-1)[:, :, None] if thin else product(q, k.mT)
+
+
+def mixture_of(weights: Tensor, v: Tensor) -> Tensor:
+    """weights v [B, H, T, D/H] of weights [B, H, T, S] and v [B, H, S, D/H]."""
+    thin = weights.shape[2] == 1 and len(v) == len(weights)
+    return (weights.mT * v).sum(2, keepdim=True) if thin else product(weights, v)
+
+
 class Attention(nn.Module):
     """Multi-head self-attention, causal, unscaled, over all keys or over the last `window_size`."""
 
@@ -113,16 +132,17 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
         q, k, v = (
-            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projected in linear_each(x, (self.q_proj, self.k_proj, self.v_proj))
         )  # [B, H, T, D/H]
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # [B, H, S, D/H]
-        scores = at_least_float32(q) @ at_least_float32(k).transpose(-1, -2)  # [B, H, T, S]
-        hidden = self.hidden_keys(q.shape[2], k.shape[2], x.device)
+        q = at_least_float32(q)
+        parts = [(at_least_float32(k), at_least_float32(v))] if cache is None else cache.append(self.layer, k, v)
+        scores = torch.cat([scores_of(q, keys) for keys, _ in parts], -1)  # [B, H, T, S]
+        hidden = self.hidden_keys(q.shape[2], scores.shape[3], x.device)
         if hidden is not None:
             scores.masked_fill_(hidden, float("-inf"))
-        mixed = scores.softmax(-1) @ at_least_float32(v)  # [B, H, T, D/H]
+        weights = scores.softmax(-1).split([keys.shape[2] for keys, _ in parts], -1)
+        mixed = sum(mixture_of(w, values) for w, (_, values) in zip(weights, parts, strict=True))  # [B, H, T, D/H]
         return self.out_proj(mixed.transpose(1, 2).flatten(-2).to(x.dtype))  # [B, T, D]
 
 

@@ -8,15 +8,40 @@ types and other devices take PyTorch's own way:
     dx = dy W                     [N, I]
     dW = dy^T x,  db = sum dy     [O, I], [O]
 
-N rows, I inputs, O outputs.
+With few rows, as when sampling token by token, bringing a weight into the order that oneDNN's kernels read takes as long as
+multiplying by it. While `steady_weights` is open that is done once for each weight. N rows, I inputs, O outputs.
 """
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 SMALLEST = 2**21  # N I O from which oneDNN's fixed cost is paid back
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+FEW_ROWS = 256  # up to which a weight is worth keeping in oneDNN's order
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and all(
+    hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
+)
+
+Packed = dict[tuple[int, ...], tuple[tuple[Tensor, ...], Tensor]]
+"""Weights by identity: they themselves, kept alive, and all of them as one matrix in oneDNN's order."""
+PACKED: ContextVar[Packed | None] = ContextVar("packed", default=None)
+
+
+@contextmanager
+def steady_weights() -> Iterator[None]:
+    """A promise that no weight changes while this is open; also a decorator, for functions that keep it."""
+    if PACKED.get() is not None:
+        yield
+        return
+    token = PACKED.set({})
+    try:
+        yield
+    finally:
+        PACKED.reset(token)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -30,6 +55,14 @@ def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "
     after="gelu" applies a GELU of that kind ("none" or "tanh") while the numbers are still at hand.
     """
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, after, [], kind)
+
+
+def packed(kept: Packed, *weights: Tensor) -> Tensor:
+    """Weights [O_i, I] one below the other in oneDNN's order, made at their first use."""
+    key = tuple(map(id, weights))
+    if key not in kept:
+        kept[key] = weights, torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), FEW_ROWS)
+    return kept[key][1]
 
 
 class OneDNN(torch.autograd.Function):
@@ -61,20 +94,41 @@ def suits_onednn(x: Tensor, weight: Tensor) -> bool:
     return HAS_ONEDNN and plain and x.numel() * weight.shape[0] >= SMALLEST
 
 
+def has_few_rows(x: Tensor) -> bool:
+    """Whether x [..., I] has so few rows that its weight should be packed."""
+    return x.numel() <= FEW_ROWS * x.shape[-1]
+
+
+def without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, after: str = "none", kind: str = "") -> Tensor:
+    """`onednn` of a product that suits it, by the packed weight where one pays."""
+    kept = PACKED.get()
+    return onednn(x, weight if kept is None or not has_few_rows(x) else packed(kept, weight), bias, after, kind)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b [..., O] of x [..., I], weight [O, I] and bias [O], by the faster library."""
     if not suits_onednn(x, weight):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return onednn(x, weight, bias)
+        return without_gradient(x, weight, bias)
     return OneDNN.apply(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], -1)
 
 
 def linear_gelu(x: Tensor, layer: nn.Linear, approximate: str = "none") -> Tensor:
     """gelu(x W^T + b) [..., O] of x [..., I]: in one pass where no gradient needs what lies between."""
     if suits_onednn(x, layer.weight) and not torch.is_grad_enabled():
-        return onednn(x, layer.weight, layer.bias, "gelu", approximate)
+        return without_gradient(x, layer.weight, layer.bias, "gelu", approximate)
     return F.gelu(layer(x), approximate=approximate)
+
+
+def linear_each(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+    """What each of several layers without bias makes of x [..., I]: one product where their weights can be packed as one."""
+    kept = PACKED.get()
+    apart = kept is None or torch.is_grad_enabled() or not has_few_rows(x)
+    if apart or not all(isinstance(layer, Linear) and suits_onednn(x, layer.weight) for layer in layers):
+        return [layer(x) for layer in layers]
+    joint = packed(kept, *(layer.weight for layer in layers))
+    return onednn(x, joint).split([layer.out_features for layer in layers], -1)
 
 
 class Linear(nn.Linear):

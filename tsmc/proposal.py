@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tinystories.linear import steady_weights
 from tsmc.categorical import draw_categorical, uniforms
 
 Twist = Callable[[Tensor], Tensor]
@@ -118,6 +119,7 @@ class Trajectories:
 
 
 @torch.no_grad()
+@steady_weights()
 def sample_proposal(
     model: LanguageModel,
     twist: Twist | None,

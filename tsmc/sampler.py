@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tinystories.linear import steady_weights
 from tsmc.categorical import uniforms
 from tsmc.proposal import LanguageModel, Twist, propose
 from tsmc.resampling import Scheme, multinomial
@@ -119,6 +120,7 @@ def draw_ancestors(
 
 
 @torch.no_grad()
+@steady_weights()
 def tsmc(
     model: LanguageModel,
     twist: Twist | None,

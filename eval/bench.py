@@ -256,9 +256,10 @@ def all_contests(size: str, dtype: torch.dtype, device: torch.device, quick: boo
 
 def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool) -> dict:
     """Measure one size and print its table."""
-    records = [
-        record for contest in all_contests(size, dtype, device, quick) for record in measure(contest, device, dtype)
-    ]
+    records = []
+    for contest in all_contests(size, dtype, device, quick):
+        records += measure(contest, device, dtype)
+        print(f"measured {size}: {' and '.join(contest.ours)}", file=sys.stderr, flush=True)
     print(f"\n{size}, {dtype}, {device}, {torch.get_num_threads()} threads, T = {LENGTH}\n{table(records)}", flush=True)
     result = {"size": size, "records": records}
     if dtype != torch.float32:

@@ -27,7 +27,7 @@ VARIANTS = ("tsmc", "no-effective", "lora")
 class StudyConfig:
     """Everything that the numbers of a study depend on, but for versions and checkpoints."""
 
-    seeds: tuple[int, ...] = option((1, 2, 3), "seeds of the runs; the first one's serves the sweep")
+    seeds: tuple[int, ...] = option((1, 2, 3, 4, 5), "seeds of the runs; the first one's serves the sweep")
     rejection_betas: tuple[float, ...] = option((0.0, 1.0, 10.0), "beta of the rejection table")
     rejection_samples: int = option(50_000, "base samples of the rejection table")
     particle_counts: tuple[int, ...] = option((20, 50, 100, 1000), "K of the particle study")

@@ -8,6 +8,7 @@ from worlds import generator
 import tinystories.linear
 from tinystories.linear import (
     FEW_ROWS,
+    PACKED,
     SMALLEST,
     Linear,
     linear,
@@ -92,6 +93,7 @@ def test_bfloat16():
 @pytest.mark.parametrize("rows", [150, FEW_ROWS, FEW_ROWS + 1])
 def test_steady_weights_change_no_product(rows):
     x, weight, bias = operands(rows)
+    weight = torch.nn.Parameter(weight)
     layers = [Linear(96, 160, bias=False) for _ in range(3)]
     wide = Linear(96, 160)
     assert suits_onednn(x, weight)
@@ -107,6 +109,7 @@ def test_steady_weights_change_no_product(rows):
 @torch.no_grad()
 def test_weights_may_change_once_they_need_not_be_steady():
     x, weight, bias = operands(150)
+    weight = torch.nn.Parameter(weight)
     layers = [Linear(96, 160, bias=False) for _ in range(2)]
 
     @steady_weights()
@@ -124,15 +127,28 @@ def test_weights_may_change_once_they_need_not_be_steady():
         assert_near(new, 2 * old)
 
 
+@torch.no_grad()
+def test_tensors_of_one_call_are_not_kept():
+    x, weight, bias = operands(150)
+    with steady_weights():
+        linear(x, weight, bias)
+        assert not PACKED.get()
+        linear_gelu(x, Linear(96, 160))
+        assert len(PACKED.get()) == 1
+    assert PACKED.get() is None
+
+
 def test_layers_of_another_kind_or_with_gradients_stay_apart():
     x, _, _ = operands(150)
-    layers = [Linear(96, 160, bias=False), torch.nn.Sequential(torch.nn.Linear(96, 8), torch.nn.Linear(8, 160))]
+    other = torch.nn.Sequential(torch.nn.Linear(96, 8), torch.nn.Linear(8, 160))
+    layers = [Linear(96, 160, bias=False), other, Linear(96, 160)]
     with steady_weights():
         for output, layer in zip(linear_each(x, layers), layers, strict=True):
             assert_near(output, layer(x))
         linear_each(x, layers[:1])[0].sum().backward()
         with torch.no_grad():
-            assert_near(linear_each(x, layers)[1], layers[1](x))
+            for few in (layers[:2], layers[::2]):
+                assert_near(linear_each(x, few)[1], few[1](x))
     assert_near(layers[0].weight.grad, x.double().sum(0).expand(160, -1))
 
 

@@ -61,7 +61,8 @@ def packed(kept: Packed, *weights: Tensor) -> Tensor:
     """Weights [O_i, I] one below the other in oneDNN's order, made at their first use."""
     key = tuple(map(id, weights))
     if key not in kept:
-        kept[key] = weights, torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), FEW_ROWS)
+        together = weights[0] if len(weights) == 1 else torch.cat(weights)
+        kept[key] = weights, torch.ops.mkldnn._reorder_linear_weight(together, FEW_ROWS)
     return kept[key][1]
 
 
@@ -100,9 +101,11 @@ def has_few_rows(x: Tensor) -> bool:
 
 
 def without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, after: str = "none", kind: str = "") -> Tensor:
-    """`onednn` of a product that suits it, by the packed weight where one pays."""
+    """`onednn` of a product that suits it, by the packed weight where one pays: not for a tensor made for this call alone."""
     kept = PACKED.get()
-    return onednn(x, weight if kept is None or not has_few_rows(x) else packed(kept, weight), bias, after, kind)
+    if kept is not None and has_few_rows(x) and isinstance(weight, nn.Parameter):
+        weight = packed(kept, weight)
+    return onednn(x, weight, bias, after, kind)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -122,10 +125,10 @@ def linear_gelu(x: Tensor, layer: nn.Linear, approximate: str = "none") -> Tenso
 
 
 def linear_each(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """What each of several layers without bias makes of x [..., I]: one product where their weights can be packed as one."""
+    """What each of several layers makes of x [..., I]: one product where they have no bias and can be packed as one."""
     kept = PACKED.get()
     apart = kept is None or torch.is_grad_enabled() or not has_few_rows(x)
-    if apart or not all(isinstance(layer, Linear) and suits_onednn(x, layer.weight) for layer in layers):
+    if apart or not all(is_plain(layer) and suits_onednn(x, layer.weight) for layer in layers):
         return [layer(x) for layer in layers]
     joint = packed(kept, *(layer.weight for layer in layers))
     return onednn(x, joint).split([layer.out_features for layer in layers], -1)
@@ -137,3 +140,8 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]"""
         return linear(x, self.weight, self.bias)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is a product with its weight and nothing else."""
+    return isinstance(layer, Linear) and layer.bias is None

@@ -201,6 +201,11 @@ def add_baselines(
                 numbers.add("best", setting(best), "other seeds", "", quantity, mean_of(values))
 
 
+def generation_steps(last: int) -> list[tuple[int, int]]:
+    """The pairs of generations that are compared: neighbours, and the first with the last."""
+    return [(m, m + 1) for m in range(last)] + ([(0, last)] if last > 1 else [])
+
+
 def add_changes(study: StudyConfig, numbers: Numbers) -> None:
     """Section `changes`: differences within seeds and their means, which the claims of the report rest on."""
 
@@ -216,9 +221,8 @@ def add_changes(study: StudyConfig, numbers: Numbers) -> None:
 
     last, few, many = study.run.generations, min(study.particle_counts), max(study.particle_counts)
     tsmc = [("generations", NAMES["tsmc"], m) for m in range(last + 1)]
-    steps = [(m, m + 1) for m in range(last)] + ([(0, last)] if last > 1 else [])
     for quantity in ("toxicity", "similarity", "log_z_hat_mean", "distance"):
-        for one, other in steps:
+        for one, other in generation_steps(last):
             change(f"generation {one} to {other}", "changes", quantity, tsmc[one], tsmc[other])
         for variant in ("lora", "no-effective"):
             place = "generations", NAMES[variant], last
@@ -255,8 +259,7 @@ def add_kl_changes(study: StudyConfig, numbers: Numbers, found: dict[str, dict])
     def log_q(variant: str, seed: int, m: int) -> Tensor:
         return torch.tensor(found[f"{variant}-{seed}"]["rows"][m]["log_q"], dtype=torch.float64)  # [N]
 
-    steps = [(m, m + 1) for m in range(last)] + ([(0, last)] if last > 1 else [])
-    pairs = [(f"generation {a} to {b}", ("tsmc", a), ("tsmc", b)) for a, b in steps]
+    pairs = [(f"generation {a} to {b}", ("tsmc", a), ("tsmc", b)) for a, b in generation_steps(last)]
     pairs += [(f"{tsmc} to {NAMES[variant]}", ("tsmc", last), (variant, last)) for variant in VARIANTS[1:]]
     for name, (before, a), (after, b) in pairs:
         drops = torch.stack([log_q(before, seed, a) - log_q(after, seed, b) for seed in study.seeds])  # [S, N]

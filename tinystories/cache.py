@@ -53,7 +53,7 @@ class KeyValueCache:
 
     def __init__(self, prompt: SharedPrompt, rows: int, positions: int):
         keys = prompt.layers[0][0]
-        _, heads, self.start, size = keys.shape
+        _, heads, _, size = keys.shape
         self.prompt, self.length, self.reordered = prompt, prompt.length, False
         self.keys, self.values = (
             keys.new_empty(len(prompt.layers), positions, rows, heads, size) for _ in range(2)
@@ -62,7 +62,7 @@ class KeyValueCache:
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
         """Write new keys and values [B, H, T, D/H] behind `length`; return the parts of all the layer's so far."""
-        start = self.length - self.start
+        start = self.length - self.prompt.length
         end = start + keys.shape[2]
         own = []
         for block, new in ((self.keys[layer], keys), (self.values[layer], values)):
@@ -78,6 +78,6 @@ class KeyValueCache:
 
     def reorder(self, ancestors: Tensor) -> None:
         """Row b becomes a copy of row ancestors[b]; ancestors [B]."""
-        end = self.length - self.start
+        end = self.length - self.prompt.length
         self.places[:end] = self.places[:end].index_select(1, ancestors)
         self.reordered = True

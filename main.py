@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import tinystories
-from config import RunConfig, read_config
 from distill import self_distill
-from eval.evaluate import evaluate_base, evaluate_generation, evaluate_target, sample_tsmc
-from eval.figures import draw_figures
-from eval.ingredients import Ingredients, exact_samples, identity, load_ingredients
-from eval.run import RunDirectory, tables
-from tinystories import GPTNeo, InputError, ranks
+from eval.metrics import evaluate_base, evaluate_generation, evaluate_target, sample_tsmc
+from eval.run import processes as ranks
+from eval.run.directory import RunDirectory, tables
+from eval.run.figures import draw_figures
+from eval.run.options import RunConfig, read_config
+from eval.run.setup import Ingredients, exact_samples, identity, load_ingredients
+from tinystories import GPTNeo, InputError
 from tinystories.checkpoint import read_json
 from tinystories.memory import keep_freed_memory
 from tsmc.sampler import Sigma

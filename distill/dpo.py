@@ -32,8 +32,8 @@ from torch import Tensor
 
 from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
 from tinystories.decoder import Conditional
-from tinystories.phase import Phase
 from tsmc.proposal import sample_proposal
+from tsmc.steps import Phase
 
 DPO_GRID = Grid(strength=(0.1, 0.2, 0.4, 0.8))
 

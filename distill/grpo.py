@@ -34,9 +34,9 @@ from torch import Tensor
 
 from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
 from tinystories.decoder import Conditional
-from tinystories.phase import Phase
 from tsmc.categorical import widest
 from tsmc.proposal import sample_proposal
+from tsmc.steps import Phase
 
 GRPO_GRID = Grid(strength=(0.04, 0.08, 0.16, 0.32))
 

@@ -9,8 +9,8 @@ base model's to the bit. D width, r rank.
 import torch
 from torch import Tensor, nn
 
+from tinystories.fast import Linear, linear
 from tinystories.gpt_neo import GPTNeo
-from tinystories.linear import Linear, linear
 
 RANK = 8
 

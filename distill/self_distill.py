@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from distill.finetune import Student
-from tinystories import ranks
+from eval.run import processes as ranks
 from tinystories.decoder import Conditional
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
-from tinystories.phase import Phase
 from tsmc.proposal import sequence_log_probs
+from tsmc.steps import Phase
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from config import DTYPES, RunConfig, saved_config
-from eval.evaluate import kl_target_proposal
-from eval.ingredients import Ingredients, Problem, load_ingredients, sigma_key
-from eval.run import align
-from eval.saved import generations, load_generation
-from eval.target import load_target
+from eval.metrics import kl_target_proposal
+from eval.run.directory import align
+from eval.run.options import DTYPES, RunConfig, saved_config
+from eval.run.saved import generations, load_generation
+from eval.run.setup import Ingredients, Problem, load_ingredients, sigma_key
+from eval.run.target import load_target
 from tinystories.errors import InputError
 from tinystories.memory import keep_freed_memory
 from tsmc.bounds import BoundsProblem, bidirectional_bounds

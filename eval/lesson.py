@@ -17,8 +17,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-from eval.figures import COLOURS, MARKERS, save_figure
-from tinystories.phase import Phase
+from eval.run.figures import COLOURS, MARKERS, save_figure
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.estimate import Estimate, mean_estimate
 from tsmc.exact import Target
@@ -26,6 +25,7 @@ from tsmc.proposal import Twist, sample_proposal
 from tsmc.rejection import rejection_sample
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import Sigma, tsmc
+from tsmc.steps import Phase
 from tsmc.table import TableModel, TableTwist
 from twist.ctl import CTLConfig, ctl_coefficients, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
 

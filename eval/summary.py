@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from eval.run import align, columns, named_rows
+from eval.run.directory import align, columns, named_rows
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tsmc.estimate import mean_estimate

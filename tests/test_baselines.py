@@ -17,9 +17,9 @@ from distill.grpo import advantages, grpo_step
 from distill.lora import LoRALinear
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
-from tinystories.phase import Phase
 from tsmc.exact import Tree, kl_divergence
 from tsmc.proposal import sample_proposal
+from tsmc.steps import Phase
 
 BASELINES = {"dpo": dpo, "grpo": grpo}
 COSTS = {"dpo": dpo_cost, "grpo": grpo_cost}

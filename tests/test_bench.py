@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from distill import DistillConfig
-from eval import bench, contestants, roofline
-from eval.roofline import Work, encoder_work, gpt_neo_flops, sampling_work
+from eval.bench import __main__ as bench
+from eval.bench import contestants, roofline
+from eval.bench.roofline import Work, encoder_work, gpt_neo_flops, sampling_work
 from tinystories import GPTNeo, GPTNeoConfig
 from twist import TwistMLP
 

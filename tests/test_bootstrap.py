@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from worlds import generator
 
-from eval.bootstrap import bootstrap, run_sums, similarity_at, toxicity_at
-from eval.similarity import mean_pairwise_cosine
+from eval.paper.bootstrap import bootstrap, run_sums, similarity_at, toxicity_at
+from eval.scorers.similarity import mean_pairwise_cosine
 from tinystories.errors import InputError
 
 

@@ -5,10 +5,10 @@ import torch
 from worlds import ListedPotential, Recorded, generator, table_world
 
 from tinystories.errors import InputError
-from tinystories.phase import Phase
 from tsmc.exact import Target
 from tsmc.proposal import sample_proposal
 from tsmc.sampler import Sigma
+from tsmc.steps import Phase
 from tsmc.table import TableModel, TableTwist
 from twist.ctl import CTLConfig, ctl_coefficients, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
 from twist.potential import effective_potential

@@ -7,9 +7,9 @@ import pytest
 import torch
 from worlds import generator, table_world
 
-from config import POCKET
-from eval.draws import Draws, Sequence
-from eval.genealogy import TEMPLATE, page
+from eval.run.options import POCKET
+from eval.viewer.draws import Draws, Sequence
+from eval.viewer.genealogy import TEMPLATE, page
 from tinystories.checkpoint import read_tokenizer
 from tsmc import SCHEMES, Trace, tsmc
 from tsmc.weights import normalise

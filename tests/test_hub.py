@@ -17,7 +17,7 @@ from test_gpt_neo import SHAPES, theirs
 from test_layouts import write_vocabulary
 
 import tinystories
-from config import POCKET, PRESETS
+from eval.run.options import POCKET, PRESETS
 from tinystories import InputError, hub
 from tinystories.checkpoint import fingerprint, read_tensors
 from tinystories.hub import checkpoint_directory

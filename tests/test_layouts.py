@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import tinystories
-from config import PRESETS, RunConfig
-from eval import similarity, toxicity
+from eval.run.options import PRESETS, RunConfig
+from eval.scorers import similarity, toxicity
 from tinystories import Conditional, InputError
 from tinystories.checkpoint import fingerprint, read_json, read_weights, write_json
 from tinystories.vocabulary import END_OF_TEXT, read_vocabulary

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from worlds import generator
 
-import tinystories.linear
-from tinystories.linear import (
+import tinystories.fast
+from tinystories.fast import (
     FEW_ROWS,
     PACKED,
     SMALLEST,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tinystories
-from config import POCKET, PRESETS, RunConfig, flags, read_config
+from eval.run.options import POCKET, PRESETS, RunConfig, flags, read_config
 from main import main
 from twist import load_twist
 

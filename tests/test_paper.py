@@ -19,16 +19,17 @@ import pytest
 import torch
 
 import main
-from config import EvaluationConfig, RunConfig
 from distill import DistillConfig
-from eval import paper, study
-from eval.claims import kl_claims
-from eval.ingredients import load_ingredients
-from eval.numbers import NAMES, Numbers, mean_of
-from eval.page import text_table
-from eval.study import StudyConfig, cost_of, tsmc_units
+from eval.paper import __main__ as paper
+from eval.paper import study
+from eval.paper.claims import kl_claims
+from eval.paper.numbers import NAMES, Numbers, mean_of
+from eval.paper.report.page import text_table
+from eval.paper.study import StudyConfig, cost_of, tsmc_units
+from eval.run.options import EvaluationConfig, RunConfig
+from eval.run.setup import load_ingredients
 from tinystories import Conditional
-from tinystories.phase import Phase
+from tsmc.steps import Phase
 from twist import CTLConfig
 
 TINY = StudyConfig(
@@ -76,7 +77,7 @@ def job(arguments: list[str], log: str) -> None:
 def start():
     """Start the study in a process of its own, forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_paper", "eval.schedule", "torch._dynamo"])
+    context.set_forkserver_preload(["test_paper", "eval.paper.schedule", "torch._dynamo"])
 
     def started(out: Path, *more: str):
         process = context.Process(target=job, args=(["--out", str(out), *more], str(out) + ".log"))

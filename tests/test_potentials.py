@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings, strategies
 from tokenizers import Tokenizer, models
 
-from config import POCKET, RunConfig
-from eval.ingredients import identity, load_ingredients, sigma_key
-from eval.potentials import fingerprints, make_factors
-from eval.run import columns, finite_or_null, table
+from eval.run.directory import columns, finite_or_null, table
+from eval.run.options import POCKET, RunConfig
+from eval.run.setup import identity, load_ingredients, sigma_key
+from eval.run.target import Target, TargetKey, load_target, save_target
+from eval.scorers.potentials import fingerprints, make_factors
+from eval.scorers.toxicity import ToxicityScorer, load
 from eval.summary import summarise
-from eval.target import Target, TargetKey, load_target, save_target
-from eval.toxicity import ToxicityScorer, load
 from main import main
 from tinystories.errors import InputError
 from twist import TextPotential, first_sentence, keyword, power, regex

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import RunConfig
-from eval.run import RunDirectory
-from eval.state import read_state, write_state
+from eval.run.directory import RunDirectory
+from eval.run.options import RunConfig
+from eval.run.state import read_state, write_state
 from main import main
 from tinystories.errors import InputError
 

@@ -6,15 +6,15 @@ import json
 import pytest
 import torch
 
-from config import RunConfig
-from eval.run import RunDirectory, free_name
+from eval.run.directory import RunDirectory, free_name
+from eval.run.options import RunConfig
+from eval.run.target import Target, TargetKey, draw_target, load_target, save_target
 from eval.summary import interval, read_runs, summarise
-from eval.target import Target, TargetKey, draw_target, load_target, save_target
 from tinystories.checkpoint import fingerprint, replacing, write_json, write_text
 from tinystories.errors import InputError
-from tinystories.phase import Phase
 from tsmc import rejection_sample
 from tsmc.rejection import log_mean_with_error
+from tsmc.steps import Phase
 from tsmc.table import TableModel
 
 KEY = TargetKey("a" * 64, "b" * 64, "Once", 3, 10.0)

@@ -14,13 +14,14 @@ import torch
 from worlds import generator
 
 import tinystories
-from config import POCKET, RunConfig, saved_config
-from eval import ingredients, sample
-from eval.draws import draw
-from eval.ingredients import load_ingredients
-from eval.saved import generations, load_generation
-from eval.terminal import columns, printable, quiet_output, tail
-from eval.watch import Watch
+from eval.run import setup as ingredients
+from eval.run.options import POCKET, RunConfig, saved_config
+from eval.run.saved import generations, load_generation
+from eval.run.setup import load_ingredients
+from eval.viewer import __main__ as sample
+from eval.viewer.draws import draw
+from eval.viewer.terminal import columns, printable, quiet_output, tail
+from eval.viewer.watch import Watch
 from tinystories import InputError
 from tinystories.checkpoint import write_json
 from tsmc import Trace, proposal_log_probs

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer, BertConfig
 from transformers import BertModel as Oracle
 
-from eval import similarity, train_similarity
-from eval.encoder import EncoderConfig, Runner
-from eval.similarity import SimilarityScorer, mean_pairwise_cosine
-from eval.train_similarity import PROMPT, draw_openings, load_teacher, train_tokenizer
+from eval.pocket import train_similarity
+from eval.pocket.train_similarity import PROMPT, draw_openings, load_teacher, train_tokenizer
+from eval.scorers import similarity
+from eval.scorers.encoder import EncoderConfig, Runner
+from eval.scorers.similarity import SimilarityScorer, mean_pairwise_cosine
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
 
@@ -179,7 +180,7 @@ def test_text_is_cut_at_256_tokens_where_there_are_more_positions(tokenizer):
 
 
 def test_batches_hold_so_many_texts_and_so_many_tokens_and_keep_the_order(checkpoint, monkeypatch):
-    monkeypatch.setattr("eval.encoder.MAX_TOKENS", 30)
+    monkeypatch.setattr("eval.scorers.encoder.MAX_TOKENS", 30)
     model, tokenizer = similarity.load(checkpoint[0])
     rows = [[7] * length for length in (1, 2, 2, 6, 6, 9, 14, 15, 40)]
     batches = Runner(model, tokenizer, 3).batches(rows)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, RobertaConfig, RobertaModel
 from transformers import RobertaForSequenceClassification as Oracle
 
-from eval import toxicity
+from eval.scorers import toxicity
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
 

@@ -7,12 +7,12 @@ from tokenizers import Tokenizer, models
 from worlds import Recorded
 
 import tinystories
+from eval.pocket.train_lm import initialise
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeoConfig
-from tinystories.phase import Phase
-from tinystories.train import initialise
 from tsmc import sample_proposal
 from tsmc.sampler import Sigma
+from tsmc.steps import Phase
 from twist import TextPotential, TwistMLP, base_potential, effective_potential, load_twist, power, save_twist
 from twist.ctl import CTLConfig, ctl_coefficients, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
 

@@ -15,8 +15,8 @@ import tsmc.categorical
 import tsmc.proposal
 import tsmc.sampler
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
-from tinystories.phase import Phase
 from tsmc.resampling import SCHEMES
+from tsmc.steps import Phase
 from tsmc.table import TableModel, TableTwist
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tinystories.linear import at_least_float32
+from tinystories.fast import at_least_float32
 
 Part = tuple[Tensor, Tensor]
 """Keys and values of consecutive positions, both [B, H, S, D/H], or [1, H, S, D/H] where all rows see the same."""

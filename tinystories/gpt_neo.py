@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tinystories.cache import Cache
 from tinystories.errors import InputError
-from tinystories.linear import Linear, at_least_float32, linear, linear_each, linear_gelu
+from tinystories.fast import Linear, at_least_float32, linear, linear_each, linear_gelu
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
-"""`python -m tsmc RUN [PROMPT ...]`: samples of a trained pair. Only an entry point: nothing imports it."""
+"""`python -m tsmc RUN [PROMPT ...]`: samples of a trained pair. Only a name for the command `eval.viewer`; nothing imports it."""
 
-from eval.sample import main
+import runpy
 
-if __name__ == "__main__":
-    main()
+runpy.run_module("eval.viewer", run_name="__main__", alter_sys=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tinystories.linear import steady_weights
+from tinystories.fast import steady_weights
 from tsmc.categorical import draw_categorical, uniforms
 
 Twist = Callable[[Tensor], Tensor]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tinystories.linear import steady_weights
+from tinystories.fast import steady_weights
 from tsmc.categorical import uniforms
 from tsmc.proposal import LanguageModel, Twist, propose
 from tsmc.resampling import Scheme, multinomial

@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tinystories import ranks
+from eval.run import processes as ranks
 from tinystories.errors import InputError
-from tinystories.phase import Phase
 from tsmc.proposal import Trajectories, sample_proposal
 from tsmc.sampler import LogPotential, Sigma
+from tsmc.steps import Phase
 from tsmc.weights import effective_sample_size, normalise
 
 EXPLODED = 1000.0  # nats: beyond, float32 no longer resolves the weights

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.linear import Linear, at_least_float32, linear_gelu
+from tinystories.fast import Linear, at_least_float32, linear_gelu
 
 
 class TwistMLP(nn.Module):

@@ -1,0 +1,163 @@
+"""What the study of `eval.paper` consists of: its settings at three scales, and its parts with what each waits for.
+
+    rejection                 base samples, exact samples of sigma for every beta
+    tsmc-S                    Algorithm 1 with seed S: the run of `main.py --seed S`
+    no-effective-S, lora-S    the same with phi in place of phi^(m), and distilled by LoRA
+    particles-S, resampling-S the trained pairs of tsmc-S under other K, and other resampling schemes
+    dpo-full-1, ...           the sweep of a baseline on the first seed, numbered by its place in the grid
+    dpo-full-best-S, ...      the best of the sweep on another seed
+
+A baseline spends as many model evaluations as Algorithm 1 does (`tsmc_units`): token positions through the language model,
+forward and backward together counting three.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill import DPO_GRID, GRPO_GRID, BaselineConfig, Cost, DistillConfig, Grid, dpo_cost, grpo_cost
+from eval.run.options import EvaluationConfig, RunConfig, option
+from twist import CTLConfig
+
+METHODS = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")  # baselines
+VARIANTS = ("tsmc", "no-effective", "lora")
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """Everything that the numbers of a study depend on, but for versions and checkpoints."""
+
+    seeds: tuple[int, ...] = option((1, 2, 3, 4, 5), "seeds of the runs; the first one's serves the sweep")
+    rejection_betas: tuple[float, ...] = option((0.0, 1.0, 10.0), "beta of the rejection table")
+    rejection_samples: int = option(50_000, "base samples of the rejection table")
+    particle_counts: tuple[int, ...] = option((20, 50, 100, 1000), "K of the particle study")
+    particles_per_point: int = option(2000, "R K of each point of the particle study")
+    least_runs: int = option(4, "R of each point of the particle study is at least this")
+    resampling_runs: int = option(20, "R of each row of the resampling table")
+    similarity_samples: int = option(2000, "texts at most that a similarity is taken of")
+    texts: int = option(5, "representative texts of each set")
+    replicates: int = option(1000, "bootstrap replicates")
+    methods: tuple[str, ...] = option(METHODS, "baselines")
+    learning_rates: tuple[float, ...] = option((1e-3, 1e-4), "step sizes of the baselines' sweep")
+    weight_decays: tuple[float, ...] = option((1e-2,), "weight decays of the sweep")
+    dpo_strengths: tuple[float, ...] = option((0.1, 0.8), "b of DPO in the sweep")
+    grpo_strengths: tuple[float, ...] = option((0.04, 0.32), "b of GRPO in the sweep")
+    baseline_batch: int = option(128, "sequences of a baseline's update")
+    baseline_updates: int = option(0, "updates of a baseline; 0 spends what Algorithm 1 spends in model evaluations")
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def seeded(self, seed: int, variant: str = "tsmc", out: str = "") -> RunConfig:
+        """The options of one run of Algorithm 1."""
+        changes: dict[str, Any] = {"no-effective": {"effective_potential": False}, "lora": {"lora": True}}.get(
+            variant, {}
+        )
+        return dataclasses.replace(self.run, seed=seed, out=out, **changes)
+
+    def runs_of(self, particles: int) -> int:
+        """R of the particle study at K = particles."""
+        return max(self.least_runs, -(-self.particles_per_point // particles))
+
+    def grid(self, method: str) -> list[BaselineConfig]:
+        """The sweep of one baseline, its updates those of the budget."""
+        strengths = self.dpo_strengths if method.startswith("dpo") else self.grpo_strengths
+        grid = Grid(strengths, self.learning_rates, self.weight_decays)
+        one = cost_of(method, BaselineConfig(0.0, 0.0, 0.0, 1, self.baseline_batch)).units(self.run.length)
+        updates = self.baseline_updates or max(1, tsmc_units(self.run) // one)
+        return grid.configs(updates=updates, batch_size=self.baseline_batch)
+
+
+def cost_of(method: str, config: BaselineConfig) -> Cost:
+    """What a baseline spends."""
+    return dpo_cost(config) if method.startswith("dpo") else grpo_cost(config)
+
+
+def tsmc_scored(config: RunConfig) -> int:
+    """Texts that the potential scores in Algorithm 1, evaluation left out."""
+    sampled = config.generations * config.distill.runs * config.particles
+    return (config.generations + 1) * config.ctl.updates * config.ctl.batch_size + sampled
+
+
+def tsmc_units(config: RunConfig) -> int:
+    """Token positions through p in Algorithm 1, evaluation left out, as `distill.finetune.Cost` counts them.
+
+    p^(0) reads every sequence of a generation m >= 1 for phi^(m).
+    """
+    learning, sampled = config.ctl.updates * config.ctl.batch_size, config.distill.runs * config.particles
+    total = Cost(0, 0, 0)
+    for m in range(config.generations + 1):
+        drawn = learning + (sampled if m < config.generations else 0)
+        scored = drawn if m >= 1 and config.effective_potential else 0
+        trained = config.distill.updates * config.distill.batch_size if m < config.generations else 0
+        total = Cost(total.sampled + drawn, total.scored + scored, total.trained + trained)
+    return total.units(config.length)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a study: `kind` says what is computed, `seconds` roughly how long it takes on one core (pocket preset)."""
+
+    name: str
+    kind: str
+    seed: int
+    seconds: float
+    needs: tuple[str, ...] = ()
+    method: str = ""
+    place: int = 0  # in the grid
+
+
+def study_parts(study: StudyConfig, shipped: bool) -> list[Part]:
+    """Every part, those that others wait for before them; exact samples of sigma may be shipped."""
+    first, *others = study.seeds
+    target = () if shipped else ("rejection",)
+    parts = [Part("rejection", "rejection", first, 80)]
+    for seed in study.seeds:
+        parts.append(Part(f"tsmc-{seed}", "tsmc", seed, 240, target))
+    for seed in study.seeds:
+        run = (f"tsmc-{seed}",)
+        parts.append(Part(f"no-effective-{seed}", "no-effective", seed, 120, run))
+        parts.append(Part(f"lora-{seed}", "lora", seed, 180, run))
+        parts.append(Part(f"particles-{seed}", "particles", seed, 80, run))
+        parts.append(Part(f"resampling-{seed}", "resampling", seed, 70, run))
+    for method in study.methods:
+        size = len(study.grid(method))
+        sweep = tuple(f"{method}-{place + 1}" for place in range(size))
+        parts += [Part(name, "baseline", first, 160, target, method, place) for place, name in enumerate(sweep)]
+        parts += [Part(f"{method}-best-{seed}", "best", seed, 160, ("rejection", *sweep), method) for seed in others]
+    return parts
+
+
+SMALL_RUN = RunConfig(
+    save_every=5.0,
+    particles=10,
+    ctl=CTLConfig(updates=10, batch_size=32),
+    distill=DistillConfig(runs=10, updates=5, batch_size=16),
+    eval=EvaluationConfig(particles=10, runs=8, base_samples=100),
+)
+STUDIES = {
+    "pocket": StudyConfig(),
+    "paper": StudyConfig(
+        rejection_samples=1_000_000,
+        learning_rates=DPO_GRID.learning_rate,
+        weight_decays=DPO_GRID.weight_decay,
+        dpo_strengths=DPO_GRID.strength,
+        grpo_strengths=GRPO_GRID.strength,
+        baseline_batch=1024,
+        baseline_updates=1000,
+        run=RunConfig(preset="paper", particles=100, eval=EvaluationConfig(target_proposals=1_000_000)),
+    ),
+    "quick": StudyConfig(
+        seeds=(1, 2),
+        rejection_samples=1500,
+        particle_counts=(5, 10, 40),
+        particles_per_point=80,
+        resampling_runs=6,
+        similarity_samples=200,
+        texts=3,
+        replicates=200,
+        learning_rates=(1e-3,),
+        dpo_strengths=(0.1,),
+        grpo_strengths=(0.04,),
+        baseline_batch=16,
+        run=SMALL_RUN,
+    ),
+}

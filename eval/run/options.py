@@ -1,0 +1,244 @@
+"""Every option of `main.py`: dataclasses whose fields carry their own help, and the command line made from them.
+
+A field `updates` of the group `ctl` becomes `--ctl-updates`; fields of `RunConfig` itself have no prefix. `metadata` holds
+the help text, the smallest value allowed and, where there are few, the choices.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from distill import DistillConfig
+from tinystories.checkpoint import read_json
+from tinystories.errors import InputError
+from tinystories.hub import checkpoint_directory
+from tsmc import SCHEMES
+from twist import CTLConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SOURCE = "a directory or a Hub repository, owner/name[@revision] (default: the preset's)"
+POCKET = Path(__file__).resolve().parents[2] / "checkpoints" / "pocket"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Where the three networks and, if there are any, exact samples of the target come from, and K in training."""
+
+    lm: str
+    toxicity_model: str
+    similarity_model: str
+    target: Path | None
+    particles: int = 50
+
+
+PRESETS = {
+    "pocket": Preset(str(POCKET / "lm"), str(POCKET / "toxicity"), str(POCKET / "similarity"), POCKET / "target"),
+    "paper": Preset(
+        lm="roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
+        toxicity_model="nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
+        similarity_model="sentence-transformers/all-MiniLM-L6-v2@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
+        target=None,
+        particles=100,
+    ),
+}
+
+
+def option(default: Any, text: str, **metadata: Any) -> Any:
+    """A dataclass field with its help."""
+    return field(default=default, metadata={"help": text, **metadata})
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation."""
+
+    particles: int = option(50, "K in testing", at_least=1)
+    runs: int = option(40, "independent TSMC runs whose particles are pooled", at_least=2)
+    base_samples: int = option(2000, "samples of the bare p^(m)", at_least=2)
+    target_proposals: int = option(
+        100_000,
+        "base samples for rejection, where no exact samples are shipped for the options; 0 does without KL(sigma||q)",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What to run."""
+
+    preset: str = option("pocket", "which checkpoints", choices=tuple(PRESETS))
+    generations: int = option(2, "M, generations after generation 0", at_least=0)
+    potential: tuple[str, ...] = option(
+        ("toxicity",),
+        "phi: toxicity, nontoxicity (both to the power of --beta), keyword:WORD, regex:PATTERN, first-sentence:WORDS (these "
+        "read the continuation and are hard; keyword~C:WORD and so on are soft, what misses costs C nats) or FILE.py:NAME, "
+        "a function from texts to log phi; give it again for a product",
+    )
+    beta: float = option(
+        10.0, "strength of the classifier, log phi = beta log p(toxic | s); other potentials do not heed it", at_least=0
+    )
+    prompt: tuple[str, ...] = option(
+        ("Once upon a time, there was a",), "s_0, the opening that every story continues; give it again for several"
+    )
+    length: int = option(20, "T, tokens of a continuation", at_least=1)
+    seed: int = option(0, "seed of everything random", at_least=0)
+    out: str = option("", "directory to write to, which must not exist yet (default: a new one under runs/)")
+    device: str = option("auto", "auto, cpu, cuda, cuda:N or mps; auto takes a GPU if there is one")
+    dtype: str = option("float32", "type of p's weights while sampling and of the scorers'", choices=tuple(DTYPES))
+    rows: int = option(1000, "sequences in memory at a time, but at least one TSMC run", at_least=1)
+    save_every: float = option(20.0, "seconds between saved states; --resume continues from the last", at_least=0)
+    lora: bool = option(False, "distil by LoRA (rank 8, query and value) instead of full fine-tuning")
+    effective_potential: bool = option(True, "phi^(m) for generations m >= 1; without it phi itself, and sigma drifts")
+    particles: int = option(
+        50, "K in training: particles of each distilled TSMC run; 100 with --preset paper", at_least=1
+    )
+    resampling: str = option("multinomial", "resampling scheme", choices=tuple(SCHEMES))
+    ess_threshold: float = option(1.0, "resample where ESS < this share of K: 1 always, 0 never", at_least=0, at_most=1)
+    lm: str = option("", f"language model: {SOURCE}")
+    toxicity_model: str = option("", f"toxicity classifier: {SOURCE}")
+    similarity_model: str = option("", f"sentence encoder: {SOURCE}")
+    ctl: CTLConfig = field(default_factory=CTLConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    eval: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def checkpoint(self, role: str) -> Path:
+        """Directory of `lm`, `toxicity_model` or `similarity_model`, fetched if need be; InputError where it cannot be."""
+        name = getattr(self, role) or getattr(PRESETS[self.preset], role)
+        return checkpoint_directory(name, f"--{role.replace('_', '-')}")
+
+    def torch_device(self) -> torch.device:
+        """The device to run on, under torchrun the GPU of this process; InputError where --device names none that is here."""
+        name = self.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cuda" and "LOCAL_RANK" in os.environ:
+            name = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
+        try:
+            if torch.device(name).type not in ("cpu", "cuda", "mps"):
+                raise RuntimeError("no random numbers there")
+            return torch.zeros(1, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"--device {self.device} is not available ({reason}); use --device cpu") from error
+
+    def generator(self, *purpose: str | int) -> torch.Generator:
+        """The random stream of one purpose, such as ("ctl", 1): other purposes draw nothing from it."""
+        digest = hashlib.sha256(repr((self.seed, *purpose)).encode()).digest()
+        return torch.Generator(self.torch_device()).manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def streams(self, *purpose: str | int) -> Callable[[int], torch.Generator]:
+        """A random stream for each chunk of one purpose, whichever process works on it."""
+        return lambda chunk: self.generator(*purpose, chunk)
+
+    def uses_preset_checkpoints(self) -> bool:
+        """Whether the networks that define sigma are the preset's own."""
+        return not (self.lm or self.toxicity_model)
+
+
+def flags(config_class: type, prefix: str = "") -> list[tuple[str, str, dataclasses.Field]]:
+    """(group, flag, field) of every option, groups first to last."""
+    found = []
+    for item in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(item.type):
+            found += flags(item.type, item.name + "-")
+        else:
+            found.append((prefix.rstrip("-"), "--" + prefix + item.name.replace("_", "-"), item))
+    return found
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a bad command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and one line that says how to see the options."""
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """An argument for every field of RunConfig and of its groups; those not given are absent from what it parses."""
+    parser = OneLineParser(description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    titles = {"": "run", "ctl": "twist learning (CTL)", "distill": "self-distillation", "eval": "evaluation"}
+    groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
+    for group, flag, item in flags(RunConfig):
+        kind = {"type": item.type}
+        if item.type is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
+        if isinstance(item.default, tuple):
+            kind = {"action": "append"}
+        if "choices" in item.metadata:
+            kind["choices"] = item.metadata["choices"]
+        default = " or ".join(item.default) if isinstance(item.default, tuple) else item.default
+        text = item.metadata["help"] + (f" (default: {default})" if default != "" else "")
+        groups[group].add_argument(flag, help=text.replace("%", "%%"), **kind)
+    groups[""].add_argument("--resume", metavar="RUN", help="continue the run of this directory, with its own options")
+    return parser
+
+
+def check(flag: str, value: Any, metadata: Any) -> None:
+    """InputError where an option's value is out of its range."""
+    low, high, choices = (metadata.get(key) for key in ("at_least", "at_most", "choices"))
+    if choices and value not in choices:
+        raise InputError(f"{flag} is {value!r}; give one of {', '.join(choices)}")
+    if not all(part.isprintable() for part in (value if isinstance(value, tuple) else [str(value)])):
+        raise InputError(f"{flag} holds characters that cannot be printed; give plain text")
+    if isinstance(value, float) and math.isinf(value):
+        raise InputError(f"{flag} is {value}; give a finite number")
+    if low is not None and not value >= low:
+        raise InputError(f"{flag} is {value}; give at least {low}")
+    if high is not None and not value <= high:
+        raise InputError(f"{flag} is {value}; give at most {high}")
+
+
+def build(config_class: type, values: dict[str, Any], prefix: str = "") -> Any:
+    """A config from values by name, groups nested, absent ones at their defaults."""
+    found = {}
+    for item in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(item.type):
+            found[item.name] = build(item.type, values.get(item.name, {}), item.name + "-")
+            continue
+        value = values.get(item.name, item.default)
+        if isinstance(item.default, tuple):
+            value = (value,) if isinstance(value, str) else tuple(value)
+        check("--" + (prefix + item.name).replace("_", "-"), value, item.metadata)
+        found[item.name] = value
+    return config_class(**found)
+
+
+def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfig, Path | None]:
+    """The command line as a RunConfig, or the options and the directory of the run that --resume names.
+
+    InputError names the option whose value is out of range.
+    """
+    given = vars(make_parser(description).parse_args(arguments))
+    if "resume" in given:
+        path = Path(given.pop("resume"))
+        if given:
+            others = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise InputError(f"--resume takes the options of the run it continues; leave out {others}")
+        return saved_config(path), path
+    nested: dict[str, Any] = {}
+    for group, flag, item in flags(RunConfig):
+        key = flag[2:].replace("-", "_")
+        if key in given:
+            (nested.setdefault(group, {}) if group else nested)[item.name] = given[key]
+    nested.setdefault("particles", PRESETS[nested.get("preset", "pocket")].particles)
+    return build(RunConfig, nested), None
+
+
+def saved_config(run: Path) -> RunConfig:
+    """The options in the config.json of a run's directory; InputError where they are not those of this version."""
+    path = run / "config.json"
+    raw = read_json(path)
+    known = {item.name for item in dataclasses.fields(RunConfig)}
+    try:
+        return build(RunConfig, {name: raw[name] for name in known & raw.keys()})
+    except (TypeError, AttributeError, ValueError) as error:
+        raise InputError(f"{path}: holds no options of a run ({error}); restore the file") from error

@@ -1,0 +1,77 @@
+"""What a phase needs to go on where it stopped, as one file.
+
+    sha256 of the rest, in hex, and a newline | torch.save of tensors, numbers, strings, lists and dictionaries
+
+Written whole or not at all. A file whose hash does not fit is refused by name, and reading executes nothing that is in it.
+"""
+
+import hashlib
+import io
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+
+from tinystories.checkpoint import replacing
+from tinystories.errors import InputError
+from tsmc.steps import State
+
+DIGEST = 64  # hex digits of a sha256
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a file in hex; InputError where it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); restore the file") from error
+
+
+def write_state(path: Path, value: dict) -> None:
+    """Write `value` with its hash."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(hashlib.sha256(buffer.getbuffer()).hexdigest().encode() + b"\n")
+        file.write(buffer.getbuffer())
+
+
+def read_state(path: Path, device: torch.device) -> dict:
+    """What was written, tensors on `device`; InputError names a file that is absent or not as it was written."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); start a new run") from error
+    digest, payload = content[:DIGEST], content[DIGEST + 1 :]
+    if hashlib.sha256(payload).hexdigest().encode() != digest:
+        raise InputError(f"{path}: is not as it was written; delete it to repeat its phase, or start a new run")
+    try:
+        return torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]}); delete it") from error
+
+
+def take_state(state: dict[str, State], finished: bool) -> dict:
+    """The state of every named object; an optimiser's is of no use once its loop has finished."""
+    taken = {}
+    for name, thing in state.items():
+        if isinstance(thing, torch.Generator):
+            taken[name] = thing.get_state()
+        elif isinstance(thing, list):
+            taken[name] = list(thing)
+        elif not (finished and isinstance(thing, torch.optim.Optimizer)):
+            taken[name] = thing.state_dict()
+    return taken
+
+
+def give_state(state: dict[str, State], taken: dict) -> None:
+    """Put every named object into the state that `take_state` took."""
+    for name, value in taken.items():
+        thing = state[name]
+        if isinstance(thing, torch.Generator):
+            thing.set_state(value.cpu())
+        elif isinstance(thing, list):
+            thing[:] = value
+        else:
+            thing.load_state_dict(value)

@@ -1,0 +1,196 @@
+"""Samples of a trained pair: `python -m tsmc runs/pocket "Once upon a time, there was a"`.
+
+    weighted particles   K sequences at t = T and their normalised weights, before the last resampling
+    samples              drawn at random from the last resampling: equally weighted, repeats included
+
+The seed, the generation and the prompt decide what is drawn; nothing is picked out afterwards. One population a prompt.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+from eval.run.directory import align, finite_or_null
+from eval.run.options import OneLineParser, saved_config
+from eval.run.saved import generations, load_generation
+from eval.run.setup import load_ingredients
+from eval.viewer import genealogy
+from eval.viewer.draws import Draws, draw
+from eval.viewer.terminal import printable, quiet_output
+from eval.viewer.watch import Watch
+from tinystories import InputError
+from tinystories.checkpoint import write_text
+from tinystories.memory import keep_freed_memory
+from tsmc import SCHEMES, Trace
+
+OWN_OPTIONS = ("particles", "seed", "resampling", "ess_threshold", "device")
+"""Options of a run that sampling does not take from the run."""
+
+EPILOG = """A line stands for a distinct sequence. `drawn` counts how often it is among the samples, which are a random part of
+the last resampling: equally weighted, repeats included. `weight` is the sequence's share of all weight before that
+resampling, `log phi` the potential and `score` the toxicity p(toxic | s). log Z-hat estimates the evidence
+of the target, ESS is that of the weights at the last token. Exit codes: 2 bad input, 130 Ctrl-C, 141 nobody reads on."""
+
+
+def make_parser() -> OneLineParser:
+    """Every option with its help."""
+    parser = OneLineParser(
+        prog="python -m tsmc",
+        description="Sample from a pair (p, psi) that main.py has trained, and watch the particles.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("run", type=Path, help="directory that main.py wrote")
+    add(
+        "prompts",
+        nargs="*",
+        metavar="prompt",
+        help="openings to continue, a population for each (default: the run's own)",
+    )
+    add("--generation", type=int, metavar="M", help="which saved pair (default: the last)")
+    add("--particles", type=int, default=50, metavar="K", help="K (default: %(default)s)")
+    add("--samples", type=int, metavar="N", help="samples to print, at most K (default: 10)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of everything random; other prompts change nothing (default: %(default)s)",
+    )
+    add("--resampling", choices=tuple(SCHEMES), default="multinomial", help="resampling scheme (default: %(default)s)")
+    threshold = "resample where ESS < this share of K: 1 always, 0 never (default: %(default)s)"
+    add("--ess-threshold", type=float, default=1.0, metavar="SHARE", help=threshold)
+    add(
+        "--potential",
+        action="append",
+        help="the potential to weigh by, as in main.py --help; again for a product (default: the run's own)",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
+    add(
+        "--json",
+        action="store_true",
+        help="a JSON object for each prompt, one a line, every distinct sequence included",
+    )
+    add("--watch", action="store_true", help="show the particles step by step before the samples")
+    add(
+        "--delay",
+        type=float,
+        default=0.5,
+        metavar="SECONDS",
+        help="--watch on a terminal: time a step (default: %(default)s)",
+    )
+    add("--html", type=Path, metavar="FILE", help="write a page with the genealogy of the particles")
+    return parser
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, prompts and options in any order; InputError names an option whose value is out of range."""
+    args = make_parser().parse_intermixed_args(arguments)
+    args.samples = min(10, args.particles) if args.samples is None else args.samples
+    check(args)
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """InputError for values out of range and options that exclude each other."""
+    for name, least in (("particles", 1), ("samples", 1), ("seed", 0), ("delay", 0)):
+        if not least <= getattr(args, name) < math.inf:
+            raise InputError(f"--{name} is {getattr(args, name)}; give at least {least}")
+    if args.samples > args.particles:
+        raise InputError(f"--samples {args.samples} exceeds --particles {args.particles}; raise --particles")
+    if args.json and args.watch:
+        raise InputError("--json and --watch both want standard output; give one of them")
+    for prompt in args.prompts:
+        if not prompt.isprintable():
+            raise InputError(
+                f"the prompt {printable(prompt)!r} holds characters that cannot be printed; give plain text"
+            )
+
+
+def row(draws: Draws, place: int) -> dict:
+    """A distinct sequence, ready for JSON: null for what is not finite."""
+    return finite_or_null(dataclasses.asdict(draws.distinct[place]))
+
+
+def as_json(draws: Draws, about: dict) -> str:
+    """One line: the options, the estimates, the samples, and every distinct sequence by descending weight."""
+    record = {
+        "prompt": draws.prompt,
+        **about,
+        "log_z_hat": finite_or_null(draws.population.log_z.item()),
+        "ess": draws.population.ess.item(),
+        "samples": [] if draws.dead else [row(draws, place) for place in draws.samples],
+        "distinct": [row(draws, place) for place in range(len(draws.distinct))],
+    }
+    return json.dumps(record, allow_nan=False)
+
+
+def as_text(draws: Draws, about: dict) -> str:
+    """Estimates, then a line for every distinct sequence among the samples, heaviest first."""
+    log_z, ess = draws.population.log_z.item(), draws.population.ess.item()
+    rule = f"{about['resampling']} resampling, ESS threshold {about['ess_threshold']:g}"
+    heading = [
+        printable(draws.prompt),
+        f"generation {about['generation']}, K = {about['particles']}, T = {about['length']}, seed {about['seed']}, {rule}",
+        f"log Z-hat {log_z:.2f}   ESS {ess:.1f} of {about['particles']}   distinct sequences {len(draws.distinct)}",
+    ]
+    if draws.dead:
+        words = "Every particle has weight zero: none of them is a sample of the target. Try more particles or another prompt."
+        return "\n".join([*heading, words])
+    cells, texts = [["drawn", "weight", "log phi", "score"]], ["text"]
+    for place in sorted(set(draws.samples)):
+        sequence = draws.distinct[place]
+        numbers = f"{sequence.weight:.3f}", f"{sequence.log_phi:.2f}", f"{sequence.score:.3f}"
+        cells.append([str(draws.samples.count(place)), *numbers])
+        texts.append(printable(sequence.text))
+    table = align(cells).splitlines()
+    lines = [f"{line.ljust(len(table[0]))}  {text}" for line, text in zip(table, texts, strict=True)]
+    return "\n".join([*heading, *lines])
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load the pair, draw a population after every prompt, print it, write the page."""
+    saved, own = generations(args.run), saved_config(args.run)
+    m = max(saved) if args.generation is None else args.generation
+    if m not in saved:
+        raise InputError(f"--generation {m} is not in {args.run}; it holds {', '.join(map(str, saved))}")
+    chosen = {name: getattr(args, name) for name in OWN_OPTIONS}
+    potential = own.potential if args.potential is None else tuple(args.potential)
+    prompts = tuple(args.prompts) or own.prompt
+    config = dataclasses.replace(own, prompt=prompts, potential=potential, dtype="float32", **chosen)
+    given = load_ingredients(config)
+    sigmas, twist = load_generation(given, saved[m], m, config.torch_device())
+    about = {"run": str(args.run), "generation": m, "length": config.length, "potential": list(potential), **chosen}
+    drawn = []
+    for problem, sigma in zip(given.problems, sigmas, strict=True):
+        watch = Watch(problem.prompt, given.tokenizer, config.length, args.delay) if args.watch else Trace()
+        generator = config.generator("sample", m, problem.prompt)  # the same whatever other prompts there are
+        drawn.append(draw(problem, sigma, twist, config, args.samples, generator, watch))
+        text = as_json(drawn[-1], about) if args.json else as_text(drawn[-1], about)
+        print(text if args.json or len(drawn) == 1 else f"\n{text}", flush=True)
+    if args.html:
+        write_text(args.html, genealogy.page(drawn, about, given.tokenizer))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line to samples; bad input ends with one line and exit code 2."""
+    try:
+        with quiet_output():
+            args = parse(arguments)
+            keep_freed_memory()
+            run(args)
+    except InputError as error:
+        print(f"python -m tsmc: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error).lower():
+            raise
+        print("python -m tsmc: error: out of memory; lower --particles", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

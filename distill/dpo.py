@@ -30,10 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
+from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, accumulate_gradient, rewards
 from tinystories.decoder import Conditional
 from tsmc.proposal import sample_proposal
-from tsmc.steps import Phase
+from tsmc.steps import Steps
 
 DPO_GRID = Grid(strength=(0.1, 0.2, 0.4, 0.8))
 
@@ -46,19 +46,9 @@ def preference_pairs(reward: Tensor) -> Tensor:
 
 
 def dpo_loss(log_pi: Tensor, log_ref: Tensor, strength: float) -> Tensor:
-    """L, a scalar, of sequence log-probs [M, 2], the preferred sequence of each pair first."""
+    """L (eq. 9), a scalar, of sequence log-probs [M, 2], the preferred sequence of each pair first."""
     log_ratio = log_pi - log_ref  # [M, 2]
     return -F.logsigmoid(strength * (log_ratio[:, 0] - log_ratio[:, 1])).mean()
-
-
-def dpo_step(student: Student, tokens: Tensor, log_ref: Tensor, strength: float, what: str) -> float:
-    """One update on pairs, tokens [M, 2, T] and their log p^(0) [M, 2]; returns L."""
-
-    def loss(part: slice) -> Tensor:
-        log_pi = student.model.log_probs(tokens[part].flatten(0, 1))[0].sum(-1)  # [2 M]
-        return dpo_loss(log_pi.view(-1, 2), log_ref[part], strength)
-
-    return student.step(loss, len(tokens), ROWS // 2, what)
 
 
 def dpo(
@@ -67,21 +57,28 @@ def dpo(
     config: BaselineConfig,
     lora: bool,
     generator: torch.Generator,
-    phase: Phase,
+    steps: Steps,
 ) -> Conditional:
     """pi, started at base = p^(0), which is left unchanged; log_phi gives [N] of tokens [N, T].
 
-    Reports the loss. InputError names the update where it or log phi is not a number.
+    Reports the loss of every step. InputError names the step where it or log phi is not a number.
     """
-    student = Student(base, config.learning_rate, config.weight_decay, lora, generator)
-    state = {"student": student.network, "optimizer": student.optimizer, "generator": generator}
-    for update in phase.steps(config.updates, **state):
-        what = f"DPO, update {update + 1}"
+    student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
+    policy = student.after(base)
+    for _ in steps:
         batch = sample_proposal(base, None, config.batch_size, generator)
-        pairs = preference_pairs(rewards(log_phi, batch.tokens, what))  # [M, 2]
-        log_ref = batch.log_p.sum(-1)  # [N]
-        phase.report(loss=dpo_step(student, batch.tokens[pairs], log_ref[pairs], config.strength, what))
-    return student.finish("DPO")
+        pairs = preference_pairs(rewards(log_phi, batch.tokens, steps.name))  # [M, 2]
+        tokens, log_ref = batch.tokens[pairs], batch.log_p.sum(-1)[pairs]  # [M, 2, T], [M, 2]
+
+        def loss(part: slice, tokens: Tensor = tokens, log_ref: Tensor = log_ref) -> Tensor:
+            log_pi = policy.log_probs(tokens[part].flatten(0, 1))[0].sum(-1)  # [2 M]
+            return dpo_loss(log_pi.view(-1, 2), log_ref[part], config.strength)
+
+        student.optimizer.zero_grad()
+        steps.report(loss=accumulate_gradient(loss, len(tokens), ROWS // 2))
+        student.optimizer.step()
+    student.finish(steps.name)
+    return policy
 
 
 def dpo_cost(config: BaselineConfig) -> Cost:

@@ -10,7 +10,7 @@ T continuation tokens.
 import copy
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from distill.lora import add_lora, merge_lora
 from tinystories.decoder import Conditional
 from tinystories.errors import InputError
+from tinystories.gpt_neo import GPTNeo
 
 ROWS = 256  # sequences of one forward and backward pass: the logits of a whole batch might not fit in memory
 
@@ -26,11 +27,11 @@ ROWS = 256  # sequences of one forward and backward pass: the logits of a whole 
 class BaselineConfig:
     """A baseline; step size, decay and strength come from a grid."""
 
-    learning_rate: float = field(metadata={"help": "AdamW's step size", "at_least": 0, "at_most": 1})
-    weight_decay: float = field(metadata={"help": "AdamW's weight decay of matrices", "at_least": 0})
-    strength: float = field(metadata={"help": "b, how strongly the policy is held to p^(0)", "at_least": 0})
-    updates: int = field(default=1000, metadata={"help": "gradient steps", "at_least": 1})
-    batch_size: int = field(default=1024, metadata={"help": "N, sequences drawn for one step", "at_least": 2})
+    learning_rate: float  # AdamW's step size
+    weight_decay: float  # of matrices
+    strength: float  # b, how strongly the policy is held to p^(0)
+    updates: int = 1000
+    batch_size: int = 1024  # N, sequences drawn for one update
 
 
 @dataclass(frozen=True)
@@ -87,39 +88,30 @@ class Student:
     """A copy (in float32 or wider) of a language model in training, by LoRA or in full, and its optimiser."""
 
     def __init__(
-        self, base: Conditional, learning_rate: float, weight_decay: float, lora: bool, generator: torch.Generator
+        self, model: GPTNeo, learning_rate: float, weight_decay: float, lora: bool, generator: torch.Generator
     ):
-        dtype = torch.promote_types(base.model.wte.weight.dtype, torch.float32)
-        self.network = copy.deepcopy(base.model).to(dtype).requires_grad_(True)
+        self.dtype = model.wte.weight.dtype
+        self.network = copy.deepcopy(model).to(torch.promote_types(self.dtype, torch.float32)).requires_grad_(True)
         self.lora = lora
         self.parameters = add_lora(self.network, generator) if lora else list(self.network.parameters())
         self.optimizer = torch.optim.AdamW(parameter_groups(self.parameters, weight_decay), lr=learning_rate)
-        self.model = Conditional(self.network, base.prompt, base.length)
 
-    def step(self, loss: Callable[[slice], Tensor], rows: int, at_once: int, what: str) -> float:
-        """One update on the mean loss over `rows` rows, which is returned; InputError, opening with `what`, before a bad one.
+    def after(self, base: Conditional) -> Conditional:
+        """The student as a conditional model after the prompt of `base`."""
+        return Conditional(self.network, base.prompt, base.length)
 
-        loss(part) is the mean over a part of at most `at_once` rows, with gradient.
-        """
-        self.optimizer.zero_grad()
-        value = accumulate_gradient(loss, rows, at_once)
-        if not abs(value) < torch.inf:
-            raise InputError(f"{what}: the loss is not finite; lower the learning rate")
-        self.optimizer.step()
-        return value
-
-    def finish(self, what: str, remedy: str = "lower the learning rate") -> Conditional:
-        """The trained model, LoRA merged; InputError, opening with `what`, where a parameter is not finite."""
+    def finish(self, name: str) -> GPTNeo:
+        """The trained network, LoRA merged, in the type it came in; InputError, opening with `name`, where it is not finite."""
         if self.lora:
             merge_lora(self.network)
         if not all(parameter.isfinite().all() for parameter in self.network.parameters()):
-            raise InputError(f"{what}: the trained model is not finite; {remedy}")
-        return self.model
+            raise InputError(f"{name}: the trained model is not finite; lower the learning rate")
+        return self.network.to(self.dtype)
 
 
-def rewards(log_phi: Callable[[Tensor], Tensor], tokens: Tensor, what: str) -> Tensor:
-    """r = log phi [N] of tokens [N, T], -inf where phi is zero; InputError, opening with `what`, for NaN and +inf."""
+def rewards(log_phi: Callable[[Tensor], Tensor], tokens: Tensor, name: str) -> Tensor:
+    """r = log phi [N] of tokens [N, T], -inf where phi is zero; InputError, opening with `name`, for NaN and +inf."""
     reward = log_phi(tokens)
     if not (reward < torch.inf).all():
-        raise InputError(f"{what}: log phi is NaN or +inf on a sample; check the potential")
+        raise InputError(f"{name}: log phi is NaN or +inf on a sample; check the potential")
     return reward

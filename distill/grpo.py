@@ -32,11 +32,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
+from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, accumulate_gradient, rewards
 from tinystories.decoder import Conditional
 from tsmc.categorical import widest
 from tsmc.proposal import sample_proposal
-from tsmc.steps import Phase
+from tsmc.steps import Steps
 
 GRPO_GRID = Grid(strength=(0.04, 0.08, 0.16, 0.32))
 
@@ -53,24 +53,11 @@ def advantages(reward: Tensor) -> Tensor:
 
 
 def grpo_loss(log_pi: Tensor, log_ref: Tensor, advantage: Tensor, strength: float) -> Tensor:
-    """L, a scalar, of token log-probs [N, T] and advantages [N]."""
+    """L (eq. 10), a scalar, of token log-probs [N, T] and advantages [N]."""
     ratio = (log_pi - log_pi.detach()).exp()  # [N, T], equal to 1
     log_ratio = log_ref - log_pi  # [N, T]
     k3 = log_ratio.exp() - log_ratio - 1
     return (strength * k3 - ratio * advantage[:, None].to(ratio.dtype)).mean()
-
-
-def grpo_step(
-    student: Student, base: Conditional, tokens: Tensor, advantage: Tensor, strength: float, what: str
-) -> float:
-    """One update on samples of the student, tokens [N, T] with advantages [N]; returns L."""
-
-    def loss(part: slice) -> Tensor:
-        with torch.no_grad():
-            log_ref = base.log_probs(tokens[part])[0]  # [N, T]
-        return grpo_loss(student.model.log_probs(tokens[part])[0], log_ref, advantage[part], strength)
-
-    return student.step(loss, len(tokens), ROWS, what)
 
 
 def grpo(
@@ -79,22 +66,30 @@ def grpo(
     config: BaselineConfig,
     lora: bool,
     generator: torch.Generator,
-    phase: Phase,
+    steps: Steps,
 ) -> Conditional:
     """pi, started at base = p^(0), which is left unchanged; log_phi gives [N] of tokens [N, T].
 
     Reports the loss, which is b times the penalty because A has mean 0, and the mean of phi over the policy's samples.
-    InputError names the update where the loss or log phi is not a number.
+    InputError names the step where the loss or log phi is not a number.
     """
-    student = Student(base, config.learning_rate, config.weight_decay, lora, generator)
-    state = {"student": student.network, "optimizer": student.optimizer, "generator": generator}
-    for update in phase.steps(config.updates, **state):
-        what = f"GRPO, update {update + 1}"
-        tokens = sample_proposal(student.model, None, config.batch_size, generator).tokens
-        reward = rewards(log_phi, tokens, what)
-        loss = grpo_step(student, base, tokens, advantages(reward), config.strength, what)
-        phase.report(loss=loss, phi=reward.exp().mean().item())
-    return student.finish("GRPO")
+    student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
+    policy = student.after(base)
+    for _ in steps:
+        tokens = sample_proposal(policy, None, config.batch_size, generator).tokens
+        reward = rewards(log_phi, tokens, steps.name)
+        advantage = advantages(reward)
+
+        def loss(part: slice, tokens: Tensor = tokens, advantage: Tensor = advantage) -> Tensor:
+            with torch.no_grad():
+                log_ref = base.log_probs(tokens[part])[0]  # [N, T]
+            return grpo_loss(policy.log_probs(tokens[part])[0], log_ref, advantage[part], config.strength)
+
+        student.optimizer.zero_grad()
+        steps.report(loss=accumulate_gradient(loss, len(tokens), ROWS), phi=reward.exp().mean())
+        student.optimizer.step()
+    student.finish(steps.name)
+    return policy
 
 
 def grpo_cost(config: BaselineConfig) -> Cost:

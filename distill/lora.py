@@ -7,33 +7,32 @@ base model's to the bit. D width, r rank.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.fast import Linear, linear
 from tinystories.gpt_neo import GPTNeo
 
 RANK = 8
 
 
 class LoRALinear(nn.Module):
-    """A linear layer without bias plus an update of rank r."""
+    """A linear layer, of whichever class, plus an update of rank r."""
 
-    def __init__(self, linear: nn.Linear, rank: int, generator: torch.Generator):
+    def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator):
         super().__init__()
-        size_out, size_in = linear.weight.shape
-        self.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
-        self.a = nn.Parameter(linear.weight.new_empty(rank, size_in).normal_(std=size_in**-0.5, generator=generator))
-        self.b = nn.Parameter(linear.weight.new_zeros(size_out, rank))
+        size_out, size_in = base.weight.shape
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(base.weight.new_empty(rank, size_in).normal_(std=size_in**-0.5, generator=generator))
+        self.b = nn.Parameter(base.weight.new_zeros(size_out, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]"""
-        return linear(x, self.weight) + linear(linear(x, self.a), self.b)
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
 
     def merged(self) -> nn.Linear:
-        """A plain linear layer with weight W + B A."""
-        linear = Linear(*self.weight.T.shape, bias=False, device=self.weight.device, dtype=self.weight.dtype)
-        linear.weight.data = self.weight.data + self.b.data @ self.a.data
-        return linear
+        """The layer itself, its weight now W + B A."""
+        self.base.weight.data = self.base.weight.data + self.b.data @ self.a.data
+        return self.base
 
 
 def add_lora(model: GPTNeo, generator: torch.Generator, rank: int = RANK) -> list[nn.Parameter]:
@@ -49,7 +48,7 @@ def add_lora(model: GPTNeo, generator: torch.Generator, rank: int = RANK) -> lis
 
 
 def merge_lora(model: GPTNeo) -> None:
-    """Fold every LoRA update into its weight, in place; the model is a plain GPT-Neo again."""
+    """Fold every LoRA update into its weight, in place; the model is an ordinary GPT-Neo again."""
     for block in model.h:
         for name in ("q_proj", "v_proj"):
             setattr(block.attn, name, getattr(block.attn, name).merged())

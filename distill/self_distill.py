@@ -1,103 +1,79 @@
-"""Self-distillation: the next generation's language model from the last one's samples (paper eq. 7).
+"""Self-distillation: the next generation's language model from the last one's samples (eq. 7).
 
     p^(m) = argmin_p  E_{s ~ TSMC(p^(m-1), psi^(m-1))} [ -log p(s_{1:T} | s_0) ],   started at p^(m-1)
 
 The samples come from many independent runs, because the particles of one run share ancestors: a run's K final particles
 hold far fewer distinct sequences. Few passes with a small learning rate keep the model from learning them by heart; the
-loss on samples of runs that were held out, reported beside the training loss, shows it. Weight decay spares biases and
-LayerNorm. N samples, T tokens.
+loss on samples of runs that were held out, reported beside the training loss, shows it.
+
+What the paper leaves open:
+ 1. How many samples, runs, updates, and at which rate: all are options, and the defaults stop long before convergence.
+ 2. All runs count the same, whatever their Z-hat; within a run the final resampling has been applied.
+ 3. AdamW; weight decay spares biases and LayerNorm.
+
+N samples, T tokens.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from distill.finetune import Student
-from eval.run import processes as ranks
 from tinystories.decoder import Conditional
-from tinystories.errors import InputError
-from tinystories.gpt_neo import GPTNeo
 from tsmc.proposal import sequence_log_probs
-from tsmc.steps import Phase
+from tsmc.steps import Steps
 
 
-@dataclass(frozen=True)
-class DistillConfig:
-    """Self-distillation."""
+@dataclass
+class Batch:
+    """Samples after one prompt; of a batch that several processes share, the rows of this one."""
 
-    runs: int = field(
-        default=300,
-        metadata={"help": "independent TSMC runs whose samples are distilled; a tenth is held out", "at_least": 2},
-    )
-    updates: int = field(default=80, metadata={"help": "gradient steps", "at_least": 1})
-    batch_size: int = field(default=128, metadata={"help": "sequences of one step", "at_least": 1})
-    learning_rate: float = field(
-        default=3e-5, metadata={"help": "AdamW's step size for full fine-tuning", "at_least": 0, "at_most": 1}
-    )
-    lora_learning_rate: float = field(
-        default=3e-4, metadata={"help": "AdamW's step size with --lora", "at_least": 0, "at_most": 1}
-    )
-    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's weight decay of matrices", "at_least": 0})
+    tokens: Tensor  # [n, T]
+    prompt: int  # which of the prompts
+    batch_size: int  # of the whole batch
 
-    def step_size(self, lora: bool) -> float:
-        """AdamW's step size for what is trained."""
-        return self.lora_learning_rate if lora else self.learning_rate
 
-    def flag(self, lora: bool) -> str:
-        """The option that sets it."""
-        return "--distill-lora-learning-rate" if lora else "--distill-learning-rate"
+def batches_of(samples: Sequence[Tensor], batch_size: int, generator: torch.Generator) -> Callable[[int], Batch]:
+    """Draws the batch of an update from samples [N, T] after each prompt; the prompts take turns."""
+
+    def draw(update: int) -> Batch:
+        prompt = update % len(samples)
+        tokens = samples[prompt]
+        chosen = torch.randint(len(tokens), (batch_size,), generator=generator, device=tokens.device)
+        return Batch(tokens[chosen], prompt, batch_size)
+
+    return draw
 
 
 def negative_log_likelihood(model: Conditional, tokens: Tensor, batch_size: int) -> Tensor:
-    """-log p(s_t | s_{0:t-1}) summed over sequences [N, T] and divided by batch_size T, a scalar with gradient.
+    """-log p(s_t | s_{0:t-1}) summed over sequences [N, T] and divided by batch_size T (eq. 7), a scalar with gradient.
 
-    For a whole batch, N = batch_size, it is the mean; the parts of several processes sum to that.
+    For a whole batch, N = batch_size, it is the mean; the rows of several processes sum to that.
     """
     return -model.log_probs(tokens)[0].sum() / (batch_size * model.length)
 
 
 def held_out_loss(models: Sequence[Conditional], held_out: Sequence[Tensor]) -> float:
     """Mean of -log p(s_t | s_{0:t-1}) over sequences [N', T] of every prompt that were not trained on."""
-    losses = [
-        -sequence_log_probs(model, tokens).mean() / model.length for model, tokens in zip(models, held_out, strict=True)
-    ]
+    pairs = zip(models, held_out, strict=True)
+    losses = [-sequence_log_probs(model, tokens).mean() / model.length for model, tokens in pairs]
     return torch.stack(losses).mean().item()
 
 
 def self_distill(
-    models: Sequence[Conditional],
-    samples: Sequence[Tensor],
-    held_out: Sequence[Tensor],
-    config: DistillConfig,
-    lora: bool,
-    generator: torch.Generator,
-    phase: Phase,
-) -> GPTNeo:
-    """p^(m) from p^(m-1) (left unchanged), given after each prompt, and its samples [N, T] after each prompt.
+    student: Student, prompts: Sequence[Conditional], draw_batch: Callable[[int], Batch], steps: Steps
+) -> None:
+    """Turn the student, a copy of p^(m-1), into p^(m); `prompts` holds p^(m-1) after each prompt, and is left unchanged.
 
-    Prompts take turns. held_out [N', T] is only measured. Training is in float32, rounded to the type of p^(m-1) at the end.
-    Reports loss= of every step and notes held_out_before= and held_out_after=. InputError, before the step is taken, where the
-    loss is not finite.
+    Reports the loss of every step, before the step is taken.
     """
-    student = Student(models[0], config.step_size(lora), config.weight_decay, lora, generator)
-    students = [Conditional(student.network, model.prompt, model.length) for model in models]
-    mine = ranks.share(config.batch_size)
-    state = {"student": student.network, "optimizer": student.optimizer, "generator": generator}
-    for update in phase.steps(config.updates, **state):
-        model, tokens = students[update % len(students)], samples[update % len(students)]
-        chosen = torch.randint(len(tokens), (config.batch_size,), generator=generator, device=tokens.device)[mine]
-        loss = negative_log_likelihood(model, tokens[chosen], config.batch_size)
-        whole = ranks.total(loss.detach()).item()
-        if not math.isfinite(whole):
-            raise InputError(f"distillation, update {update + 1}: the loss is not finite; lower {config.flag(lora)}")
+    students = [student.after(base) for base in prompts]
+    for update in steps:
+        batch = draw_batch(update)
+        loss = negative_log_likelihood(students[batch.prompt], batch.tokens, batch.batch_size)
+        steps.report(loss=loss.detach())
         student.optimizer.zero_grad()
         loss.backward()
-        ranks.add_gradients(student.parameters)
         student.optimizer.step()
-        phase.report(loss=whole)
-    student.finish("distillation", f"lower {config.flag(lora)}")
-    phase.note(held_out_before=held_out_loss(models, held_out), held_out_after=held_out_loss(students, held_out))
-    return student.network.to(models[0].model.wte.weight.dtype)

@@ -19,15 +19,16 @@ from torch import Tensor
 
 from eval.run.figures import COLOURS, MARKERS, save_figure
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
+from tsmc.conditional import conditional_tsmc
 from tsmc.estimate import Estimate, mean_estimate
 from tsmc.exact import Target
 from tsmc.proposal import Twist, sample_proposal
 from tsmc.rejection import rejection_sample
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import Sigma, tsmc
-from tsmc.steps import Phase
+from tsmc.steps import Chunks, Steps
 from tsmc.table import TableModel, TableTwist
-from twist.ctl import CTLConfig, ctl_coefficients, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
+from twist.ctl import batches_from_proposal, ctl_loss, learn_twist, negative_log_weights, positive_log_weights, weigh
 
 VOCABULARY, LENGTH, PARTICLES, RUNS = 4, 6, 16, 1000
 Line = tuple[str, float, Estimate, str]
@@ -42,8 +43,8 @@ def log_phi(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
 def learned_twist(model: TableModel, generator: torch.Generator) -> TableTwist:
     """A table twist after a short training, good but not perfect."""
     twist = TableTwist.ones(model)
-    config = CTLConfig(updates=150, batch_size=200, learning_rate=0.03)
-    learn_twist([Sigma(model, log_phi)], twist, config, generator, Phase())
+    optimizer = torch.optim.Adam(twist.parameters(), lr=0.03)
+    learn_twist(twist, optimizer, batches_from_proposal([Sigma(model, log_phi)], twist, 200, generator), Steps(150))
     return twist
 
 
@@ -66,8 +67,8 @@ def evidence(model: TableModel, twist: Twist, target: Target, generator: torch.G
         mean_estimate(weighted),
         "",
     )
-    given = tsmc(model, twist, log_phi, PARTICLES, generator, RUNS, reference=target.sample(RUNS, generator))
-    yield "1 / Z: conditional runs", 1 / exact_z, mean_estimate((-given.log_z).exp()), ""
+    conditional = conditional_tsmc(model, twist, log_phi, target.sample(RUNS, generator), PARTICLES, generator)
+    yield "1 / Z: conditional runs", 1 / exact_z, mean_estimate((-conditional.log_z).exp()), ""
 
 
 def divergences(
@@ -76,7 +77,7 @@ def divergences(
     """log Z and both divergences from bidirectional bounds, with and without resampling."""
     log_q = target.tree.prefix_log_q(twist)[-1].detach()
     for name, threshold in (("TSMC", 1.0), ("importance sampling", 0.0)):
-        problem = BoundsProblem(model, twist, log_phi, PARTICLES, threshold)
+        problem = BoundsProblem(Sigma(model, log_phi), twist, PARTICLES, threshold)
         bounds = bidirectional_bounds(problem, exact_samples, RUNS, generator)
         brackets = (
             ("log Z", target.log_z, bounds.log_z),
@@ -94,16 +95,15 @@ def gradient(model: TableModel, twist: TableTwist, target: Target, generator: to
     values = []
     for _ in range(200):
         batch = sample_proposal(model, twist, 1000, generator, keep_hidden=True)
-        loss = ctl_loss(
-            twist, batch, ctl_coefficients(positive_log_weights(batch, log_phi), negative_log_weights(batch))
-        )
+        weighted = weigh(batch, positive_log_weights(batch, log_phi), negative_log_weights(batch))
+        loss = ctl_loss(twist, weighted)
         values.append((torch.autograd.grad(loss, twist.log_psi)[0] * exact).sum() / exact.norm())
     yield "CTL gradient along the exact one", exact.norm().item(), mean_estimate(torch.stack(values)), ""
 
 
 def lines(model: TableModel, twist: TableTwist, target: Target, generator: torch.Generator) -> Iterator[Line]:
     """Every line of the table."""
-    rejection = rejection_sample(model, log_phi, 20000, generator)
+    rejection = rejection_sample(model, log_phi, Chunks(20000, 1000, lambda chunk: generator))
     exact_phi = (target.log_sigma[-1].exp() * target.log_psi[-1]).sum().item()
     yield "log Z: base samples", target.log_z, Estimate(rejection.log_z, rejection.log_z_std_error, 19999.0), ""
     yield "E_sigma[log phi]: rejection", exact_phi, mean_estimate(rejection.log_phi), ""

@@ -1,4 +1,4 @@
-"""What the final table reports of each generation.
+"""The columns of the table: what a set of samples is worth.
 
     toxicity     mean of p(toxic | s)                    over the final particles of R independent TSMC runs of K
     log phi      mean; phi > 0: share of the texts that the potential does not rule out
@@ -18,21 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.run import processes as ranks
-from eval.run.directory import RunDirectory
-from eval.run.options import RunConfig
-from eval.run.setup import Ingredients, Problem
-from eval.run.target import Target
 from eval.scorers.similarity import mean_pairwise_cosine
-from tinystories.errors import InputError
-from tsmc import SCHEMES, Population, proposal_log_probs, sample_proposal, tsmc
 from tsmc.estimate import Estimate, difference, mean_estimate
-from tsmc.proposal import LanguageModel, Twist, sequence_log_probs
-from tsmc.sampler import Sigma
-from tsmc.steps import Phase
-from twist.potential import each_once
-
-Encoder = Callable[[list[str]], Tensor]
+from tsmc.proposal import LanguageModel, Twist, proposal_log_probs, sequence_log_probs
+from tsmc.rejection import ExactSamples
+from tsmc.sampler import Population
+from twist.potential import TextPotential, each_once
 
 
 @dataclass(frozen=True)
@@ -51,14 +42,29 @@ class Samples:
         return [{"source": source, "prompt": prompt} | dict(zip(names, row, strict=True)) for row in rows]
 
 
-def score(problem: Problem, tokens: Tensor, group: list[int]) -> Samples:
-    """Decode and score sequences tokens [N, T]."""
-    texts = problem.potential.texts(tokens)
-    toxicity = each_once(problem.toxicity, texts).double().exp()
-    return Samples(texts, toxicity, problem.potential(tokens).cpu().double(), group)
+def score(
+    tokens: Tensor,
+    potential: TextPotential,
+    log_toxicity: Callable[[list[str]], Tensor],
+    group: list[int] | None = None,
+) -> Samples:
+    """Decode and score sequences tokens [N, T]; without groups each text is one of its own."""
+    texts = potential.texts(tokens)
+    toxicity = each_once(log_toxicity, texts).double().exp()
+    log_phi = potential(tokens).cpu().double()
+    return Samples(texts, toxicity, log_phi, list(range(len(texts))) if group is None else group)
 
 
-def describe(samples: Samples, encode: Encoder) -> dict[str, float]:
+def score_population(
+    population: Population, potential: TextPotential, log_toxicity: Callable[[list[str]], Tensor]
+) -> Samples:
+    """The final samples of R runs, each run a group."""
+    final = population.samples()  # [R, K, T]
+    group = [run for run in range(len(final)) for _ in range(final.shape[1])]
+    return score(final.flatten(0, 1), potential, log_toxicity, group)
+
+
+def describe(samples: Samples, encode: Callable[[list[str]], Tensor]) -> dict[str, float]:
     """Toxicity and log phi with their intervals over groups (runs), and similarity, of a set of texts."""
     group = torch.tensor(samples.group)
 
@@ -77,127 +83,18 @@ def describe(samples: Samples, encode: Encoder) -> dict[str, float]:
 
 
 def kl_target_proposal(
-    model: LanguageModel, twist: Twist | None, base: LanguageModel, target: Target
+    model: LanguageModel, twist: Twist | None, base: LanguageModel, exact: ExactSamples
 ) -> tuple[float, float]:
     """KL(sigma||q) in nats and half of its 95 % interval, from exact samples of sigma.
 
     The interval covers the exact samples and log Z_sigma, taken as independent.
     """
-    log_q = torch.cat([proposal_log_probs(model, twist, part)[1] for part in target.tokens.split(256)])  # [N]
-    terms = mean_estimate(sequence_log_probs(base, target.tokens) + target.log_phi - log_q)
-    kl = difference(terms, Estimate(target.log_z, target.log_z_std_error, target.num_proposals - 1.0))
+    log_q = torch.cat([proposal_log_probs(model, twist, rows)[1] for rows in exact.tokens.split(256)])  # [N]
+    terms = mean_estimate(sequence_log_probs(base, exact.tokens) + exact.log_phi - log_q)
+    kl = difference(terms, Estimate(exact.log_z, exact.log_z_std_error, exact.num_proposals - 1.0))
     return kl.value, kl.half_width()
 
 
 def distinct_share(tokens: Tensor) -> float:
     """Different sequences over K, mean over runs, of tokens [R, K, T]."""
     return sum(len(run.unique(dim=0)) / len(run) for run in tokens) / len(tokens)
-
-
-def draw_model(
-    config: RunConfig, model: LanguageModel, count: int, streams: Callable[[int], torch.Generator]
-) -> Tensor:
-    """Independent samples [N, T] of a bare language model, N = count, `config.rows` at a time."""
-    sizes = ranks.chunk_sizes(count, config.rows)
-
-    def work(i: int) -> dict[str, Tensor]:
-        return {"tokens": sample_proposal(model, None, sizes[i], streams(i)).tokens}
-
-    return torch.cat([ranks.one_each(step, sizes, work)["tokens"] for step in range(ranks.rounds(len(sizes)))])
-
-
-def sample_model(
-    config: RunConfig,
-    model: LanguageModel,
-    problem: Problem,
-    streams: Callable[[int], torch.Generator],
-) -> Samples:
-    """Independent samples of a bare language model, decoded and scored."""
-    count = config.eval.base_samples
-    return score(problem, draw_model(config, model, count, streams), list(range(count)))
-
-
-def sample_tsmc(
-    config: RunConfig,
-    sigma: Sigma,
-    twist: Twist | None,
-    particles: int,
-    runs: int,
-    streams: Callable[[int], torch.Generator],
-    phase: Phase,
-) -> Population:
-    """R = runs independent TSMC runs of K = particles, about `config.rows` particles in memory at a time.
-
-    InputError where every run died: all its particles had weight zero.
-    """
-    sizes = ranks.chunk_sizes(runs, max(1, config.rows // particles))
-    resampling = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
-
-    def work(i: int) -> dict[str, Tensor]:
-        return vars(tsmc(sigma.model, twist, sigma.log_potential, particles, streams(i), runs=sizes[i], **resampling))
-
-    parts: list[dict[str, Tensor]] = []
-    for step in phase.steps(ranks.rounds(len(sizes)), parts=parts):
-        parts.append(ranks.one_each(step, sizes, work))
-        phase.report(ess=parts[-1]["ess"].mean().item())
-    population = Population(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-    if not bool((population.log_z > -torch.inf).any()):
-        words = f"all {runs} runs of {particles} particles ended with weight zero"
-        raise InputError(f"{phase}: {words}; raise --particles and --eval-particles, or soften the potential")
-    return population
-
-
-def evaluate_base(config: RunConfig, problem: Problem, given: Ingredients, run: RunDirectory) -> dict:
-    """Row `base`: independent samples of p^(0)."""
-    samples = sample_model(config, problem.base, problem, config.streams("base", problem.name))
-    run.add_samples(samples.rows("base", problem.name))
-    return describe(samples, given.encode)
-
-
-def evaluate_target(problem: Problem, given: Ingredients, run: RunDirectory) -> dict:
-    """Row `target`: the exact samples of sigma."""
-    target = problem.target
-    samples = score(problem, target.tokens, list(range(len(target.tokens))))
-    run.add_samples(samples.rows("target", problem.name))
-    evidence = {
-        "log_z": target.log_z,
-        "log_z_std_error": target.log_z_std_error,
-        "num_samples": len(target.tokens),
-        "num_proposals": target.num_proposals,
-    }
-    return describe(samples, given.encode) | evidence
-
-
-def evaluate_generation(
-    config: RunConfig, problem: Problem, given: Ingredients, sigma: Sigma, twist: Twist, m: int, run: RunDirectory
-) -> dict:
-    """The row of generation m: R TSMC runs of K particles, KL(sigma||q), and the bare p^(m) beside them.
-
-    Runs that died have no samples; they are counted.
-    """
-    particles, runs = config.eval.particles, config.eval.runs
-    streams = config.streams("evaluation", m, problem.name)
-    population = sample_tsmc(
-        config, sigma, twist, particles, runs, streams, run.phase("evaluation", m, problem.name)
-    ).alive()
-    final = population.samples()  # [R, K, T]
-    group = [r for r in range(len(final)) for _ in range(particles)]
-    samples = score(problem, final.flatten(0, 1), group)
-    run.add_samples(samples.rows(f"generation {m}", problem.name))
-    bare = sample_model(config, sigma.model, problem, config.streams("bare model", m, problem.name))
-    row = {
-        "generation": m,
-        **describe(samples, given.encode),
-        "log_z_hat_mean": population.log_z.mean().item(),
-        "log_z_hat_std": population.log_z.std().item() if len(final) > 1 else 0.0,
-        "ess": population.ess.mean().item(),
-        "distinct": distinct_share(final),
-        "dead_runs": runs - len(final),
-        "model_toxicity": bare.toxicity.mean().item(),
-        "model_log_phi": bare.log_phi.mean().item(),
-        "model_phi_positive": (bare.log_phi > -torch.inf).double().mean().item(),
-    }
-    if problem.target is not None:
-        kl, half_width = kl_target_proposal(sigma.model, twist, problem.base, problem.target)
-        row |= {"kl_target_proposal": kl, "kl_half_width": half_width}
-    return row

@@ -8,12 +8,12 @@ error of these samples, which each run's `kl_half_width` holds; log Z_sigma canc
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 
-from eval.run.directory import align, columns, named_rows
+from eval.run.command import one_line_errors
+from eval.run.table import align, columns, named_rows
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tsmc.estimate import mean_estimate
@@ -68,11 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="directories that main.py wrote, alike but for the seed")
     args = parser.parse_args()
-    try:
+    with one_line_errors("eval.summary"):
         print(summarise(read_runs(args.runs)))
-    except InputError as error:
-        print(f"eval.summary: error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,83 +1,39 @@
-"""Keys and values of a prompt and of what follows it, kept outside the model.
+"""Keys and values of what a model has read, kept outside the model: a new token is then read alone.
 
-    prompt          [1, H, P, D/H] a layer, computed at batch 1 and seen by every row
-    keys, values    [L, T, B, H, D/H], written once, position by position, and never moved
-    places          [T, B]: where in the T B entries of a layer the history of each row lies
+    keys, values    [B, H, S, D/H] a layer, grown at the end by every part of the text that is read
 
-Resampling makes row b the continuation of row ancestors[b]. Only the table of places is reordered then; attention collects
-a row's keys and values by it. Attention is given a list of parts, the prompt's and the rest's. `SharedPrompt` does for
-teacher forcing, where nothing is reordered, and lets gradients through. All are kept in float32 or wider, which attention
-is computed in. L layers, B rows, P prompt positions, T positions after it, D width, H heads.
+Resampling makes row b the continuation of row ancestors[b]: its keys and values become copies of that row's. A text read at
+batch 1 may be continued by any number of rows. B rows, H heads, S positions read so far, D width.
 """
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tinystories.fast import at_least_float32
-
-Part = tuple[Tensor, Tensor]
-"""Keys and values of consecutive positions, both [B, H, S, D/H], or [1, H, S, D/H] where all rows see the same."""
-
-
-class Cache(Protocol):
-    """What attention reads and writes; `GPTNeo.hidden` moves `length`."""
-
-    length: int
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]: ...
-
-
-class SharedPrompt:
-    """Keys and values of one prompt, computed at batch 1 and seen by every row of what follows it.
-
-    The first pass through the model fills it; passes after that read it. Gradients flow into the prompt's computation.
-    """
-
-    def __init__(self):
-        self.length = 0
-        self.layers: list[Part] = []
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
-        """The parts that end with new keys and values [B, H, T, D/H]."""
-        new = at_least_float32(keys), at_least_float32(values)
-        if layer == len(self.layers):
-            self.layers.append(new)
-            return [new]
-        return [self.layers[layer], new]
-
 
 class KeyValueCache:
-    """A prompt, and preallocated keys and values of up to T positions that `rows` texts have after it."""
+    """The history that attention looks back on, layer by layer."""
 
-    def __init__(self, prompt: SharedPrompt, rows: int, positions: int):
-        keys = prompt.layers[0][0]
-        _, heads, _, size = keys.shape
-        self.prompt, self.length, self.reordered = prompt, prompt.length, False
-        self.keys, self.values = (
-            keys.new_empty(len(prompt.layers), positions, rows, heads, size) for _ in range(2)
-        )  # [L, T, B, H, D/H]
-        self.places = torch.arange(positions * rows, device=keys.device).view(positions, rows)
+    def __init__(self, layers: list[tuple[Tensor, Tensor]] | None = None):
+        self.layers = layers or []  # keys and values [B, H, S, D/H] of each layer
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
-        """Write new keys and values [B, H, T, D/H] behind `length`; return the parts of all the layer's so far."""
-        start = self.length - self.prompt.length
-        end = start + keys.shape[2]
-        own = []
-        for block, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            block[start:end] = new.permute(2, 0, 1, 3)
-            own.append(self.collect(block, end).permute(1, 2, 0, 3))  # [B, H, S, D/H]
-        return [self.prompt.layers[layer], (own[0], own[1])]
+    @property
+    def length(self) -> int:
+        """S, the positions read so far."""
+        return self.layers[0][0].shape[2] if self.layers else 0
 
-    def collect(self, block: Tensor, end: int) -> Tensor:
-        """The first `end` positions of every row's history [S, B, H, D/H], from one layer's keys or values."""
-        if not self.reordered:
-            return block[:end]
-        return block.flatten(0, 1).index_select(0, self.places[:end].flatten()).unflatten(0, (end, -1))
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new keys and values [B, H, T, D/H] of a layer; returns those of its whole history."""
+        if layer == len(self.layers):
+            self.layers.append((keys, values))
+        else:
+            old_keys, old_values = (old.expand(len(keys), -1, -1, -1) for old in self.layers[layer])
+            self.layers[layer] = torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2)
+        return self.layers[layer]
+
+    def repeat(self, rows: int, length: int) -> "KeyValueCache":
+        """A cache of `rows` texts that all begin with this one (batch 1); `length`, how many tokens follow, is not needed."""
+        return KeyValueCache([(k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)) for k, v in self.layers])
 
     def reorder(self, ancestors: Tensor) -> None:
         """Row b becomes a copy of row ancestors[b]; ancestors [B]."""
-        end = self.length - self.prompt.length
-        self.places[:end] = self.places[:end].index_select(1, ancestors)
-        self.reordered = True
+        self.layers = [(k.index_select(0, ancestors), v.index_select(0, ancestors)) for k, v in self.layers]

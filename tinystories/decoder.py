@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinystories.cache import KeyValueCache, SharedPrompt
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 
@@ -26,10 +25,10 @@ class Decoder:
 
     def __init__(self, model: GPTNeo, prompt: Tensor, rows: int, length: int):
         """Prefill prompt [P] at batch 1 and share it with `rows` continuations of up to `length` tokens."""
-        shared = SharedPrompt()
-        hidden = model.hidden(prompt[None], shared)[:, -1]  # [1, D]
+        cache = model.new_cache()
+        hidden = model.hidden(prompt[None], cache)[:, -1]  # [1, D]
         self.model, self.vocab_size = model, model.config.vocab_size
-        self.cache = KeyValueCache(shared, rows, length)
+        self.cache = cache.repeat(rows, length)
         self.hidden = hidden.expand(rows, -1)  # [B, D]
         self.first_logits: Tensor | None = model.head(hidden)  # [1, V]
 
@@ -58,10 +57,10 @@ class Conditional:
         """prompt [P], continuations of at most `length` tokens; InputError where the two do not fit the model."""
         limit = model.config.max_position_embeddings
         if prompt.numel() == 0:
-            raise InputError("--prompt is empty; give at least one word")
+            raise InputError("the prompt is empty; give at least one word")
         if prompt.numel() + length > limit:
-            words = f"--prompt ({prompt.numel()} tokens) and --length ({length}) exceed the model's {limit} positions"
-            raise InputError(f"{words}; shorten one of them")
+            sizes = f"the prompt ({prompt.numel()} tokens) and the length ({length})"
+            raise InputError(f"{sizes} exceed the model's {limit} positions; shorten one of them")
         self.model, self.prompt, self.length = model, prompt, length
         self.vocab_size = model.config.vocab_size
 
@@ -74,9 +73,9 @@ class Conditional:
 
         Returns log p(s_t | s_{0:t-1}) [B, T], the logits [B, T, V] and the hidden states [B, T, D] that predict each s_t.
         """
-        prompt = SharedPrompt()
-        first = self.model.hidden(self.prompt[None], prompt)[:, -1:]  # [1, 1, D]
-        others = self.model.hidden(tokens[:, :-1], prompt)  # [B, T - 1, D]
+        cache = self.model.new_cache()
+        first = self.model.hidden(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
+        others = self.model.hidden(tokens[:, :-1], cache)  # [B, T - 1, D]
         hidden = torch.cat([first.expand(len(tokens), -1, -1), others], 1)  # [B, T, D]
         logits = self.model.head(hidden)  # [B, T, V]
         losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [B T]

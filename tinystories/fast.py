@@ -1,24 +1,30 @@
-"""Linear layers: y = x W^T + b, the product that nearly all the time of every network here goes into.
+"""The same networks, computed faster: `accelerate(model)` gives every layer that has a fast version that version's class.
 
-PyTorch carries two libraries of matrix products for CPUs and sends float32 to MKL. oneDNN, which it uses for bfloat16,
-computes the same float32 products too: on the AMD processor that this was measured on, more than twice as fast
-(`python -m eval.bench` measures both). So large products on a CPU go to oneDNN here, gradients included; small ones, other
-types and other devices take PyTorch's own way:
+Weights, names and results stay, up to rounding; the plain layers are what the fast ones are tested against.
 
-    dx = dy W                     [N, I]
-    dW = dy^T x,  db = sum dy     [O, I], [O]
+    linear layers     x W^T + b by oneDNN where that beats MKL, PyTorch's own choice for float32 on CPUs: on the AMD processor
+                      that this was measured on (`python -m eval.bench`), more than twice as fast. Gradients too:
+                          dx = dy W  [N, I],   dW = dy^T x  [O, I],   db = sum dy  [O]
+    few rows          sampling token by token, bringing a weight into the order that oneDNN reads costs as much as the product:
+                      that is done once for each weight, until the weight changes
+    attention         one product for q, k and v; nothing is copied where rows share a prompt or are resampled
 
-With few rows, as when sampling token by token, bringing a weight into the order that oneDNN's kernels read takes as long as
-multiplying by it. While `steady_weights` is open that is done once for each weight. N rows, I inputs, O outputs.
+Small products, other types and other devices take PyTorch's own way. N rows, I inputs, O outputs, B batch, T new positions,
+S positions seen, H heads, D width, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+import ctypes
+import sys
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tinystories.fast_cache import PartsCache, PlacesCache
+from tinystories.gpt_neo import Attention, GPTNeo
+from tinystories.layers import LinearGELU, at_least_float32
 
 SMALLEST = 2**21  # N I O from which oneDNN's fixed cost is paid back
 FEW_ROWS = 256  # up to which a weight is worth keeping in oneDNN's order
@@ -26,27 +32,54 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and all(
     hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
 )
 
-Packed = dict[tuple[int, ...], tuple[tuple[Tensor, ...], Tensor]]
-"""Weights by identity: they themselves, kept alive, and all of them as one matrix in oneDNN's order."""
-PACKED: ContextVar[Packed | None] = ContextVar("packed", default=None)
+
+def accelerate(model: nn.Module) -> nn.Module:
+    """The same model, its layers replaced in place by their fast versions. Loading, copying and training go on as before."""
+    for module in model.modules():
+        if type(module) in FAST:
+            module.__class__ = FAST[type(module)]
+    return model
 
 
-@contextmanager
-def steady_weights() -> Iterator[None]:
-    """A promise that no weight changes while this is open; also a decorator, for functions that keep it."""
-    if PACKED.get() is not None:
-        yield
-        return
-    token = PACKED.set({})
-    try:
-        yield
-    finally:
-        PACKED.reset(token)
+class Packed(NamedTuple):
+    """Weights as one matrix in oneDNN's order, and what they were when it was made."""
+
+    state: list[tuple]
+    storages: list[torch.UntypedStorage]  # kept alive, so that no later tensor is taken for one of them
+    matrix: Tensor
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32, or in float64 where it is already that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+PACKED = WeakIdKeyDictionary()
+"""From a weight, the first where there are several, to its `Packed`; entries go when the weight goes."""
+
+
+def packed(*weights: nn.Parameter) -> Tensor:
+    """Weights [O_i, I] one below the other in oneDNN's order, made when first asked for and again when a weight has changed.
+
+    A change is a new place in memory, a new type, or a step of the counter by which autograd sees writes in place: those of
+    optimisers, load_state_dict, copy_, `.to` and an assignment to `.data`. Writes in place through `.data` (w.data.mul_(2))
+    and from outside PyTorch go unseen: call PACKED.clear() after them.
+    """
+    state = [(weight.data_ptr(), weight._version, weight.dtype, weight.stride()) for weight in weights]
+    kept = PACKED.get(weights[0])
+    if kept is None or kept.state != state:
+        together = weights[0] if len(weights) == 1 else torch.cat(weights)
+        matrix = torch.ops.mkldnn._reorder_linear_weight(together.detach(), FEW_ROWS)
+        kept = PACKED[weights[0]] = Packed(state, [weight.untyped_storage() for weight in weights], matrix)
+    return kept.matrix
+
+
+def suits_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product x W^T is one that oneDNN computes faster."""
+    known = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    plain = known and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return HAS_ONEDNN and plain and x.numel() * weight.shape[0] >= SMALLEST
+
+
+def suits_packing(x: Tensor, weight: Tensor) -> bool:
+    """Whether x is few rows [N, I] or [N, 1, I], as when sampling, and the weight one that lasts and that counts writes."""
+    few = len(x) <= FEW_ROWS and x.numel() == len(x) * x.shape[-1]
+    return few and isinstance(weight, nn.Parameter) and not weight.is_inference()
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none", kind: str = "") -> Tensor:
@@ -55,15 +88,6 @@ def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "
     after="gelu" applies a GELU of that kind ("none" or "tanh") while the numbers are still at hand.
     """
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, after, [], kind)
-
-
-def packed(kept: Packed, *weights: Tensor) -> Tensor:
-    """Weights [O_i, I] one below the other in oneDNN's order, made at their first use."""
-    key = tuple(map(id, weights))
-    if key not in kept:
-        together = weights[0] if len(weights) == 1 else torch.cat(weights)
-        kept[key] = weights, torch.ops.mkldnn._reorder_linear_weight(together, FEW_ROWS)
-    return kept[key][1]
 
 
 class OneDNN(torch.autograd.Function):
@@ -88,53 +112,19 @@ class OneDNN(torch.autograd.Function):
         )
 
 
-def suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product x W^T is one that oneDNN computes faster."""
-    known = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
-    plain = known and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    return HAS_ONEDNN and plain and x.numel() * weight.shape[0] >= SMALLEST
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: str | None = None) -> Tensor:
+    """x W^T + b [..., O] of x [..., I], weight [O, I] and bias [O], by the faster library; then a GELU of kind `gelu`."""
+    if suits_onednn(x, weight) and not torch.is_grad_enabled():
+        weight = packed(weight) if suits_packing(x, weight) else weight
+        return onednn(x, weight, bias) if gelu is None else onednn(x, weight, bias, "gelu", gelu)
+    if suits_onednn(x, weight):
+        y = OneDNN.apply(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], -1)
+    else:
+        y = F.linear(x, weight, bias)
+    return y if gelu is None else F.gelu(y, approximate=gelu)
 
 
-def has_few_rows(x: Tensor) -> bool:
-    """Whether x [..., I] has so few rows that its weight should be packed."""
-    return x.numel() <= FEW_ROWS * x.shape[-1]
-
-
-def without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, after: str = "none", kind: str = "") -> Tensor:
-    """`onednn` of a product that suits it, by the packed weight where one pays: not for a tensor made for this call alone."""
-    kept = PACKED.get()
-    if kept is not None and has_few_rows(x) and isinstance(weight, nn.Parameter):
-        weight = packed(kept, weight)
-    return onednn(x, weight, bias, after, kind)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b [..., O] of x [..., I], weight [O, I] and bias [O], by the faster library."""
-    if not suits_onednn(x, weight):
-        return F.linear(x, weight, bias)
-    if not torch.is_grad_enabled():
-        return without_gradient(x, weight, bias)
-    return OneDNN.apply(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], -1)
-
-
-def linear_gelu(x: Tensor, layer: nn.Linear, approximate: str = "none") -> Tensor:
-    """gelu(x W^T + b) [..., O] of x [..., I]: in one pass where no gradient needs what lies between."""
-    if suits_onednn(x, layer.weight) and not torch.is_grad_enabled():
-        return without_gradient(x, layer.weight, layer.bias, "gelu", approximate)
-    return F.gelu(layer(x), approximate=approximate)
-
-
-def linear_each(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """What each of several layers makes of x [..., I]: one product where they have no bias and can be packed as one."""
-    kept = PACKED.get()
-    apart = kept is None or torch.is_grad_enabled() or not has_few_rows(x)
-    if apart or not all(is_plain(layer) and suits_onednn(x, layer.weight) for layer in layers):
-        return [layer(x) for layer in layers]
-    joint = packed(kept, *(layer.weight for layer in layers))
-    return onednn(x, joint).split([layer.out_features for layer in layers], -1)
-
-
-class Linear(nn.Linear):
+class FastLinear(nn.Linear):
     """A linear layer computed by `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,6 +132,83 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is a product with its weight and nothing else."""
-    return isinstance(layer, Linear) and layer.bias is None
+class FastLinearGELU(LinearGELU):
+    """A linear layer with GELU: one pass where no gradient needs what lies between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return linear(x, self.weight, self.bias, gelu=self.approximate)
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x y [B, H, T, .] of x [B, H, T, .] and y [B, H, ., .] or [1, H, ., .], which goes over all rows at once."""
+    if len(y) == len(x):
+        return x @ y
+    return (x.transpose(0, 1).flatten(1, 2) @ y[0]).unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T [B, H, T, S]. Rows with one query and keys of their own make products so thin that plain sums are faster."""
+    thin = q.shape[2] == 1 and len(k) == len(q)
+    return (q * k).sum(-1)[:, :, None] if thin else product(q, k.mT)
+
+
+def mixture_of(weights: Tensor, v: Tensor) -> Tensor:
+    """weights v [B, H, T, D/H] of weights [B, H, T, S] and v [B, H, S, D/H]."""
+    thin = weights.shape[2] == 1 and len(v) == len(weights)
+    return (weights.mT * v).sum(2, keepdim=True) if thin else product(weights, v)
+
+
+class FastAttention(Attention):
+    """The same attention, over a history in parts that are never joined."""
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v, each [B, T, D]: one product where their weights can be packed as one."""
+        layers = self.q_proj, self.k_proj, self.v_proj
+        joint = not torch.is_grad_enabled() and all(
+            type(layer) is FastLinear and suits_onednn(x, layer.weight) and suits_packing(x, layer.weight)
+            for layer in layers
+        )
+        if not joint:
+            return tuple(layer(x) for layer in layers)
+        return onednn(x, packed(*(layer.weight for layer in layers))).split(x.shape[-1], -1)
+
+    def forward(self, x: Tensor, cache: PartsCache | PlacesCache | None) -> Tensor:
+        """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
+        q, k, v = map(self.split_heads, self.project(x))  # [B, H, T, D/H]
+        parts = [(k, v)] if cache is None else cache.parts(self.layer, k, v)
+        scores = torch.cat([scores_of(q, keys) for keys, _ in parts], -1)  # [B, H, T, S]
+        queries, seen = scores.shape[2:]
+        if queries > 1 or (self.window is not None and seen > self.window):  # else a single query sees every key
+            scores.masked_fill_(self.mask(queries, seen, x.device), float("-inf"))
+        weights = scores.softmax(-1).split([keys.shape[2] for keys, _ in parts], -1)
+        mixed = sum(mixture_of(w, values) for w, (_, values) in zip(weights, parts, strict=True))  # [B, H, T, D/H]
+        return self.out_proj(mixed.transpose(1, 2).flatten(-2).to(x.dtype))
+
+
+class FastGPTNeo(GPTNeo):
+    """The same model: its head by `linear`, its cache in parts."""
+
+    def new_cache(self) -> PartsCache:
+        """An empty cache."""
+        return PartsCache()
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V], float32 or wider, of hidden states [..., D]."""
+        return at_least_float32(linear(hidden, self.output_weight))
+
+
+FAST = {nn.Linear: FastLinear, LinearGELU: FastLinearGELU, Attention: FastAttention, GPTNeo: FastGPTNeo}
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep the pages of freed tensors; does nothing where the C library is not glibc. No result changes.
+
+    glibc hands every large tensor back to the system when it is freed, and the next step pays for fresh zeroed pages: a third
+    of the time of a training step here.
+    """
+    trim_threshold, mmap_max = -1, -4  # names and numbers of <malloc.h>
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, 2**31 - 1)

@@ -1,9 +1,10 @@
-"""GPT-Neo from and to a Hugging Face layout directory.
+"""GPT-Neo from and to a directory in the Hugging Face layout: its configuration, its weights, its tokenizer.
 
 Names on disk carry the prefix `transformer.` or none and put the attention's projections under `attn.attention`; some
 files also carry the causal mask as buffers (`attn.attention.bias`, `attn.attention.masked_bias`), which are no weights.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,6 +25,44 @@ from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 from tinystories.vocabulary import END_OF_TEXT, read_vocabulary
 
 MASK_BUFFERS = ("attn.attention.bias", "attn.attention.masked_bias")
+SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_position_embeddings")
+
+
+def config_from_json(raw: dict, source: str) -> GPTNeoConfig:
+    """The configuration that a `config.json` holds; InputError, naming `source`, where it is no GPT-Neo of this kind."""
+    for field, known in (("model_type", "gpt_neo"), ("activation_function", "gelu_new")):
+        if raw.get(field, known) != known:
+            raise InputError(f"{source}: {field} is {raw[field]!r}; use a GPT-Neo checkpoint with {known}")
+    try:
+        config = GPTNeoConfig(
+            **{name: int(raw[name]) for name in SIZES},
+            attention_layers=tuple(k for kinds, count in raw["attention_types"] for _ in range(count) for k in kinds),
+            window_size=int(raw.get("window_size", 256)),
+            intermediate_size=int(raw.get("intermediate_size") or 4 * int(raw["hidden_size"])),
+            layer_norm_epsilon=float(raw.get("layer_norm_epsilon", 1e-5)),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{source}: not a GPT-Neo configuration ({error!r}); use a GPT-Neo checkpoint") from error
+    if len(config.attention_layers) != config.num_layers or set(config.attention_layers) - {"global", "local"}:
+        words = f"attention_types must name num_layers = {config.num_layers} global or local layers"
+        raise InputError(f"{source}: {words}; restore the file")
+    if min(*(getattr(config, name) for name in SIZES), config.window_size) < 1 or config.hidden_size % config.num_heads:
+        raise InputError(f"{source}: sizes must be positive and hidden_size a multiple of num_heads; restore the file")
+    return config
+
+
+def config_to_json(config: GPTNeoConfig) -> dict:
+    """The inverse of `config_from_json`, as `transformers` reads it."""
+    fields = asdict(config)
+    layers = fields.pop("attention_layers")
+    return fields | {
+        "architectures": ["GPTNeoForCausalLM"],
+        "model_type": "gpt_neo",
+        "activation_function": "gelu_new",
+        "attention_types": [[[kind], 1] for kind in layers],
+        **dict.fromkeys(("attention_dropout", "embed_dropout", "resid_dropout"), 0.0),
+    }
 
 
 def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dict[str, Tensor]:
@@ -52,9 +91,9 @@ def names_on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, Tokenizer]:
-    """Model (float32, eval mode) and tokenizer of a checkpoint directory; InputError names the file that does not fit."""
+    """Model (float32, eval mode, plain) and tokenizer of a directory; InputError names the file that does not fit."""
     path = Path(path)
-    config = GPTNeoConfig.from_dict(read_json(path / "config.json"), str(path / "config.json"))
+    config = config_from_json(read_json(path / "config.json"), str(path / "config.json"))
     with torch.device("meta"):
         model = GPTNeo(config)
     model.to_empty(device="cpu")
@@ -67,7 +106,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, 
 def save(path: str | Path, model: GPTNeo, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> None:
     """Write the layout that `load` and transformers' `from_pretrained` read, weights in `dtype`."""
     path = Path(path)
-    config = model.config.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    config = config_to_json(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is not None:
         config |= {"bos_token_id": end, "eos_token_id": end}

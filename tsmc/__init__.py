@@ -2,26 +2,35 @@
 check them: bounds on the evidence, traces, and exact answers for small worlds."""
 
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
+from tsmc.conditional import conditional_tsmc
 from tsmc.exact import Target
 from tsmc.proposal import proposal_log_probs, sample_proposal
-from tsmc.rejection import rejection_sample
+from tsmc.rejection import ExactSamples, rejection_sample
 from tsmc.resampling import SCHEMES
+from tsmc.runs import sample_model, sample_runs
 from tsmc.sampler import Population, Sigma, tsmc
+from tsmc.steps import Chunks, Steps
 from tsmc.table import TableModel, TableTwist
 from tsmc.trace import Trace
 
 __all__ = [
     "SCHEMES",
     "BoundsProblem",
+    "Chunks",
+    "ExactSamples",
     "Population",
     "Sigma",
+    "Steps",
     "TableModel",
     "TableTwist",
     "Target",
     "Trace",
     "bidirectional_bounds",
+    "conditional_tsmc",
     "proposal_log_probs",
     "rejection_sample",
+    "sample_model",
     "sample_proposal",
+    "sample_runs",
     "tsmc",
 ]

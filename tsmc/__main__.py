@@ -1,4 +1,4 @@
-"""`python -m tsmc RUN [PROMPT ...]`: samples of a trained pair. Only a name for the command `eval.viewer`; nothing imports it."""
+"""`python -m tsmc RUN [PROMPT ...]`: samples of a trained pair. Only a shorter name for the command `eval.viewer`."""
 
 import runpy
 

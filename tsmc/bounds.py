@@ -4,9 +4,10 @@
     E[log Z-hat] of conditional TSMC, each run given an exact sample of sigma    >=  log Z_sigma
     KL(q || sigma) = log Z_sigma - E_q[log w],   KL(sigma || q) = E_sigma[log w] - log Z_sigma,   w = p phi / q
 
-Both follow from Jensen's inequality, as Z-hat is unbiased for Z_sigma and, in conditional runs, 1 / Z-hat for 1 / Z_sigma
-(Zhao et al. 2024, arXiv:2404.17546). The same two expectations without resampling (ess_threshold 0) are the bounds of
-importance sampling with K draws. Here q is the product of the proposal's factors, without resampling.
+Both follow from Jensen's inequality: E[Z-hat] = Z_sigma and, in conditional runs, E[1 / Z-hat] <= 1 / Z_sigma, with equality
+where no unconditional run can die (Zhao et al. 2024, arXiv:2404.17546). The same two expectations without resampling
+(ess_threshold 0) are the bounds of importance sampling with K draws. Here q is the product of the proposal's factors,
+without resampling.
 
 Few exact samples are enough: several conditional runs may start from each, and errors are computed over exact samples, not
 over runs. A exact samples, R runs, K particles, T steps.
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tsmc.conditional import conditional_tsmc
 from tsmc.estimate import Bracket, difference, mean_estimate
-from tsmc.proposal import LanguageModel, Twist, proposal_log_probs, sample_proposal
+from tsmc.proposal import Twist, proposal_log_probs, sample_proposal
 from tsmc.resampling import Scheme, multinomial
-from tsmc.sampler import LogPotential, tsmc
+from tsmc.sampler import Sigma, tsmc
+from tsmc.steps import Chunks
 
 
 @dataclass(frozen=True)
@@ -42,50 +45,47 @@ class Bounds:
 class BoundsProblem:
     """Proposal and target, how runs resample, and how many sequences fit in memory at once."""
 
-    model: LanguageModel
+    sigma: Sigma
     twist: Twist | None
-    log_potential: LogPotential
     particles: int
     ess_threshold: float = 1.0
     resample: Scheme = multinomial
     max_rows: int = 4096
 
-    def log_evidence(self, runs: int, generator: torch.Generator, reference: Tensor | None = None) -> Tensor:
-        """log Z-hat [R] of R runs, conditional on reference [R, T] where given; those always resample multinomially."""
-        at_once = max(1, self.max_rows // self.particles)
-        parts = []
-        for start in range(0, runs, at_once):
-            given = None if reference is None else reference[start : start + at_once]
+    def log_evidence(self, runs: int, generator: torch.Generator) -> Tensor:
+        """log Z-hat [R] of R runs."""
+        chunks = Chunks(runs, self.max_rows // self.particles, lambda chunk: generator)
+        for size, stream in chunks:
             population = tsmc(
-                self.model,
-                self.twist,
-                self.log_potential,
-                self.particles,
-                generator,
-                runs=min(at_once, runs - start),
-                resample=self.resample if reference is None else multinomial,
-                ess_threshold=self.ess_threshold,
-                reference=given,
-            )
-            parts.append(population.log_z)
-        return torch.cat(parts)
+                self.sigma.model, self.twist, self.sigma.log_potential, self.particles, stream, size, self.resample,
+                self.ess_threshold,
+            )  # fmt: skip
+            chunks.keep(log_z=population.log_z)
+        return chunks.kept()["log_z"]
+
+    def log_evidence_given(self, reference: Tensor, generator: torch.Generator) -> Tensor:
+        """log Z-hat [R] of a conditional run for each reference [R, T]."""
+        model, log_potential = self.sigma.model, self.sigma.log_potential
+        options = self.particles, generator, self.ess_threshold
+        parts = reference.split(max(1, self.max_rows // self.particles))
+        return torch.cat([conditional_tsmc(model, self.twist, log_potential, part, *options).log_z for part in parts])
 
     def log_weights_of(self, tokens: Tensor) -> Tensor:
         """log w [N] of given sequences tokens [N, T]."""
         parts = []
-        for rows in tokens.split(max(1, self.max_rows // self.model.length)):
-            log_p, log_q = proposal_log_probs(self.model, self.twist, rows)
-            parts.append(log_p + self.log_potential(rows, log_p) - log_q)
+        for rows in tokens.split(max(1, self.max_rows // self.sigma.model.length)):
+            log_p, log_q = proposal_log_probs(self.sigma.model, self.twist, rows)
+            parts.append(log_p + self.sigma.log_potential(rows, log_p) - log_q)
         return torch.cat(parts)
 
     def log_weights_drawn(self, count: int, generator: torch.Generator) -> Tensor:
         """log w [N] of N = count sequences drawn from q."""
-        parts = []
-        for start in range(0, count, self.max_rows):
-            batch = sample_proposal(self.model, self.twist, min(self.max_rows, count - start), generator)
+        chunks = Chunks(count, self.max_rows, lambda chunk: generator)
+        for size, stream in chunks:
+            batch = sample_proposal(self.sigma.model, self.twist, size, stream)
             log_p = batch.log_p.sum(-1)
-            parts.append(log_p + self.log_potential(batch.tokens, log_p) - batch.log_q.sum(-1))
-        return torch.cat(parts)
+            chunks.keep(log_w=log_p + self.sigma.log_potential(batch.tokens, log_p) - batch.log_q.sum(-1))
+        return chunks.kept()["log_w"]
 
 
 def bidirectional_bounds(
@@ -101,7 +101,7 @@ def bidirectional_bounds(
         raise InputError("the upper bound needs at least one exact sample of sigma; draw more proposals")
     lower = problem.log_evidence(runs, generator)  # [R]
     repeats = -(-runs // count)
-    upper = problem.log_evidence(count * repeats, generator, exact_samples.repeat_interleave(repeats, 0))
+    upper = problem.log_evidence_given(exact_samples.repeat_interleave(repeats, 0), generator)
     upper = upper.view(count, repeats).mean(1)  # [A]
     log_w_target = problem.log_weights_of(exact_samples)  # [A]
     log_w_proposal = mean_estimate(problem.log_weights_drawn(proposals, generator))

@@ -29,9 +29,10 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def uniforms(rows: int, columns: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform numbers [rows, columns] in the widest type of the device of `like`."""
-    return torch.rand(rows, columns, dtype=widest(like.device), device=like.device, generator=generator)
+def uniforms(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Uniform numbers [rows, columns] in the widest type of the generator's device."""
+    device = generator.device
+    return torch.rand(rows, columns, dtype=widest(device), device=device, generator=generator)
 
 
 def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Exact answers by enumeration, for any language model whose V^T sequences can be listed.
 
     psi*(s_{1:T}) = phi(s_{1:T}),   psi*(s_{1:t}) = sum_v p(v | s_{1:t}) psi*(s_{1:t}, v),   Z_sigma = psi*(s_{1:0})
-    sigma(s_{1:t}) = p(s_{1:t}) psi*(s_{1:t}) / Z_sigma
-    CTL loss = sum_t KL(sigma(s_{1:t}) || pi_t(s_{1:t})),   pi_t proportional to p(s_{1:t}) psi(s_{1:t})
+    sigma(s_{1:t}) = p(s_{1:t}) psi*(s_{1:t}) / Z_sigma                                  eq. 2 for t = T, eq. 3 for t < T
+    pi_t(s_{1:t}) proportional to p(s_{1:t}) psi(s_{1:t})                                 eq. 4
+    CTL loss = sum_t KL(sigma(s_{1:t}) || pi_t(s_{1:t}))                                  eq. 5
 
 Quantities of step t are listed over all V^t prefixes s_{1:t} in lexicographic order, so prefix i followed by token v is
 entry i V + v of the next list. Types follow the model: `.double()` it to compare to 1e-12. V vocabulary, T steps.
@@ -72,7 +73,7 @@ class Tree:
 
 
 class Target:
-    """sigma, proportional to p phi, over all sequences of a language model; every list runs over t = 0..T, [V^t] each."""
+    """sigma, proportional to p phi (eq. 2), and its marginals (eq. 3): every list runs over t = 0..T, [V^t] each."""
 
     def __init__(self, model: LanguageModel, log_potential: LogPotential, chunk: int = 16384):
         """InputError where the potential is zero everywhere or NaN somewhere, which leaves no sigma."""
@@ -111,7 +112,7 @@ class Target:
         return kl_divergence(log_q, self.log_sigma[-1]).item()
 
     def ctl_loss(self, twist: Twist | None) -> Tensor:
-        """Sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})), a scalar whose gradient is the exact CTL gradient."""
+        """eq. 5: sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})), a scalar whose gradient is the exact one of eq. 6."""
         loss = torch.zeros_like(self.log_p[0][0])
         for t, log_psi in enumerate(self.tree.log_psi(twist), start=1):
             log_pi = (self.log_p[t] + log_psi.flatten()).log_softmax(0)  # [V^t]

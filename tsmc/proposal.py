@@ -1,4 +1,4 @@
-"""The twist-induced proposal q_t, proportional to p(s_t | s_{0:t-1}) psi(s_{1:t}) (paper, step "Extending").
+"""The twist-induced proposal q_t, proportional to p(s_t | s_{0:t-1}) psi(s_{1:t}) (paper, step "Extending", after eq. 6).
 
     log q_t = log p + log psi - log sum_v (p psi),   the normaliser over the whole vocabulary
 
@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tinystories.fast import steady_weights
 from tsmc.categorical import draw_categorical, uniforms
 
 Twist = Callable[[Tensor], Tensor]
@@ -56,20 +55,42 @@ class Extension:
     log_q: Tensor  # log q_t(s_t | s_{0:t-1})
     log_normaliser: Tensor  # log sum_v p(v | s_{0:t-1}) psi(s_{1:t-1}, v)
 
+    def view(self, shape: tuple[int, ...]) -> "Extension":
+        """The same with its rows laid out as [R, K]."""
+        return Extension(**{name: values.view(shape) for name, values in vars(self).items()})
 
-def propose(decoder: Decoder, twist: Twist | None, uniform: Tensor, given: Tensor | None = None) -> Extension:
+
+def propose(decoder: Decoder, twist: Twist | None, uniform: Tensor, forced: Tensor | None = None) -> Extension:
     """Draw s_t ~ q_t for every row at uniform numbers [N, 1]: one language-model step and one twist step are paid for.
 
-    given [N] fixes the token of the rows where it is not negative; their probabilities are those of the given token.
+    forced [N] gives the token of the rows where it is not negative; their probabilities are those of that token.
     """
-    parts = []
+    pieces = []
     for rows in chunks(len(uniform), decoder.vocab_size):
-        log_psi = None if twist is None else log_psi_of(twist, decoder.hidden[rows])
-        fixed = None if given is None else given[rows]
-        parts.append(propose_from(decoder.logits_of(rows), log_psi, uniform[rows], fixed))
-    if len(parts) == 1:
-        return parts[0]
-    return Extension(*(torch.cat([getattr(part, item.name) for part in parts]) for item in fields(Extension)))
+        logits = decoder.logits_of(rows)  # [n, V]
+        log_psi = None if twist is None else log_psi_of(twist, decoder.hidden[rows])  # [n, V]
+        log_p = logits if log_psi is None else logits.log_softmax(-1)  # logits will do where no psi weighs them
+        tilted = log_p if log_psi is None else log_p + log_psi
+        tokens, log_normaliser = draw_categorical(tilted, uniform[rows])  # [n], [n]
+        if forced is not None:
+            tokens = torch.where(forced[rows] >= 0, forced[rows], tokens)
+        log_q = at_tokens(tilted, tokens) - log_normaliser
+        if log_psi is None:
+            zeros = torch.zeros_like(log_normaliser)
+            pieces.append(Extension(tokens, log_q, zeros, log_q, zeros))
+            continue
+        is_dead = log_normaliser == -torch.inf
+        log_psi_token = at_tokens(log_psi, tokens).masked_fill(is_dead, 0.0)
+        log_q = log_q.masked_fill(is_dead, torch.inf)
+        pieces.append(Extension(tokens, at_tokens(log_p, tokens), log_psi_token, log_q, log_normaliser))
+    if len(pieces) == 1:
+        return pieces[0]
+    return Extension(*(torch.cat([getattr(piece, item.name) for piece in pieces]) for item in fields(Extension)))
+
+
+def at_tokens(values: Tensor, tokens: Tensor) -> Tensor:
+    """Entries [n] of values [n, V] at tokens [n]."""
+    return values.gather(-1, tokens[:, None]).squeeze(-1)
 
 
 def chunks(rows: int, entries: int) -> Iterator[slice]:
@@ -83,30 +104,6 @@ def log_psi_of(twist: Twist, hidden: Tensor) -> Tensor:
     return twist(hidden[:1]).expand(len(hidden), -1) if hidden.stride(0) == 0 else twist(hidden)
 
 
-def propose_from(logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Tensor | None) -> Extension:
-    """`propose` for the rows of a chunk, from logits [n, V] and log psi [n, V]."""
-    log_p = logits if log_psi is None else logits.log_softmax(-1)  # [n, V]; logits will do where no psi weighs them
-    tilted = log_p if log_psi is None else log_p + log_psi
-    tokens, log_normaliser = draw_categorical(tilted, uniform)
-    if given is not None:
-        tokens = torch.where(given >= 0, given, tokens)
-
-    def of_token(values: Tensor) -> Tensor:
-        return values.gather(-1, tokens[:, None]).squeeze(-1)
-
-    if log_psi is None:
-        log_p_token, zeros = of_token(logits) - log_normaliser, torch.zeros_like(log_normaliser)
-        return Extension(tokens, log_p_token, zeros, log_p_token, zeros)
-    dead = log_normaliser == -torch.inf
-    return Extension(
-        tokens=tokens,
-        log_p=of_token(log_p),
-        log_psi=of_token(log_psi).masked_fill(dead, 0.0),
-        log_q=(of_token(tilted) - log_normaliser).masked_fill(dead, torch.inf),
-        log_normaliser=log_normaliser,
-    )
-
-
 @dataclass
 class Trajectories:
     """N independent sequences from q, [N, T] each, and the hidden states [N, T, D] that the twist saw."""
@@ -118,33 +115,26 @@ class Trajectories:
     hidden: Tensor | None
 
 
-@torch.no_grad()
-@steady_weights()
 def sample_proposal(
-    model: LanguageModel,
-    twist: Twist | None,
-    rows: int,
-    generator: torch.Generator,
-    keep_hidden: bool = False,
-    mine: slice = slice(None),
+    model: LanguageModel, twist: Twist | None, rows: int, generator: torch.Generator, keep_hidden: bool = False
 ) -> Trajectories:
-    """Draw N = rows sequences i.i.d. from q, without resampling; twist None samples the model itself.
+    """Draw N = rows sequences i.i.d. from q, without resampling; twist None samples the model itself."""
+    return trajectories(model, twist, uniforms(model.length * rows, 1, generator).view(-1, rows, 1), keep_hidden)
 
-    Only the rows of the slice `mine` are simulated and returned. Random numbers are drawn for all N, so that the parts
-    of several processes make up the batch that one process would draw.
-    """
-    decoder = model.decoder(len(range(rows)[mine]))
+
+@torch.no_grad()
+def trajectories(model: LanguageModel, twist: Twist | None, uniform: Tensor, keep_hidden: bool) -> Trajectories:
+    """The N sequences of q that uniform numbers [T, N, 1] stand for; a row of them depends on no other row."""
+    decoder = model.decoder(uniform.shape[1])
     steps, hidden = [], []
-    for t in range(1, model.length + 1):
+    for t in range(model.length):
         if keep_hidden:
             hidden.append(decoder.hidden)
-        steps.append(propose(decoder, twist, uniforms(rows, 1, decoder.hidden, generator)[mine]))
-        if t < model.length:
+        steps.append(propose(decoder, twist, uniform[t]))
+        if t < model.length - 1:
             decoder.extend(steps[-1].tokens)
-    stacked = {
-        name: torch.stack([getattr(step, name) for step in steps], 1)
-        for name in ("tokens", "log_p", "log_psi", "log_q")
-    }
+    names = ("tokens", "log_p", "log_psi", "log_q")
+    stacked = {name: torch.stack([getattr(step, name) for step in steps], 1) for name in names}  # [N, T] each
     return Trajectories(**stacked, hidden=torch.stack(hidden, 1) if keep_hidden else None)
 
 

@@ -24,19 +24,19 @@ def invert(weights: Tensor, points: Tensor) -> Tensor:
 
 def multinomial(weights: Tensor, generator: torch.Generator) -> Tensor:
     """K independent draws (the paper's choice)."""
-    return invert(weights, uniforms(*weights.shape, weights, generator))
+    return invert(weights, uniforms(*weights.shape, generator))
 
 
 def stratified(weights: Tensor, generator: torch.Generator) -> Tensor:
     """One uniform point in each of the K intervals of length 1 / K."""
     strata = torch.arange(weights.shape[1], device=weights.device)
-    return invert(weights, (uniforms(*weights.shape, weights, generator) + strata) / weights.shape[1])
+    return invert(weights, (uniforms(*weights.shape, generator) + strata) / weights.shape[1])
 
 
 def systematic(weights: Tensor, generator: torch.Generator) -> Tensor:
     """K points 1 / K apart, all moved by the same uniform number."""
     strata = torch.arange(weights.shape[1], device=weights.device)
-    return invert(weights, (uniforms(weights.shape[0], 1, weights, generator) + strata) / weights.shape[1])
+    return invert(weights, (uniforms(weights.shape[0], 1, generator) + strata) / weights.shape[1])
 
 
 def residual(weights: Tensor, generator: torch.Generator) -> Tensor:
@@ -46,7 +46,7 @@ def residual(weights: Tensor, generator: torch.Generator) -> Tensor:
     expected = particles * weights / weights.sum(-1, keepdim=True)  # [R, K]
     rounding = 64 * torch.finfo(expected.dtype).eps  # whole numbers stay whole despite that of 1 / K
     copies = (expected * (1 + rounding)).floor()
-    drawn = invert((expected - copies).clamp(min=0.0), uniforms(*weights.shape, weights, generator))
+    drawn = invert((expected - copies).clamp(min=0.0), uniforms(*weights.shape, generator))
     ends = copies.cumsum(-1)  # place i holds a copy of the first particle whose copies end behind i
     places = torch.arange(particles, dtype=ends.dtype, device=ends.device).expand_as(ends).contiguous()
     return torch.where(places < ends[:, -1:], first_above(ends, places), drawn)

@@ -6,13 +6,15 @@ For t = 1..T, with log psi(s_{1:0}) = 0:
                 t = T:  log w_T = log p(s_T) + log phi(s_{1:T}) - log q_T(s_T) - log psi(s_{1:T-1})
     resample    ancestors from the weights gathered since the last resampling
 
-At t = T the normaliser over phi is out of reach, so psi stands in for phi in the proposal and the weight makes up for it.
-The evidence log Z-hat gains log-mean-exp of the cumulative log weights whenever they are resampled; exp(log Z-hat) is an
-unbiased estimate of Z_sigma under any resampling scheme and threshold.
+so that the particles follow pi_t, proportional to p psi (eq. 4), and at T sigma (eq. 2). The evidence log Z-hat gains
+log-mean-exp of the cumulative log weights whenever they are resampled; exp(log Z-hat) is an unbiased estimate of Z_sigma
+under any resampling scheme and threshold (docs/method.md derives both).
 
-Conditional TSMC is the same loop with one sequence per run given beforehand: particle 0 takes its tokens and is its own
-ancestor, every other particle draws its ancestor from all K. Given an exact sample of sigma, 1 / Z-hat is an unbiased
-estimate of 1 / Z_sigma, at any threshold. That needs ancestors drawn independently, hence multinomial resampling.
+Where this departs from the paper:
+ 1. The paper's weight at t = T sums p phi over all s_T, one potential for each token of the vocabulary. Here s_T is drawn
+    from q_T like every other token, and the weight makes up for psi having stood in for phi.
+ 2. The paper resamples multinomially at every step. That is the default here too; other schemes, and resampling only where
+    the ESS is low, leave Z-hat unbiased.
 """
 
 from collections.abc import Callable
@@ -23,9 +25,8 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tinystories.fast import steady_weights
 from tsmc.categorical import uniforms
-from tsmc.proposal import LanguageModel, Twist, propose
+from tsmc.proposal import Extension, LanguageModel, Twist, propose
 from tsmc.resampling import Scheme, multinomial
 from tsmc.weights import effective_sample_size, log_mean_exp, normalise
 
@@ -35,7 +36,7 @@ LogPotential = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sigma:
-    """The target, proportional to p(s) phi(s), as seen from one language model after one prompt."""
+    """The target, proportional to p(s) phi(s) (eq. 2), as seen from one language model after one prompt."""
 
     model: LanguageModel
     log_potential: LogPotential
@@ -69,58 +70,94 @@ class Population:
 
     def samples(self) -> Tensor:
         """Equally weighted particles [R, K, T]: the final resampling applied."""
-        return self.tokens.gather(1, self.ancestors[..., None].expand_as(self.tokens))
+        return follow(self.ancestors, self.tokens)
+
+    def is_alive(self) -> Tensor:
+        """Whether some particle of a run has a weight above zero [R]."""
+        return self.log_z > -torch.inf
 
     def alive(self) -> "Population":
-        """The runs in which some particle has a weight above zero."""
-        living = self.log_z > -torch.inf
-        return Population(**{name: value[living] for name, value in vars(self).items()})
+        """The runs that are alive."""
+        return Population(**{name: value[self.is_alive()] for name, value in vars(self).items()})
 
 
-def check_options(particles: int, runs: int, ess_threshold: float, length: int) -> None:
-    """Raise InputError for sizes or a threshold with which nothing can be sampled."""
-    if min(particles, runs, length) < 1:
-        sizes = f"{runs} runs of {particles} particles with {length} tokens"
-        raise InputError(f"{sizes} cannot be sampled; give particles, runs and length of at least 1")
-    if not 0 <= ess_threshold <= 1:
-        raise InputError(f"--ess-threshold {ess_threshold} is no share of the particles; give a number from 0 to 1")
+def follow(ancestors: Tensor, values: Tensor) -> Tensor:
+    """What belongs to the ancestors [R, K], of values [R, K] or [R, K, t]."""
+    index = ancestors if values.ndim == 2 else ancestors[..., None].expand_as(values)
+    return values.gather(1, index)
 
 
-def check_reference(reference: Tensor, runs: int, length: int, resample: Scheme) -> None:
-    """Raise InputError where conditional TSMC is undefined for a reference [R, T] or for the resampling scheme."""
-    if reference.shape != (runs, length):
-        shapes = f"{list(reference.shape)} where [{runs}, {length}] is needed"
-        raise InputError(f"the reference has shape {shapes}; give each run one sequence")
-    if resample is not multinomial:
-        raise InputError("conditional TSMC needs ancestors drawn independently; use --resampling multinomial")
+class Particles:
+    """R runs of K particles on their way from t = 0 to T; the methods are the three steps."""
 
+    def __init__(self, model: LanguageModel, log_potential: LogPotential, runs: int, particles: int):
+        """All particles stand behind the prompt with weight one; InputError for sizes with which nothing can be sampled."""
+        if min(particles, runs, model.length) < 1:
+            sizes = f"{runs} runs of {particles} particles with {model.length} tokens"
+            raise InputError(f"{sizes} cannot be sampled; give particles, runs and length of at least 1")
+        self.decoder, self.log_potential, self.length = model.decoder(runs * particles), log_potential, model.length
+        dtype, device = self.decoder.logits_of(slice(0, 1)).dtype, self.decoder.hidden.device
+        self.tokens = torch.empty(runs, particles, 0, dtype=torch.long, device=device)  # [R, K, t]
+        self.log_p = torch.zeros(runs, particles, dtype=dtype, device=device)  # [R, K] log p(s_{1:t})
+        self.log_psi = torch.zeros_like(self.log_p)  # [R, K] log psi(s_{1:t})
+        self.log_weights = torch.zeros_like(self.log_p)  # [R, K] gathered since the last resampling
+        self.log_z = self.log_p.new_zeros(runs)  # [R]
 
-def given_tokens(reference: Tensor, particles: int) -> Tensor:
-    """Tokens [R * K] that are not drawn: the reference's [R] in slot 0 of every run, -1 for "draw it" elsewhere."""
-    given = torch.full((len(reference), particles), -1, device=reference.device)
-    given[:, 0] = reference
-    return given.flatten()
+    def extend(self, step: Extension) -> None:
+        """1. Every particle takes the token that was proposed for it; the fields of `step` are [R K]."""
+        self.step = step.view(self.log_p.shape)
+        self.tokens = torch.cat([self.tokens, self.step.tokens[..., None]], -1)
+        self.log_p = self.log_p + self.step.log_p
 
+    def is_complete(self) -> bool:
+        """Whether t = T."""
+        return self.tokens.shape[-1] == self.length
 
-def draw_ancestors(
-    log_weights: Tensor,
-    resampling: Tensor,
-    resample: Scheme,
-    generator: torch.Generator,
-    every_run: bool,
-    conditional: bool,
-) -> Tensor:
-    """Ancestors [R, K]: drawn in the runs that are resampling [R]; the particle itself in the others and in slot 0 of a
-    conditional run. Where every run resamples there is no need to wait for the device's answer."""
-    itself = torch.arange(log_weights.shape[1], device=log_weights.device).expand_as(log_weights)
-    if not (every_run or bool(resampling.any())):
-        return itself
-    ancestors = torch.where(resampling[:, None], resample(normalise(log_weights), generator), itself)
-    return torch.where((itself == 0) & conditional, itself, ancestors)
+    def reweight(self) -> None:
+        """2. log w_t: the normaliser of q_t over psi(s_{1:t-1}); at t = T what makes up for psi instead of phi in q_T."""
+        if self.is_complete():
+            log_phi = self.log_potential(self.tokens.flatten(0, 1), self.log_p.flatten()).view_as(self.log_p)
+            self.log_w = self.step.log_p + log_phi - self.step.log_q - self.log_psi
+        else:
+            self.log_w = self.step.log_normaliser - self.log_psi
+        self.log_psi = self.step.log_psi
+        self.log_weights = self.log_weights + self.log_w
+        self.ess = effective_sample_size(self.log_weights)  # [R]
+
+    def is_due(self, ess_threshold: float) -> Tensor:
+        """Whether a run resamples now [R]; at t = T all do. InputError for a threshold that is no share of K."""
+        if not 0 <= ess_threshold <= 1:
+            raise InputError(f"an ESS threshold of {ess_threshold} is no share of K; give a number from 0 to 1")
+        below = self.ess < ess_threshold * self.log_p.shape[1]
+        return below | (ess_threshold == 1) | self.is_complete()
+
+    def draw_ancestors(self, is_due: Tensor, resample: Scheme, generator: torch.Generator) -> Tensor:
+        """Ancestors [R, K] by the weights in the runs that are due [R]; the particles themselves in the others."""
+        runs, particles = self.log_weights.shape
+        themselves = torch.arange(particles, device=self.log_weights.device).expand(runs, particles)
+        if not is_due.any():
+            return themselves
+        return torch.where(is_due[:, None], resample(normalise(self.log_weights), generator), themselves)
+
+    def resample(self, is_due: Tensor, ancestors: Tensor) -> None:
+        """3. Particle k becomes its ancestor [R, K], whose weight turns into evidence; at t = T `Population` does the rest."""
+        self.log_z = torch.where(is_due, self.log_z + log_mean_exp(self.log_weights), self.log_z)
+        if self.is_complete():
+            return
+        self.log_weights = torch.where(is_due[:, None], 0.0, self.log_weights)
+        self.tokens = follow(ancestors, self.tokens)
+        self.log_p, self.log_psi = follow(ancestors, self.log_p), follow(ancestors, self.log_psi)
+        first_rows = ancestors.shape[1] * torch.arange(len(ancestors), device=ancestors.device)[:, None]  # [R, 1]
+        self.decoder.extend(self.tokens[..., -1].flatten(), (first_rows + ancestors).flatten())
+
+    def population(self, ancestors: Tensor) -> Population:
+        """The particles at t = T; InputError where a weight came out NaN or infinite."""
+        if not bool((self.log_z < torch.inf).all()):
+            raise InputError("log Z-hat is NaN or infinite: check that log phi and the twist's outputs are never NaN")
+        return Population(self.tokens, self.log_weights, ancestors, self.log_z, self.ess)
 
 
 @torch.no_grad()
-@steady_weights()
 def tsmc(
     model: LanguageModel,
     twist: Twist | None,
@@ -131,52 +168,20 @@ def tsmc(
     resample: Scheme = multinomial,
     ess_threshold: float = 1.0,
     observer: Observer | None = None,
-    reference: Tensor | None = None,
 ) -> Population:
     """R = runs independent populations of K = particles sequences.
 
     A run resamples where its ESS is under ess_threshold * K: at every step for 1 (the paper), never for 0. The final
-    resampling is always drawn; `Population` keeps the weights it was drawn from. reference [R, T] makes it conditional
-    TSMC. InputError for options out of range, and where a weight came out NaN or infinite.
+    resampling is always drawn; `Population` keeps the weights it was drawn from. InputError for options out of range and
+    where a weight came out NaN or infinite.
     """
-    check_options(particles, runs, ess_threshold, model.length)
-    if reference is not None:
-        check_reference(reference, runs, model.length, resample)
-    decoder = model.decoder(runs * particles)
-    logits = decoder.logits_of(slice(0, 1))  # [1, V]: for its type and device
-    zeros = torch.zeros(runs, particles, dtype=logits.dtype, device=logits.device)
-    log_p = log_psi = log_weights = zeros  # [R, K]
-    log_z = zeros[:, 0]  # [R]
-    tokens = torch.empty(runs, particles, 0, dtype=torch.long, device=zeros.device)
+    cloud = Particles(model, log_potential, runs, particles)
     for t in range(1, model.length + 1):
-        given = None if reference is None else given_tokens(reference[:, t - 1], particles)
-        step = propose(decoder, twist, uniforms(runs * particles, 1, log_p, generator), given)
-        log_p = log_p + step.log_p.view(runs, particles)
-        tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)  # [R, K, t]
-
-        if t < model.length:
-            log_w = step.log_normaliser.view(runs, particles) - log_psi
-        else:
-            log_phi = log_potential(tokens.flatten(0, 1), log_p.flatten())  # [R * K]
-            log_w = (step.log_p + log_phi - step.log_q).view(runs, particles) - log_psi
-        log_psi = step.log_psi.view(runs, particles)
-        log_weights = log_weights + log_w
-
-        ess = effective_sample_size(log_weights)  # [R]
-        resampling = (ess < ess_threshold * particles) | (ess_threshold >= 1) | (t == model.length)
-        every_run = ess_threshold >= 1 or t == model.length
-        drawing = (log_weights, resampling, resample, generator)
-        ancestors = draw_ancestors(*drawing, every_run=every_run, conditional=reference is not None)
+        cloud.extend(propose(cloud.decoder, twist, uniforms(runs * particles, 1, generator)))
+        cloud.reweight()
+        is_due = cloud.is_due(ess_threshold)
+        ancestors = cloud.draw_ancestors(is_due, resample, generator)
         if observer is not None:
-            observer(t, tokens, log_psi, log_w, log_weights, ess, ancestors)
-        log_z = torch.where(resampling, log_z + log_mean_exp(log_weights), log_z)
-        if t < model.length:
-            log_weights = torch.where(resampling[:, None], 0.0, log_weights)
-            log_p, log_psi = log_p.gather(1, ancestors), log_psi.gather(1, ancestors)
-            tokens = tokens.gather(1, ancestors[..., None].expand_as(tokens))
-            rows = ancestors + particles * torch.arange(runs, device=zeros.device)[:, None]  # [R, K]
-            decoder.extend(tokens[..., -1].flatten(), rows.flatten())
-
-    if not bool((log_z < torch.inf).all()):
-        raise InputError("log Z-hat is NaN or infinite: check that log phi and the twist's outputs are never NaN")
-    return Population(tokens, log_weights, ancestors, log_z, ess)
+            observer(t, cloud.tokens, cloud.log_psi, cloud.log_w, cloud.log_weights, cloud.ess, ancestors)
+        cloud.resample(is_due, ancestors)
+    return cloud.population(ancestors)

@@ -1,44 +1,65 @@
-"""A loop that can be watched, interrupted and continued.
+"""What a loop here is driven by: numbered steps, or chunks of a large sample, either of which can be reported to.
 
-    for update in phase.steps(total, twist=twist, optimizer=optimizer, generator=generator):
-        ...
-        phase.report(loss=loss)
+    for update in steps:                       for size, generator in chunks:
+        ...                                        population = ...   # `size` of them, drawn with `generator`
+        steps.report(loss=loss)                    chunks.keep(**tensors)
+                                               chunks.kept()          # the tensors of all chunks, put together
 
-`steps` yields the numbers of the steps still to do. Whoever runs the loop may pass a phase that shows progress, saves the named
-state between steps and restores it before the first one (`eval.run.steps.RunPhase`); this one only counts.
+These two only count. Whoever runs a loop may hand over steps that also show progress, save the state between steps and go on
+from a saved one, or that share chunks among processes (`eval/run/steps.py`); the loop does not change.
 """
 
-from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+import math
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
+
+from tinystories.errors import InputError
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """Modules, optimisers, and whatever else can give and take its state."""
+class Steps:
+    """The numbers 0 to total - 1."""
 
-    def state_dict(self) -> dict: ...
+    def __init__(self, total: int, name: str = "the loop"):
+        self.total, self.name, self.step = total, name, 0
 
-    def load_state_dict(self, state: dict): ...
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.total):
+            self.step = number
+            yield number
+
+    def report(self, **figures: float | Tensor) -> None:
+        """Figures of the current step, before it changes anything; InputError where one is NaN or infinite."""
+        for name, value in figures.items():
+            if not math.isfinite(value):
+                raise InputError(
+                    f"{self.name}, step {self.step + 1}: {name} is {float(value)}; lower the learning rate"
+                )
 
 
-State = Stateful | torch.Generator | list
-"""What a loop changes: the position of a random stream counts as much as the weights; a list gathers finished parts."""
+class Chunks:
+    """A sample of size `total` in chunks of at most `at_once`, chunk i with the random stream streams(i)."""
 
+    def __init__(self, total: int, at_once: int, streams: Callable[[int], torch.Generator]):
+        self.sizes = [min(max(1, at_once), total - start) for start in range(0, total, max(1, at_once))]
+        self.total, self.streams = total, streams
+        self.parts: list[dict[str, Tensor]] = []
 
-class Phase:
-    """The plain loop: nothing is shown, nothing is saved. `str(phase)` names it in messages."""
+    def __iter__(self) -> Iterator[tuple[int, torch.Generator]]:
+        for number, size in enumerate(self.sizes):
+            yield size, self.streams(number)
 
-    def __str__(self) -> str:
-        return "sampling"
+    def keep(self, **tensors: Tensor) -> None:
+        """What the current chunk has given, each tensor a row for each member."""
+        self.parts.append(tensors)
 
-    def steps(self, total: int, **state: State) -> Iterator[int]:
-        """Numbers of the steps to do; `state` names everything that a step changes."""
-        yield from range(total)
+    def report(self, **figures: float | Tensor) -> None:
+        """Figures of the current chunk."""
 
-    def report(self, **figures: float) -> None:
-        """Figures of the step that has just been done, at most once a step."""
-
-    def note(self, **figures: float) -> None:
-        """Figures of the whole loop, after its last step."""
+    def kept(self) -> dict[str, Tensor]:
+        """The tensors of all chunks by name, in the order of the chunks."""
+        return {name: torch.cat([part[name] for part in self.parts]) for name in self.parts[0]}

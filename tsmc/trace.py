@@ -10,6 +10,8 @@ population. Where it falls to one, all K samples share their first t tokens. T s
 import torch
 from torch import Tensor
 
+FIELDS = ("tokens", "log_psi", "log_w", "log_weights", "ess", "ancestors")
+
 
 class Trace:
     """An `Observer` that keeps every step; each field gains a first axis T once it is read."""
@@ -40,39 +42,11 @@ class Trace:
         }
         self.steps.append({name: value.clone() for name, value in step.items()})
 
-    def stacked(self, name: str) -> Tensor:
-        """One recorded quantity over all steps."""
+    def __getattr__(self, name: str) -> Tensor:
+        """What was recorded before step t's resampling: `ess` [T, R], the other FIELDS [T, R, K]."""
+        if name not in FIELDS:
+            raise AttributeError(name)
         return torch.stack([step[name] for step in self.steps])
-
-    @property
-    def tokens(self) -> Tensor:
-        """s_t of every particle before step t's resampling [T, R, K]."""
-        return self.stacked("tokens")
-
-    @property
-    def log_psi(self) -> Tensor:
-        """log psi(s_{1:t}) of every particle before step t's resampling [T, R, K]."""
-        return self.stacked("log_psi")
-
-    @property
-    def log_w(self) -> Tensor:
-        """Incremental log weights [T, R, K]."""
-        return self.stacked("log_w")
-
-    @property
-    def log_weights(self) -> Tensor:
-        """Log weights gathered since the last resampling [T, R, K]."""
-        return self.stacked("log_weights")
-
-    @property
-    def ess(self) -> Tensor:
-        """Effective sample size of log_weights [T, R]."""
-        return self.stacked("ess")
-
-    @property
-    def ancestors(self) -> Tensor:
-        """Ancestors drawn at the end of step t, the particle itself where nothing was resampled [T, R, K]."""
-        return self.stacked("ancestors")
 
     def lineages(self) -> Tensor:
         """Which particle of step t each final sample descends from [T, R, K]."""

@@ -1,22 +1,20 @@
-"""The twist: potential and effective potential, the MLP, contrastive twist learning, saving and loading."""
+"""The twist: potential and effective potential, the MLP, contrastive twist learning."""
 
-from twist.checkpoint import load_twist, save_twist
-from twist.ctl import CTLConfig, learn_twist
+from twist.ctl import batches_from_proposal, learn_twist
+from twist.factors import first_sentence, keyword, power, regex
 from twist.mlp import TwistMLP
-from twist.potential import TextPotential, base_potential, effective_potential
-from twist.potentials import first_sentence, keyword, power, regex
+from twist.potential import Factor, TextPotential, base_potential, effective_potential
 
 __all__ = [
-    "CTLConfig",
+    "Factor",
     "TextPotential",
     "TwistMLP",
     "base_potential",
+    "batches_from_proposal",
     "effective_potential",
     "first_sentence",
     "keyword",
     "learn_twist",
-    "load_twist",
     "power",
     "regex",
-    "save_twist",
 ]

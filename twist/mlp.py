@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.fast import Linear, at_least_float32, linear_gelu
+from tinystories.layers import LinearGELU, at_least_float32
 
 
 class TwistMLP(nn.Module):
@@ -20,9 +20,9 @@ class TwistMLP(nn.Module):
     def __init__(self, width: int, hidden_units: int, vocab_size: int, generator: torch.Generator):
         super().__init__()
         device = generator.device
-        self.first = Linear(width, hidden_units, device=device)
-        self.second = Linear(hidden_units, hidden_units, device=device)
-        self.last = Linear(hidden_units, vocab_size, device=device)
+        self.first = LinearGELU(width, hidden_units, device=device)
+        self.second = LinearGELU(hidden_units, hidden_units, device=device)
+        self.last = nn.Linear(hidden_units, vocab_size, device=device)
         for layer in (self.first, self.second):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
             nn.init.zeros_(layer.bias)
@@ -31,7 +31,7 @@ class TwistMLP(nn.Module):
 
     def features(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., H], in the type of the weights"""
-        return linear_gelu(linear_gelu(hidden.to(self.first.weight.dtype), self.first), self.second)
+        return self.second(self.first(hidden.to(self.first.weight.dtype)))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """log psi of every next token [..., V] after hidden states [..., D], float32 or wider."""

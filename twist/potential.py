@@ -1,69 +1,62 @@
 """The potential and the effective potential.
 
     log phi(s_{1:T})     = sum of the factors' log phi, by default beta * log p(toxic | s)       (paper, Sec. 3, "Setup")
-    log phi^(m)(s_{1:T}) = log p^(0)(s_{1:T}) + log phi(s_{1:T}) - log p^(m)(s_{1:T})            (paper, Sec. 2, Phase 2)
+    log phi^(m)(s_{1:T}) = log p^(0)(s_{1:T}) + log phi(s_{1:T}) - log p^(m)(s_{1:T})            eq. 8
 
 The second keeps the target sigma, proportional to p^(0) phi, the same for every generation: p^(m) phi^(m) = p^(0) phi.
-A factor is any callable to log phi [N], so this file knows no classifier. The name of its first parameter says what it reads:
-
-    tokens           continuations as a tensor [N, T]
-    continuations    N texts without the prompt
-    any other name   N texts, prompt included
-
-N sequences, T tokens.
+A factor is any callable to log phi [N], so this file knows no classifier. N sequences, T tokens.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from tsmc.proposal import LanguageModel, sequence_log_probs
 from tsmc.sampler import LogPotential
 
-Factor = Callable[..., Tensor]
-"""One argument, named for what it reads -> log phi [N]; at most 0 where exact samples are drawn by rejection."""
+READS = ("texts", "continuations", "tokens")
+"""What a factor can read: N texts with the prompt, N texts without it, or the continuations as a tensor [N, T]."""
 
 
-def first_parameter(factor: Factor) -> str:
-    """The name of what a factor is called with; empty where Python cannot tell."""
-    try:
-        return next(iter(inspect.signature(factor).parameters), "")
-    except (TypeError, ValueError):
-        return ""
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a potential, and what it reads."""
+
+    log_phi: Callable[..., Tensor]  # one argument -> log phi [N]; at most 0 where exact samples are drawn by rejection
+    reads: str = "texts"
 
 
 def each_once(function: Callable[[list[str]], Tensor], texts: Sequence[str]) -> Tensor:
     """function(texts) [N], called with the distinct texts only."""
-    distinct = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-    return function(list(distinct))[torch.tensor([distinct[text] for text in texts], dtype=torch.long)]
+    place = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+    return function(list(place))[torch.tensor([place[text] for text in texts], dtype=torch.long)]
 
 
 class TextPotential:
     """log phi of continuation tokens: the product of its factors, each of which sees every distinct text once."""
 
-    def __init__(self, factors: Sequence[Factor], tokenizer: Tokenizer, prompt: Tensor):
-        self.factors, self.tokenizer = factors, tokenizer
-        self.prompt = prompt.tolist()
+    def __init__(self, factors: Sequence[Factor], decode: Callable[[list[list[int]]], list[str]], prompt: Tensor):
+        """`decode` makes texts of rows of tokens; `prompt` [P] stands before every continuation."""
+        self.factors, self.decode, self.prompt = factors, decode, prompt.tolist()
 
     def texts(self, tokens: Tensor) -> list[str]:
-        """The texts, prompt included, of continuations tokens [N, T]; end-of-text leaves no trace in them."""
-        return self.tokenizer.decode_batch([self.prompt + row for row in tokens.tolist()], skip_special_tokens=True)
+        """The texts, prompt included, of continuations tokens [N, T]."""
+        return self.decode([self.prompt + row for row in tokens.tolist()])
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] of tokens [N, T]"""
         texts = self.texts(tokens)
-        start = len(self.tokenizer.decode(self.prompt, skip_special_tokens=True))
+        start = len(self.decode([self.prompt])[0])
         log_phi = torch.zeros(len(tokens), device=tokens.device)
         for factor in self.factors:
-            reads = first_parameter(factor)
-            if reads == "tokens":
-                part = factor(tokens)
+            if factor.reads == "tokens":
+                log_factor = factor.log_phi(tokens)
             else:
-                part = each_once(factor, [text[start:] for text in texts] if reads == "continuations" else texts)
-            log_phi = log_phi + part.to(tokens.device)
+                read = texts if factor.reads == "texts" else [text[start:] for text in texts]
+                log_factor = each_once(factor.log_phi, read)
+            log_phi = log_phi + log_factor.to(tokens.device)
         return log_phi
 
 
@@ -73,6 +66,5 @@ def base_potential(log_phi: Callable[[Tensor], Tensor]) -> LogPotential:
 
 
 def effective_potential(log_phi: Callable[[Tensor], Tensor], base: LanguageModel) -> LogPotential:
-    """phi^(m): one teacher-forced pass of the base model over the sequences, whatever p^(m) gave them log_p [N]."""
-
+    """phi^(m) (eq. 8): one teacher-forced pass of the base model over the sequences, whatever p^(m) gave them log_p [N]."""
     return lambda tokens, log_p: sequence_log_probs(base, tokens) + log_phi(tokens) - log_p

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from distill import DistillConfig
 from distill.finetune import parameter_groups
 from distill.self_distill import negative_log_likelihood
 from eval.bench.contestants import (
@@ -36,13 +35,15 @@ from eval.bench.contestants import (
     score_in_order,
 )
 from eval.bench.roofline import Work, distillation_work, encoder_work, probes, rates_of, sampling_work
-from eval.run.directory import align
+from eval.run.command import one_line_errors
+from eval.run.options import DistillConfig
+from eval.run.table import align
 from eval.scorers import toxicity
 from eval.scorers.encoder import Runner
 from tinystories import Conditional, InputError
 from tinystories.checkpoint import write_json
-from tinystories.memory import keep_freed_memory
-from tsmc import rejection_sample, sample_proposal, tsmc
+from tinystories.fast import keep_freed_memory
+from tsmc import Chunks, rejection_sample, sample_proposal, tsmc
 
 LENGTH = 20
 PARTICLES, QUICK_PARTICLES = (50, 100, 1000), (100,)
@@ -89,6 +90,11 @@ def sampling_contest(sampler: Sampler, theirs: dict[str, nn.Module], particles: 
 def free_potential(tokens: Tensor, log_p: Tensor) -> Tensor:
     """A log phi [N] that costs nothing to compute."""
     return -tokens.float().mean(-1) / 1e5
+
+
+def zero_potential(tokens: Tensor) -> Tensor:
+    """log phi = 0 [N], with which rejection accepts everything."""
+    return torch.zeros(len(tokens))
 
 
 def scoring_contests(scorers: dict[str, Scorer], repeats: int) -> list[Contest]:
@@ -206,7 +212,9 @@ def load_pieces(size: str, dtype: torch.dtype, device: torch.device) -> dict[str
 
     return {
         "TSMC": lambda count: tsmc(model, sampler.twist, free_potential, count, generator),
-        "rejection": lambda count: rejection_sample(model, lambda tokens: torch.zeros(len(tokens)), count, generator),
+        "rejection": lambda count: rejection_sample(
+            model, zero_potential, Chunks(count, 1000, lambda chunk: generator)
+        ),
         "scoring": score,
     }
 
@@ -310,11 +318,8 @@ def bench(args: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to table; bad input ends with one line and exit code 2."""
-    try:
+    with one_line_errors("eval.bench"):
         bench(parse_arguments(arguments))
-    except InputError as error:
-        print(f"eval.bench: error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

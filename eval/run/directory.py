@@ -1,4 +1,4 @@
-"""A run's directory, and the table of its results.
+"""A run's directory.
 
     config.json     every option, versions, seed          metrics.jsonl   one line per step of every phase
     results.json    the final table                       samples.jsonl   texts with scores, by source and TSMC run
@@ -9,23 +9,23 @@ JSON files and checkpoints are written whole or not at all; `metrics.jsonl` grow
 continued. Of several processes one writes. A lock on the directory keeps two runs from writing into it.
 """
 
+import contextlib
 import dataclasses
-import fcntl
+import hashlib
 import json
 import math
-import os
 import platform
 import shutil
 import signal
 import sys
 from pathlib import Path
 
+import filelock
 import numpy
 import torch
 
-from eval.run import processes as ranks
+from eval.run import processes
 from eval.run.state import digest_of, read_state, write_state
-from eval.run.steps import RunPhase
 from tinystories.checkpoint import write_json, write_text
 from tinystories.errors import InputError
 
@@ -36,18 +36,16 @@ class RunDirectory:
     Inside the block SIGINT and SIGTERM end the run between two steps of a phase, after saving.
     """
 
-    def __init__(self, path: Path, device: torch.device, save_every: float):
-        self.path, self.device, self.save_every = Path(path), device, save_every
-        self.writes = ranks.rank() == 0
+    def __init__(self, path: Path, device: torch.device, save_every: float, identity: str):
+        """`identity` is a hash of everything that the results depend on; saved states carry it."""
+        self.path, self.device, self.save_every, self.identity = Path(path), device, save_every, identity
+        self.writes = processes.rank() == 0
         self.interrupted = False  # every phase looks at it between steps
         self.samples: list[dict] = []
         if self.writes:
+            self.lock = lock_directory(self.path)
             try:
-                self.lock = os.open(self.path, os.O_RDONLY)
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.metrics = open(self.path / "metrics.jsonl", "w", encoding="utf-8")  # noqa: SIM115
-            except BlockingIOError:
-                raise InputError(f"{path}: another process is writing there; wait for it or stop it") from None
             except OSError as error:
                 raise InputError(f"{path}: cannot be written ({error.strerror}); choose another directory") from error
 
@@ -59,8 +57,9 @@ class RunDirectory:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.writes:
-            self.metrics.close()
-            os.close(self.lock)
+            with contextlib.suppress(OSError):  # a full disk has been reported when the line was written
+                self.metrics.close()
+            self.lock.release()
 
     @classmethod
     def create(cls, config, identity: dict[str, str]) -> "RunDirectory":
@@ -69,7 +68,8 @@ class RunDirectory:
         InputError where it exists or cannot be made.
         """
         path = Path(config.out) if config.out else free_name(Path("runs"), config.preset)
-        if ranks.rank() == 0:
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+        if processes.rank() == 0:
             try:
                 path.mkdir(parents=True, exist_ok=False)
             except FileExistsError:
@@ -77,13 +77,10 @@ class RunDirectory:
                 raise InputError(f"--out {path}: {words}") from None
             except OSError as error:
                 raise InputError(f"--out {path}: cannot be written ({error.strerror}); choose another") from error
-        run = cls(path, config.torch_device(), config.save_every)
-        if run.writes:
-            versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
             write_json(path / "config.json", dataclasses.asdict(config) | {"versions": versions})
-            start = identity | {"config.json": digest_of(path / "config.json")}
+            start = identity | {"versions": versions, "config.json": digest_of(path / "config.json")}
             write_state(path / "resume" / "start", start)
-        return run
+        return cls(path, config.torch_device(), config.save_every, hash_of(identity))
 
     @classmethod
     def resume(cls, path: Path, config, identity: dict[str, str]) -> "RunDirectory":
@@ -92,10 +89,10 @@ class RunDirectory:
         for name, digest in (identity | {"config.json": digest_of(path / "config.json")}).items():
             if start.get(name) != digest:
                 raise InputError(f"{path}: {name} has changed since the run began; restore it or start a new run")
-        run = cls(path, config.torch_device(), config.save_every)
-        if run.writes:
+        directory = cls(path, config.torch_device(), config.save_every, hash_of(identity))
+        if directory.writes:
             remove_left_overs(path)
-        return run
+        return directory
 
     def interrupt(self, number: int, frame: object) -> None:
         """Ask the current phase to save and stop after its step; asked twice, stop at once."""
@@ -105,12 +102,13 @@ class RunDirectory:
         if self.writes:
             print("stopping after this step; again to stop at once", file=sys.stderr, flush=True)
 
-    def finish(self, results: list[dict]) -> None:
+    def finish(self, results: list[dict], keep_states: bool = False) -> None:
         """Write results.json, a list only for several prompts; the states of the phases are no longer needed."""
         if self.writes:
             whole = results[0] if len(results) == 1 else {"prompts": results}
             write_json(self.path / "results.json", finite_or_null(whole))
-            shutil.rmtree(self.path / "resume")
+            if not keep_states:
+                shutil.rmtree(self.path / "resume")
 
     def log(self, record: dict) -> None:
         """One line of metrics.jsonl; InputError where the disk is full."""
@@ -133,9 +131,22 @@ class RunDirectory:
         if self.writes:
             write_text(self.path / "samples.jsonl", "".join(json.dumps(row) + "\n" for row in self.samples))
 
-    def phase(self, name: str, generation: int | None, prompt: str = "") -> RunPhase:
-        """A phase of this run, shown on screen and saved as it goes; `prompt` names all prompts of a run but the first."""
-        return RunPhase(self, f"{name} {prompt}".strip(), generation)
+
+def lock_directory(path: Path) -> filelock.BaseFileLock:
+    """Hold a directory against other processes; InputError where one is writing there or nobody can."""
+    lock = filelock.FileLock(path / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise InputError(f"{path}: another process is writing there; wait for it or stop it") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another directory") from error
+    return lock
+
+
+def hash_of(identity: dict[str, str]) -> str:
+    """One hash for all that a run's results depend on."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def remove_left_overs(path: Path) -> None:
@@ -160,61 +171,3 @@ def finite_or_null(value):
     if isinstance(value, list):
         return [finite_or_null(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-TABLE = (
-    ("log phi", "log_phi", ".2f"),
-    ("phi > 0", "phi_positive", ".3f"),
-    ("toxicity", "toxicity", ".3f"),
-    ("similarity", "similarity", ".3f"),
-    ("KL(sigma||q)", "kl_target_proposal", ".2f"),
-    ("log Z-hat", "log_z_hat_mean", ".2f"),
-    ("(spread)", "log_z_hat_std", ".2f"),
-    ("ESS", "ess", ".1f"),
-    ("distinct", "distinct", ".2f"),
-)
-
-
-def tables(results: dict) -> str:
-    """The table of a run, or of each of its prompts under the prompt."""
-    if "prompts" not in results:
-        return table(results)
-    return "\n\n".join(f"{result['prompt']}\n{table(result)}" for result in results["prompts"])
-
-
-def named_rows(results: dict) -> dict[str, dict]:
-    """Base, Target and the generations; Target's log Z stands in the column of log Z-hat."""
-    target = results.get("target")
-    rows = {"Base": results["base"]}
-    rows |= {"Target": target | {"log_z_hat_mean": target["log_z"]}} if target else {}
-    return rows | {f"Generation {m}": row for m, row in enumerate(results["generations"])}
-
-
-def columns(results: dict) -> list[tuple[str, str, str]]:
-    """The part of TABLE that says something: where the potential is the toxicity alone, log phi only repeats it."""
-    rows, plain = named_rows(results).values(), results.get("potential", ["toxicity"]) == ["toxicity"]
-    hidden = {"log_phi"} if plain else set()
-    if all(row.get("phi_positive", 1) == 1 for row in rows):
-        hidden.add("phi_positive")
-    return [column for column in TABLE if column[1] not in hidden and any(column[1] in row for row in rows)]
-
-
-def table(results: dict) -> str:
-    """The rows as aligned columns."""
-    shown = columns(results)
-    lines = [["", *(title for title, _, _ in shown)]]
-    for name, row in named_rows(results).items():
-        lines.append([name, *(cell(row, key, form) for _, key, form in shown)])
-    return align(lines)
-
-
-def cell(row: dict, key: str, form: str) -> str:
-    """A number of a row, empty where the row has none; null is what JSON holds for log phi = -inf."""
-    return "" if key not in row else "-inf" if row[key] is None else format(row[key], form)
-
-
-def align(lines: list[list[str]]) -> str:
-    """Cells in columns, the first flush left and the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
-    return "\n".join("  ".join(row).rstrip() for row in rows)

@@ -16,12 +16,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from distill import DistillConfig
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tinystories.hub import checkpoint_directory
 from tsmc import SCHEMES
-from twist import CTLConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SOURCE = "a directory or a Hub repository, owner/name[@revision] (default: the preset's)"
@@ -54,6 +52,32 @@ PRESETS = {
 def option(default: Any, text: str, **metadata: Any) -> Any:
     """A dataclass field with its help."""
     return field(default=default, metadata={"help": text, **metadata})
+
+
+@dataclass(frozen=True)
+class CTLConfig:
+    """Twist learning."""
+
+    updates: int = option(150, "gradient steps in each generation", at_least=1)
+    batch_size: int = option(100, "K sequences drawn i.i.d. from q for one step", at_least=2)
+    learning_rate: float = option(2e-4, "Adam's step size; falls linearly to a tenth of it", at_least=0, at_most=1)
+    hidden_units: int = option(192, "width of the twist's two hidden layers", at_least=1)
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Self-distillation."""
+
+    runs: int = option(300, "independent TSMC runs whose samples are distilled; a tenth is held out", at_least=2)
+    updates: int = option(80, "gradient steps", at_least=1)
+    batch_size: int = option(128, "sequences of one step", at_least=1)
+    learning_rate: float = option(3e-5, "AdamW's step size for full fine-tuning", at_least=0, at_most=1)
+    lora_learning_rate: float = option(3e-4, "AdamW's step size with --lora", at_least=0, at_most=1)
+    weight_decay: float = option(0.01, "AdamW's weight decay of matrices", at_least=0)
+
+    def step_size(self, lora: bool) -> float:
+        """AdamW's step size for what is trained."""
+        return self.lora_learning_rate if lora else self.learning_rate
 
 
 @dataclass(frozen=True)
@@ -95,6 +119,7 @@ class RunConfig:
     dtype: str = option("float32", "type of p's weights while sampling and of the scorers'", choices=tuple(DTYPES))
     rows: int = option(1000, "sequences in memory at a time, but at least one TSMC run", at_least=1)
     save_every: float = option(20.0, "seconds between saved states; --resume continues from the last", at_least=0)
+    keep_states: bool = option(False, "keep the states of the phases under resume/ after the run has finished")
     lora: bool = option(False, "distil by LoRA (rank 8, query and value) instead of full fine-tuning")
     effective_potential: bool = option(True, "phi^(m) for generations m >= 1; without it phi itself, and sigma drifts")
     particles: int = option(
@@ -145,13 +170,13 @@ class RunConfig:
 
 def flags(config_class: type, prefix: str = "") -> list[tuple[str, str, dataclasses.Field]]:
     """(group, flag, field) of every option, groups first to last."""
-    found = []
+    options = []
     for item in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(item.type):
-            found += flags(item.type, item.name + "-")
+            options += flags(item.type, item.name + "-")
         else:
-            found.append((prefix.rstrip("-"), "--" + prefix + item.name.replace("_", "-"), item))
-    return found
+            options.append((prefix.rstrip("-"), "--" + prefix + item.name.replace("_", "-"), item))
+    return options
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -199,17 +224,17 @@ def check(flag: str, value: Any, metadata: Any) -> None:
 
 def build(config_class: type, values: dict[str, Any], prefix: str = "") -> Any:
     """A config from values by name, groups nested, absent ones at their defaults."""
-    found = {}
+    built = {}
     for item in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(item.type):
-            found[item.name] = build(item.type, values.get(item.name, {}), item.name + "-")
+            built[item.name] = build(item.type, values.get(item.name, {}), item.name + "-")
             continue
         value = values.get(item.name, item.default)
         if isinstance(item.default, tuple):
             value = (value,) if isinstance(value, str) else tuple(value)
         check("--" + (prefix + item.name).replace("_", "-"), value, item.metadata)
-        found[item.name] = value
-    return config_class(**found)
+        built[item.name] = value
+    return config_class(**built)
 
 
 def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfig, Path | None]:
@@ -217,18 +242,19 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
 
     InputError names the option whose value is out of range.
     """
-    given = vars(make_parser(description).parse_args(arguments))
-    if "resume" in given:
-        path = Path(given.pop("resume"))
-        if given:
-            others = ", ".join("--" + name.replace("_", "-") for name in given)
+    chosen = vars(make_parser(description).parse_args(arguments))
+    if "resume" in chosen:
+        path = Path(chosen.pop("resume"))
+        if chosen:
+            others = ", ".join("--" + name.replace("_", "-") for name in chosen)
             raise InputError(f"--resume takes the options of the run it continues; leave out {others}")
         return saved_config(path), path
     nested: dict[str, Any] = {}
     for group, flag, item in flags(RunConfig):
         key = flag[2:].replace("-", "_")
-        if key in given:
-            (nested.setdefault(group, {}) if group else nested)[item.name] = given[key]
+        if key in chosen:
+            values = nested.setdefault(group, {}) if group else nested
+            values[item.name] = chosen[key]
     nested.setdefault("particles", PRESETS[nested.get("preset", "pocket")].particles)
     return build(RunConfig, nested), None
 

@@ -1,23 +1,32 @@
 """One job spread over several processes (`torchrun --nproc-per-node N main.py ...`), or over one, in which nothing here acts.
 
-    mine = share(total)                  the rows that this process works on, a slice of range(total)
-    whole = gather(part, total)          every process's rows put together, the same on all [total, ...]
-    whole = one_each(step, sizes, work)  the same of whole chunks, each with a random stream of its own
-    add_gradients(parameters)            gradients summed over the processes
+    gather(value)                 every process's value, in order, the same list on all
+    own_rows(draw_batch)          a batch that all draw, of which each process works on its rows
+    ctl_batches(...)              the same where drawing itself is the work
+    share_gradients(module)       from now on backward() ends with the sum of the gradients of all processes
 
 Every process holds the same model, the same twist and the same random streams. Of a batch each draws all the random
 numbers, which costs nothing, and uses its rows of them; so the distributed job computes what the single one computes.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from distill.self_distill import Batch as SampleBatch
+from tsmc.categorical import uniforms
+from tsmc.proposal import trajectories
+from tsmc.sampler import Sigma
+from twist.ctl import Batch as ContrastBatch
+from twist.ctl import LearnableTwist, batches_from_proposal, negative_log_weights, positive_log_weights, weigh
 
 PATIENCE = timedelta(minutes=30)  # one process may score a long chunk while the others wait
+T = TypeVar("T")
 
 
 def rank() -> int:
@@ -35,68 +44,69 @@ def share(total: int) -> slice:
     return slice(total * rank() // count(), total * (rank() + 1) // count())
 
 
-def gather(part: Tensor, total: int, mine: slice | None = None) -> Tensor:
-    """Rows [total, ...] of all processes, of which this one has computed part = rows[mine]; mine is share(total) if None."""
+def gather(value: T) -> list[T]:
+    """The values of all processes, in their order; tensors in them should be on the CPU."""
     if count() == 1:
-        return part
-    whole = part.new_zeros(total, *part.shape[1:])
-    whole[share(total) if mine is None else mine] = part
-    dist.all_reduce(whole)
-    return whole
+        return [value]
+    values: list[T] = [value] * count()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def chunk_sizes(total: int, at_once: int) -> list[int]:
-    """Sizes of the chunks that `total` rows are worked on in: at_once each, and what is left over."""
-    return [min(at_once, total - done) for done in range(0, total, at_once)]
+def gather_rows(rows: Tensor) -> Tensor:
+    """The rows of all processes put together."""
+    return rows if count() == 1 else torch.cat(gather(rows.cpu())).to(rows.device)
 
 
-def rounds(chunks: int) -> int:
-    """How often all processes work on one chunk each until all chunks are done."""
-    return -(-chunks // count())
-
-
-def one_each(step: int, sizes: Sequence[int], work: Callable[[int], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Chunks step N, step N + 1, ... of N processes, one each; the tensors of all, in the order of the chunks.
-
-    Chunk i has sizes[i] rows, and `work(i)` computes them.
-    """
-    chunk = step * count() + rank()
-    part = work(min(chunk, len(sizes) - 1))  # a process without a chunk repeats the last one: all must take part
-    if count() == 1:
-        return part
-    before = sum(sizes[step * count() : chunk])
-    mine = slice(before, before + (sizes[chunk] if chunk < len(sizes) else 0))
-    total = sum(sizes[step * count() : (step + 1) * count()])
-    return {name: gather(rows[: mine.stop - mine.start], total, mine) for name, rows in part.items()}
-
-
-def largest(value: float) -> float:
-    """The largest of a number over the processes; NaN where any is NaN."""
-    if count() == 1:
-        return value
-    values = torch.zeros(count(), dtype=torch.float32, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    values[rank()] = value
-    dist.all_reduce(values)
-    return values.max().item()
+def total(value: float | Tensor) -> float:
+    """A number; of a tensor, which holds this process's part of a sum, the sum over the processes."""
+    return sum(gather(value.item())) if isinstance(value, Tensor) else value
 
 
 def any_of(flag: bool) -> bool:
     """Whether the flag is up in any process."""
-    return largest(float(flag)) > 0
+    return any(gather(flag))
 
 
-def total(value: Tensor) -> Tensor:
-    """The sum of a tensor over the processes."""
+def share_gradients(module: nn.Module) -> None:
+    """Let every gradient be summed over the processes as soon as backward() has computed it."""
+
+    def add(parameter: nn.Parameter) -> None:
+        dist.all_reduce(parameter.grad)
+
     if count() > 1:
-        dist.all_reduce(value := value.clone())
-    return value
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(add)
 
 
-def add_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Sum the gradients of all processes, in place."""
-    if count() > 1:
-        for parameter in parameters:
-            dist.all_reduce(parameter.grad)
+def own_rows(draw_batch: Callable[[int], SampleBatch]) -> Callable[[int], SampleBatch]:
+    """Batches cut down to the rows of this process."""
+
+    def draw(update: int) -> SampleBatch:
+        batch = draw_batch(update)
+        return SampleBatch(batch.tokens[share(batch.batch_size)], batch.prompt, batch.batch_size)
+
+    return draw
+
+
+def ctl_batches(
+    sigmas: Sequence[Sigma], psi: LearnableTwist, batch_size: int, generator: torch.Generator
+) -> Callable[[int], ContrastBatch]:
+    """`twist.ctl.batches_from_proposal`; each process simulates its rows, and the weights of all decide the coefficients."""
+    if count() == 1:
+        return batches_from_proposal(sigmas, psi, batch_size, generator)
+
+    def draw(update: int) -> ContrastBatch:
+        sigma, own = sigmas[update % len(sigmas)], share(batch_size)
+        uniform = uniforms(sigma.model.length * batch_size, 1, generator).view(-1, batch_size, 1)
+        rows = trajectories(sigma.model, psi, uniform[:, own], keep_hidden=True)
+        positive = gather_rows(positive_log_weights(rows, sigma.log_potential))  # [K]
+        whole = weigh(rows, positive, gather_rows(negative_log_weights(rows)))
+        whole.coefficients = whole.coefficients[own]
+        return whole
+
+    return draw
 
 
 def join(device: torch.device) -> None:

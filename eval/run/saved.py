@@ -1,37 +1,66 @@
-"""The pairs (p^(m), psi^(m)) that a run has saved, read again.
+"""The pairs (p^(m), psi^(m)) of a run on disk: a directory for each generation, the twist in `twist.safetensors` beside p^(m).
 
-generations(run)                                 directories of the saved pairs by m
-load_generation(given, directory, m, device)     sigma after each prompt as p^(m) sees it, and psi^(m)
+The twist is the last file that is written, so a directory that has one is whole.
 """
 
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 import tinystories
-from eval.run.setup import Ingredients
-from tinystories import InputError
+from eval.run.setup import Setup
+from tinystories.checkpoint import fill, read_tensors, write_tensors
+from tinystories.errors import InputError
+from tinystories.fast import accelerate
+from tinystories.gpt_neo import GPTNeo
 from tsmc.sampler import Sigma
-from twist import TwistMLP, load_twist
-from twist.checkpoint import FILE
+from twist import TwistMLP
+
+FILE = "twist.safetensors"
+
+
+def save_generation(directory: Path, model: GPTNeo, tokenizer: Tokenizer, twist: TwistMLP) -> None:
+    """Write p^(m), its tokenizer and psi^(m)."""
+    tinystories.save(directory, model, tokenizer)
+    save_twist(directory, twist)
+
+
+def save_twist(directory: Path, twist: TwistMLP) -> None:
+    """Write the twist's tensors, whole or not at all."""
+    write_tensors(Path(directory) / FILE, twist.state_dict())
+
+
+def load_twist(directory: Path, device: str | torch.device = "cpu") -> TwistMLP:
+    """The twist of a generation's directory; InputError names the file and the tensor that does not fit."""
+    path = Path(directory) / FILE
+    tensors = read_tensors(path)
+    try:
+        hidden_units, width = tensors["first.weight"].shape
+        vocab_size = len(tensors["last.bias"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"{path}: not a twist ({error!r}); name a directory that main.py wrote") from error
+    twist = TwistMLP(width, hidden_units, vocab_size, torch.Generator())
+    fill(twist, tensors, path)
+    return accelerate(twist.to(device))
 
 
 def generations(run: Path) -> dict[int, Path]:
-    """Directory of every generation that is saved whole, the twist being its last file; InputError where there is none."""
+    """Directory of every generation that is saved whole; InputError where there is none."""
     numbered = (path for path in run.glob("generation-*") if path.name[11:].isdecimal() and (path / FILE).is_file())
-    found = {int(path.name[11:]): path for path in numbered}
-    if not found:
+    directories = {int(path.name[11:]): path for path in numbered}
+    if not directories:
         raise InputError(f"{run}: holds no saved generation; name a run of main.py that has finished one")
-    return dict(sorted(found.items()))
+    return dict(sorted(directories.items()))
 
 
-def load_generation(given: Ingredients, directory: Path, m: int, device: torch.device) -> tuple[list[Sigma], TwistMLP]:
+def load_generation(setup: Setup, directory: Path, m: int, device: torch.device) -> tuple[list[Sigma], TwistMLP]:
     """Sigma after each prompt, through phi itself at m = 0, and the twist; the model in the type of p^(0) as it was loaded.
 
     InputError names the file that does not fit.
     """
     twist = load_twist(directory, device)
     if m == 0:
-        return given.sigmas(), twist
+        return setup.sigmas(), twist
     model, _ = tinystories.load(directory, device)
-    return given.sigmas(model.to(given.model.wte.weight.dtype)), twist
+    return setup.sigmas(accelerate(model.to(setup.model.wte.weight.dtype))), twist

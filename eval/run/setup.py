@@ -1,26 +1,33 @@
-"""What a run starts from: p^(0), the potential, exact samples of sigma after each prompt, the scorers of the table."""
+"""What a run starts from: p^(0), the potential, sigma after each prompt with exact samples of it, the scorers of the table.
 
+Here options turn into the parts of a run; what is below gets these parts and numbers.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 import tinystories
-from eval.run.directory import RunDirectory
 from eval.run.options import DTYPES, PRESETS, RunConfig
 from eval.run.state import digest_of
-from eval.run.target import Target, TargetKey, draw_target, load_target, save_target, target_key
+from eval.run.target import TargetKey, load_target, target_key
 from eval.scorers import similarity, toxicity
 from eval.scorers.potentials import fingerprints, make_factors, user_file
 from tinystories import Conditional, GPTNeo
 from tinystories.checkpoint import fingerprint
+from tinystories.fast import accelerate
+from tsmc.rejection import ExactSamples
 from tsmc.sampler import Sigma
 from twist import TextPotential, base_potential, effective_potential
 
 
 @dataclass
 class Problem:
-    """Sigma after one prompt, which every generation shares; target holds exact samples of it, if there are any.
+    """Sigma after one prompt, which every generation shares; `exact` holds exact samples of it, if there are any.
 
     `name` tells the prompts of a run apart in its files: empty for the first, "prompt-2" for the next.
     """
@@ -29,12 +36,12 @@ class Problem:
     prompt: str
     base: Conditional
     potential: TextPotential
-    toxicity: toxicity.ToxicityScorer  # a measure of the table, whatever the potential is
-    target: Target | None
+    log_toxicity: Callable[[list[str]], Tensor]  # a measure of the table, whatever the potential is
+    exact: ExactSamples | None
 
 
 @dataclass
-class Ingredients:
+class Setup:
     """The fixed parts of Algorithm 1 and of its evaluation."""
 
     model: GPTNeo
@@ -44,20 +51,32 @@ class Ingredients:
     effective: bool = True  # False leaves phi as it is in every generation: the ablation of phi^(m)
 
     def sigmas(self, model: GPTNeo | None = None) -> list[Sigma]:
-        """Sigma after each prompt as p^(m) = model sees it: through phi^(m), or for p^(0) (None) through phi itself."""
+        """Sigma after each prompt as p^(m) = model sees it: through phi^(m) (eq. 8), or for p^(0) (None) through phi itself."""
+        if model is None:
+            return [Sigma(problem.base, base_potential(problem.potential)) for problem in self.problems]
         sigmas = []
         for problem in self.problems:
             log_potential = base_potential(problem.potential)
-            if model is not None and self.effective:
+            if self.effective:
                 log_potential = effective_potential(problem.potential, problem.base)
-            conditional = (
-                problem.base if model is None else Conditional(model, problem.base.prompt, problem.base.length)
-            )
-            sigmas.append(Sigma(conditional, log_potential))
+            sigmas.append(Sigma(Conditional(model, problem.base.prompt, problem.base.length), log_potential))
         return sigmas
 
 
-def load_ingredients(config: RunConfig) -> Ingredients:
+class LastCall:
+    """A scorer that remembers its last call: the potential and the table ask for the scores of the same texts."""
+
+    def __init__(self, scorer: Callable[[list[str]], Tensor]):
+        self.scorer, self.texts, self.scores = scorer, None, None
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        """What `scorer` makes of the texts."""
+        if texts != self.texts:
+            self.scores, self.texts = self.scorer(texts), list(texts)
+        return self.scores
+
+
+def load_setup(config: RunConfig) -> Setup:
     """The three networks on the run's device, and the shipped samples of sigma where there are any for these options.
 
     InputError names the option or file that is at fault.
@@ -65,21 +84,23 @@ def load_ingredients(config: RunConfig) -> Ingredients:
     device, dtype = config.torch_device(), DTYPES[config.dtype]
     model, tokenizer = tinystories.load(config.checkpoint("lm"), device)
     classifier, its_tokenizer = toxicity.load(config.checkpoint("toxicity_model"), device)
-    scorer = toxicity.ToxicityScorer(classifier.to(dtype), its_tokenizer)
+    scorer = toxicity.ToxicityScorer(accelerate(classifier.to(dtype)), its_tokenizer)
+    scorer.logits = LastCall(scorer.logits)
     encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
-    encode = similarity.SimilarityScorer(encoder.to(dtype), its_tokenizer)
-    model = model.to(dtype)
+    encode = similarity.SimilarityScorer(accelerate(encoder.to(dtype)), its_tokenizer)
+    model = accelerate(model.to(dtype))
     factors = make_factors(config.potential, config.beta, scorer)
+    decode = partial(tokenizer.decode_batch, skip_special_tokens=True)  # end-of-text leaves no trace in a text
     problems = []
     for number, prompt in enumerate(dict.fromkeys(config.prompt), 1):
         ids = torch.tensor(tokenizer.encode(prompt).ids, dtype=torch.long, device=device)
         base = Conditional(model, ids, config.length)
-        potential = TextPotential(factors, tokenizer, ids)
+        potential = TextPotential(factors, decode, ids)
         potential(ids.repeat(config.length)[None, : config.length])  # a mistake in it shows before anything is written
         name = "" if number == 1 else f"prompt-{number}"
-        target = shipped_target(config, prompt)
-        problems.append(Problem(name, prompt, base, potential, scorer, target and target.to(device)))
-    return Ingredients(model, tokenizer, problems, encode, config.effective_potential)
+        exact = shipped_samples(config, prompt)
+        problems.append(Problem(name, prompt, base, potential, scorer, exact and exact.to(device)))
+    return Setup(model, tokenizer, problems, encode, config.effective_potential)
 
 
 def sigma_key(config: RunConfig, prompt: str) -> TargetKey:
@@ -88,7 +109,7 @@ def sigma_key(config: RunConfig, prompt: str) -> TargetKey:
     return target_key(lm, classifier, prompt, config.length, config.beta, fingerprints(config.potential))
 
 
-def shipped_target(config: RunConfig, prompt: str) -> Target | None:
+def shipped_samples(config: RunConfig, prompt: str) -> ExactSamples | None:
     """The exact samples that come with the preset, if they are of this sigma."""
     shipped = PRESETS[config.preset].target if config.uses_preset_checkpoints() else None
     return None if shipped is None else load_target(shipped, sigma_key(config, prompt))
@@ -96,22 +117,6 @@ def shipped_target(config: RunConfig, prompt: str) -> Target | None:
 
 def identity(config: RunConfig) -> dict[str, str]:
     """Hashes of the three networks and of the user's own files that a run's results depend on."""
-    files = [place[0] for place in map(user_file, config.potential) if place is not None]
+    files: Sequence = [place[0] for place in map(user_file, config.potential) if place is not None]
     networks = {role: fingerprint(config.checkpoint(role)) for role in ("lm", "toxicity_model", "similarity_model")}
     return networks | {str(path): digest_of(path) for path in files}
-
-
-def exact_samples(config: RunConfig, problem: Problem, run: RunDirectory) -> Target | None:
-    """Exact samples of sigma on the run's device: the shipped ones, or else drawn now and kept in the run.
-
-    None where the options want none.
-    """
-    target, proposals = problem.target, config.eval.target_proposals
-    if target is None and proposals == 0:
-        return None
-    if target is None:
-        streams, phase = config.streams("target", problem.prompt), run.phase("target by rejection", None, problem.name)
-        target = draw_target(problem.base, problem.potential, proposals, streams, phase, config.rows)
-        if run.writes:
-            save_target(run.path / "target" / problem.name, target, sigma_key(config, problem.prompt))
-    return target

@@ -15,9 +15,10 @@ import torch
 
 from tinystories.checkpoint import replacing
 from tinystories.errors import InputError
-from tsmc.steps import State
 
 DIGEST = 64  # hex digits of a sha256
+State = torch.nn.Module | torch.optim.Optimizer | torch.Generator
+"""What the steps of a loop change: the position of a random stream counts as much as the weights."""
 
 
 def digest_of(path: Path) -> str:
@@ -58,8 +59,6 @@ def take_state(state: dict[str, State], finished: bool) -> dict:
     for name, thing in state.items():
         if isinstance(thing, torch.Generator):
             taken[name] = thing.get_state()
-        elif isinstance(thing, list):
-            taken[name] = list(thing)
         elif not (finished and isinstance(thing, torch.optim.Optimizer)):
             taken[name] = thing.state_dict()
     return taken
@@ -71,7 +70,5 @@ def give_state(state: dict[str, State], taken: dict) -> None:
         thing = state[name]
         if isinstance(thing, torch.Generator):
             thing.set_state(value.cpu())
-        elif isinstance(thing, list):
-            thing[:] = value
         else:
             thing.load_state_dict(value)

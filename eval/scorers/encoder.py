@@ -28,7 +28,7 @@ from tinystories.checkpoint import (
     write_text,
 )
 from tinystories.errors import InputError
-from tinystories.fast import Linear, linear_gelu
+from tinystories.layers import LinearGELU
 from tinystories.vocabulary import read_vocabulary
 
 UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight", "pooler.dense.bias")
@@ -109,7 +109,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.num_heads = config.num_attention_heads
-        self.query, self.key, self.value = (Linear(width, width) for _ in range(3))
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D], bias added to the scores [B, 1, 1, T] -> [B, T, D]"""
@@ -127,7 +127,7 @@ class Residual(nn.Module):
 
     def __init__(self, inner: int, config: EncoderConfig):
         super().__init__()
-        self.dense = Linear(inner, config.hidden_size)
+        self.dense = nn.Linear(inner, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -143,13 +143,13 @@ class Layer(nn.Module):
         self.attention = nn.ModuleDict(
             {"self": SelfAttention(config), "output": Residual(config.hidden_size, config)},
         )
-        self.intermediate = nn.ModuleDict({"dense": Linear(config.hidden_size, config.intermediate_size)})
+        self.intermediate = nn.ModuleDict({"dense": LinearGELU(config.hidden_size, config.intermediate_size)})
         self.output = Residual(config.intermediate_size, config)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
         x = self.attention["output"](x, self.attention["self"](x, bias))
-        return self.output(x, linear_gelu(x, self.intermediate["dense"]))
+        return self.output(x, self.intermediate["dense"](x))
 
 
 class Encoder(nn.Module):

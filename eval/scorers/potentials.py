@@ -7,11 +7,11 @@
     FILE.py:NAME                    a function in a file of the user's own, which is run
 
 What follows the first colon is taken as it stands, so patterns need no quoting. A function of the user's own gets N texts,
-or what its first parameter is named for (see twist.potential), and returns log phi as N numbers: a tensor, an array or a
-list. --beta leaves it alone. log phi may be -inf; it must be at most 0 where exact samples are drawn by rejection.
+prompt included, or what its attribute `reads` says, "continuations" or "tokens" (see twist.potential), and returns log phi
+as N numbers: a tensor, an array or a list. --beta leaves it alone. log phi may be -inf; it must be at most 0 where exact
+samples are drawn by rejection.
 """
 
-import functools
 import importlib.util
 import math
 import sys
@@ -27,7 +27,7 @@ from eval.run.state import digest_of
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.errors import InputError
 from twist import first_sentence, keyword, power, regex
-from twist.potential import Factor
+from twist.potential import READS, Factor
 
 FORMS = "toxicity, nontoxicity, keyword:WORD, regex:PATTERN, first-sentence:WORDS or FILE.py:NAME"
 READY = ("keyword", "regex", "first-sentence")
@@ -117,15 +117,19 @@ def user_factor(spec: str, path: Path, name: str) -> Factor:
     if not callable(function):
         raise InputError(f"--potential {spec}: {path} has no function named {name!r}; give FILE.py:NAME")
 
-    @functools.wraps(function)  # also the name of its parameter, which says what it reads
+    reads = getattr(function, "reads", "texts")
+    if reads not in READS:
+        raise InputError(f"--potential {spec}: {name}.reads is {reads!r}; give one of {', '.join(READS)}")
+
     def log_phi(batch: list[str] | Tensor) -> Tensor:
+        own = batch.clone() if isinstance(batch, Tensor) else list(batch)  # what the function does to it stays there
         try:
-            value = function(batch)
+            value = function(own)
         except Exception as error:
             raise InputError(f"--potential {spec} failed ({reason(error, path.absolute())})") from error
         return checked(spec, value, batch)
 
-    return log_phi
+    return Factor(log_phi, reads)
 
 
 def checked(spec: str, value: object, batch: list[str] | Tensor) -> Tensor:

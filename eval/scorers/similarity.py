@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eval.scorers.encoder import Encoder, Runner, load_scorer, read_config, save_scorer
 from tinystories.errors import InputError
-from tinystories.fast import at_least_float32
+from tinystories.layers import at_least_float32
 
 MAX_TOKENS = 256
 

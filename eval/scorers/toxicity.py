@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eval.scorers.encoder import Encoder, EncoderConfig, Runner, load_scorer, read_config, save_scorer
 from tinystories.errors import InputError
-from tinystories.fast import at_least_float32
+from tinystories.layers import at_least_float32
 
 
 class ClassificationHead(nn.Module):
@@ -30,8 +30,9 @@ class ClassificationHead(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """[B, D] -> [B], float32 or wider: beta multiplies what rounding the logit would cost"""
-        inner = torch.tanh(self.dense(h))
-        return F.linear(*map(at_least_float32, (inner, self.out_proj.weight, self.out_proj.bias))).squeeze(-1)
+        inner = at_least_float32(torch.tanh(self.dense(h)))  # [B, D]
+        weight, bias = at_least_float32(self.out_proj.weight), at_least_float32(self.out_proj.bias)  # [1, D], [1]
+        return F.linear(inner, weight, bias).squeeze(-1)
 
 
 class ToxicityClassifier(nn.Module):
@@ -89,20 +90,14 @@ def save(path: str | Path, model: ToxicityClassifier, tokenizer: Tokenizer, dtyp
 
 
 class ToxicityScorer:
-    """Texts to log p(toxic | s). A text's score does not depend on what is scored along with it.
-
-    The logits of the last call are kept, so that a potential and a measure of the same texts cost one pass.
-    """
+    """Texts to log p(toxic | s). A text's score does not depend on what is scored along with it."""
 
     def __init__(self, model: ToxicityClassifier, tokenizer: Tokenizer, batch_size: int = 64):
         self.run = Runner(model, tokenizer, batch_size)
-        self.last: tuple[list[str], Tensor] | None = None
 
     def logits(self, texts: list[str]) -> Tensor:
         """N texts -> logits [N], float32 on the CPU; InputError where one is not finite."""
-        if self.last is None or self.last[0] != texts:
-            self.last = list(texts), self.run(texts)
-        return self.last[1]
+        return self.run(texts)
 
     def __call__(self, texts: list[str]) -> Tensor:
         """N texts -> log p(toxic | s) [N]"""

@@ -10,20 +10,21 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 
-from eval.run.directory import align, finite_or_null
+from eval.run.command import one_line_errors
+from eval.run.directory import finite_or_null
 from eval.run.options import OneLineParser, saved_config
 from eval.run.saved import generations, load_generation
-from eval.run.setup import load_ingredients
+from eval.run.setup import load_setup
+from eval.run.table import align
 from eval.viewer import genealogy
 from eval.viewer.draws import Draws, draw
-from eval.viewer.terminal import printable, quiet_output
+from eval.viewer.terminal import printable
 from eval.viewer.watch import Watch
 from tinystories import InputError
 from tinystories.checkpoint import write_text
-from tinystories.memory import keep_freed_memory
+from tinystories.fast import keep_freed_memory
 from tsmc import SCHEMES, Trace
 
 OWN_OPTIONS = ("particles", "seed", "resampling", "ess_threshold", "device")
@@ -151,7 +152,7 @@ def as_text(draws: Draws, about: dict) -> str:
     return "\n".join([*heading, *lines])
 
 
-def run(args: argparse.Namespace) -> None:
+def sample(args: argparse.Namespace) -> None:
     """Load the pair, draw a population after every prompt, print it, write the page."""
     saved, own = generations(args.run), saved_config(args.run)
     m = max(saved) if args.generation is None else args.generation
@@ -161,35 +162,27 @@ def run(args: argparse.Namespace) -> None:
     potential = own.potential if args.potential is None else tuple(args.potential)
     prompts = tuple(args.prompts) or own.prompt
     config = dataclasses.replace(own, prompt=prompts, potential=potential, dtype="float32", **chosen)
-    given = load_ingredients(config)
-    sigmas, twist = load_generation(given, saved[m], m, config.torch_device())
+    setup = load_setup(config)
+    sigmas, twist = load_generation(setup, saved[m], m, config.torch_device())
     about = {"run": str(args.run), "generation": m, "length": config.length, "potential": list(potential), **chosen}
+    rule = {"resample": SCHEMES[args.resampling], "ess_threshold": args.ess_threshold}
     drawn = []
-    for problem, sigma in zip(given.problems, sigmas, strict=True):
-        watch = Watch(problem.prompt, given.tokenizer, config.length, args.delay) if args.watch else Trace()
+    for problem, sigma in zip(setup.problems, sigmas, strict=True):
+        watch = Watch(problem.prompt, setup.tokenizer, config.length, args.delay) if args.watch else Trace()
         generator = config.generator("sample", m, problem.prompt)  # the same whatever other prompts there are
-        drawn.append(draw(problem, sigma, twist, config, args.samples, generator, watch))
+        drawn.append(draw(problem, sigma, twist, args.particles, args.samples, generator, watch, **rule))
         text = as_json(drawn[-1], about) if args.json else as_text(drawn[-1], about)
         print(text if args.json or len(drawn) == 1 else f"\n{text}", flush=True)
     if args.html:
-        write_text(args.html, genealogy.page(drawn, about, given.tokenizer))
+        write_text(args.html, genealogy.page(drawn, about, setup.tokenizer))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to samples; bad input ends with one line and exit code 2."""
-    try:
-        with quiet_output():
-            args = parse(arguments)
-            keep_freed_memory()
-            run(args)
-    except InputError as error:
-        print(f"python -m tsmc: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (MemoryError, RuntimeError) as error:
-        if "memory" not in str(error).lower():
-            raise
-        print("python -m tsmc: error: out of memory; lower --particles", file=sys.stderr)
-        sys.exit(2)
+    with one_line_errors("python -m tsmc", "lower --particles"):
+        args = parse(arguments)
+        keep_freed_memory()
+        sample(args)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.run.options import RunConfig
 from eval.run.setup import Problem
-from tsmc import SCHEMES, Population, Trace, tsmc
+from tsmc import Population, Trace, tsmc
 from tsmc.proposal import Twist
+from tsmc.resampling import Scheme
 from tsmc.sampler import Sigma
 from tsmc.weights import normalise
 from twist.potential import each_once
@@ -63,7 +63,7 @@ def distinct_sequences(population: Population, problem: Problem) -> tuple[list[S
         place.bincount(minlength=len(tokens)).tolist(),
         place[ancestors].bincount(minlength=len(tokens)).tolist(),
         problem.potential(tokens).tolist(),
-        each_once(problem.toxicity, texts).exp().tolist(),
+        each_once(problem.log_toxicity, texts).exp().tolist(),
     )
     order = weights.argsort(descending=True, stable=True)
     rows = [Sequence(*row) for row in zip(*columns, strict=True)]
@@ -74,15 +74,17 @@ def draw(
     problem: Problem,
     sigma: Sigma,
     twist: Twist,
-    config: RunConfig,
+    particles: int,
     samples: int,
     generator: torch.Generator,
     trace: Trace,
+    resample: Scheme,
+    ess_threshold: float,
 ) -> Draws:
-    """Run TSMC once with the options of `config`, recorded by `trace`; keep `samples` of its K particles at random."""
-    options = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold, "observer": trace}
-    population = tsmc(sigma.model, twist, sigma.log_potential, config.particles, generator, **options)
+    """Run TSMC once with K = particles, recorded by `trace`; keep `samples` of them at random."""
+    options = {"resample": resample, "ess_threshold": ess_threshold, "observer": trace}
+    population = tsmc(sigma.model, twist, sigma.log_potential, particles, generator, **options)
     distinct, place = distinct_sequences(population, problem)
     final = place[population.ancestors[0].cpu()]  # [K]
-    chosen = torch.randperm(config.particles, generator=generator, device=generator.device)[:samples]
+    chosen = torch.randperm(particles, generator=generator, device=generator.device)[:samples]
     return Draws(problem.prompt, population, trace, distinct, final[chosen.cpu()].tolist())

@@ -1,12 +1,8 @@
 """Text on a terminal or in a pipe: what a model wrote cannot move the cursor, and columns stay columns."""
 
-import contextlib
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
-
-from tinystories.errors import InputError
 
 
 def printable(text: str) -> str:
@@ -33,26 +29,3 @@ def tail(text: str, width: int) -> str:
 def is_screen() -> bool:
     """Whether standard output is a terminal that can be cleared and coloured."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-@contextlib.contextmanager
-def quiet_output() -> Iterator[None]:
-    """Whoever stops reading or presses Ctrl-C ends the program without a word, with the exit codes 141 and 130 of the shell.
-
-    Characters that the encoding lacks are escaped; InputError where standard output cannot be written.
-    """
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        yield
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except OSError as error:
-        if error.filename is not None:
-            raise InputError(f"{error.filename}: cannot be used ({error.strerror}); check the name") from error
-        with contextlib.suppress(OSError, ValueError):  # what is still in the buffer has nowhere to go
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            sys.exit(141)
-        raise InputError(f"standard output cannot be written ({error.strerror}); free space there") from error

@@ -14,7 +14,7 @@ import time
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from eval.run.directory import align
+from eval.run.table import align
 from eval.viewer.terminal import columns, is_screen, printable, tail
 from tsmc.trace import Trace
 from tsmc.weights import normalise

@@ -1,4 +1,4 @@
-"""Ready factors of a potential: functions of texts to log phi [N], at most 0.
+"""Ready factors of a potential, their log phi [N] at most 0.
 
     power             log phi = beta log score(text)
     keyword, regex    log phi = 0 where the continuation holds the word or the pattern, else -strength
@@ -28,7 +28,7 @@ def power(log_score: Callable[[list[str]], Tensor], beta: float) -> Factor:
     def log_phi(texts: list[str]) -> Tensor:
         return beta * log_score(texts) if beta > 0 else torch.zeros(len(texts))
 
-    return log_phi
+    return Factor(log_phi)
 
 
 def missed_by(distances: list[float], strength: float) -> Tensor:
@@ -46,7 +46,7 @@ def regex(pattern: str, strength: float = math.inf) -> Factor:
     def log_phi(continuations: list[str]) -> Tensor:
         return missed_by([float(compiled.search(text) is None) for text in continuations], strength)
 
-    return log_phi
+    return Factor(log_phi, reads="continuations")
 
 
 def keyword(word: str, strength: float = math.inf) -> Factor:
@@ -66,4 +66,4 @@ def first_sentence(words: int, strength: float = math.inf) -> Factor:
     def log_phi(continuations: list[str]) -> Tensor:
         return missed_by([abs(words_of_first_sentence(text) - words) for text in continuations], strength)
 
-    return log_phi
+    return Factor(log_phi, reads="continuations")

@@ -1,0 +1,199 @@
+"""Self-distilled twisted SMC in one file: Algorithm 1 of arXiv:2507.02315 in a world where every answer is known.
+
+A language model p whose tokens are the letters a to d writes words of eight. We want its palindromes, and it hardly ever
+writes one:
+
+    sigma(s) = p(s) phi(s) / Z_sigma        log phi(s) = -BETA * (mirrored pairs of letters in s that differ)
+
+Only the end of a word shows whether it is a palindrome, so a sampler has to look ahead. That is the job of the twist psi.
+Ours is light, it sees the position and the letter before, and at first it starves: few of the words that it learns from
+please phi. So the words that twisted SMC finds teach the next language model, and beside that one the next twist starves less:
+
+    psi^(0) <- CTL on p^(0)                                                   line 1 of Algorithm 1
+    for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
+                    psi^(m) <- CTL on p^(m), against the same sigma           line 4
+
+V letters, T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty one, and prefix n followed by letter v
+is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts all of them, and the last V^T are the whole words.
+
+    logits     [N, V]    a language model: one row for each prefix that can grow
+    log_p      [S]       log p(s_t | s_{1:t-1}), and log_q alike; 0 for the empty prefix
+    log_psi    [S]       log psi(s_{1:t}); 0 for the empty prefix
+    log_phi    [V^T]     the potential of the whole words
+
+`python docs/tiny.py` takes a few seconds; a seed may follow. From one generation to the next you will see KL(sigma||q) fall,
+log Z-hat rise to log Z_sigma while its spread shrinks, and more words of a batch count in twist learning (ESS). The last
+row is sigma itself, by enumeration.
+"""
+
+import itertools
+import math
+import sys
+
+import torch
+
+V, T, BETA = 4, 8, 5.0
+COUNTS = [V**t for t in range(T + 1)]  # prefixes of each length
+N = sum(COUNTS[:-1])
+GENERATIONS, PARTICLES, RUNS = 3, 100, 200
+TWIST_STEPS, TWIST_RATE, BATCH = 100, 0.1, 100
+MODEL_STEPS, MODEL_RATE = 100, 2.0
+
+
+def children(values):
+    """[S] -> [N, V]: row n holds the entries of prefix n's V continuations."""
+    return values[1:].view(N, V)
+
+
+def by_prefix(table):
+    """[N, V] -> [S]: the way back, with 0 for the empty prefix."""
+    return torch.cat([table.new_zeros(1), table.flatten()])
+
+
+def language_model(logits):
+    """The factors of eq. 1: log p(s_t | s_{1:t-1}) [S] from logits [N, V]."""
+    return by_prefix(logits.log_softmax(-1))
+
+
+def joint(log_factors):
+    """Eq. 1: log p(s_{1:t}) [S], the sum of its factors [S] along every prefix."""
+    sums = [log_factors[:1]]  # T + 1 of [V^t]
+    for factors in log_factors.split(COUNTS)[1:]:
+        sums.append((sums[-1][:, None] + factors.view(-1, V)).flatten())
+    return torch.cat(sums)
+
+
+def enumerate_target(log_p, log_phi):
+    """Eq. 2 and 3: log sigma(s_{1:t}) [S] and log Z_sigma, sums of p phi over all words."""
+    sums = [joint(log_p)[N:] + log_phi]  # [V^T], then shorter and shorter prefixes down to [1]
+    for _ in range(T):
+        sums.insert(0, sums[0].view(-1, V).logsumexp(-1))
+    return torch.cat(sums) - sums[0], sums[0].item()
+
+
+def intermediate_targets(log_p, log_psi):
+    """Eq. 4: log p(s_{1:t}) psi(s_{1:t}) [S]; normalised over the prefixes of one length t it is log pi_t."""
+    return joint(log_p) + log_psi
+
+
+def proposal(log_p, log_psi):
+    """q_t(s_t), proportional to p(s_t | s_{1:t-1}) psi(s_{1:t}): log q_t [S] and its log normaliser [N]."""
+    tilted = children(log_p + log_psi)  # [N, V]
+    log_normaliser = tilted.logsumexp(-1)  # [N]
+    return by_prefix(tilted - log_normaliser[:, None]), log_normaliser
+
+
+def extend(prefixes, log_q, generator):
+    """Prefixes s_{1:t-1} [...] grow by a letter s_t ~ q_t each. The largest of logits + Gumbel noise is such a draw."""
+    logits = children(log_q)[prefixes]  # [..., V]
+    gumbel = -torch.empty_like(logits).exponential_(generator=generator).log()
+    return prefixes * V + 1 + (logits + gumbel).argmax(-1)
+
+
+def tsmc(log_p, log_psi, log_phi, runs, particles, generator):
+    """Twisted SMC: equally weighted words [R, K] and log Z-hat [R]; the mean of Z-hat is Z_sigma, however bad psi is."""
+    log_q, log_normaliser = proposal(log_p, log_psi)
+    prefixes = torch.zeros(runs, particles, dtype=torch.long)  # all that a particle owns
+    log_z = log_p.new_zeros(runs)
+    for t in range(1, T + 1):
+        # 1. extend
+        parents, prefixes = prefixes, extend(prefixes, log_q, generator)  # [R, K]
+        # 2. reweight
+        if t < T:
+            log_weights = log_normaliser[parents] - log_psi[parents]  # [R, K]
+        else:
+            # The paper prints a sum over s_T, which would ask for phi of every last letter. Here s_T has been drawn with
+            # psi in phi's place, and the weight makes up for it: p phi / q of that one letter.
+            log_weights = (log_p - log_q)[prefixes] + log_phi[prefixes - N] - log_psi[parents]
+        log_z = log_z + log_weights.logsumexp(-1) - math.log(particles)
+        # 3. resample
+        ancestors = torch.multinomial(log_weights.softmax(-1), particles, replacement=True, generator=generator)
+        prefixes = prefixes.gather(1, ancestors)
+    return prefixes, log_z
+
+
+def ctl_loss(log_sigma, log_p, log_psi):
+    """Eq. 5: the sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})), exactly; to look at, not to learn from."""
+    pairs = zip(log_sigma.split(COUNTS)[1:], intermediate_targets(log_p, log_psi).split(COUNTS)[1:], strict=True)
+    return sum((log_s.exp() * (log_s - log_pi.log_softmax(0))).sum() for log_s, log_pi in pairs)
+
+
+def ctl_gradient(log_p, log_psi, log_phi, batch, generator):
+    """Eq. 6: the negative gradient for log psi [S], from K words drawn i.i.d. from q; and the ESS of the positives."""
+    log_q, _ = proposal(log_p, log_psi)
+    prefixes = torch.zeros(batch, 1, dtype=torch.long)
+    for _ in range(T):  # without resampling: the weights below are those of plain draws from q
+        prefixes = torch.cat([prefixes, extend(prefixes[:, -1:], log_q, generator)], 1)
+    prefixes = prefixes[:, 1:]  # [K, T]
+    log_ratio = (log_p - log_q)[prefixes].cumsum(1)  # [K, T] log p(s_{1:t}) / q(s_{1:t})
+    positive = (log_ratio[:, -1] + log_phi[prefixes[:, -1] - N]).softmax(0)  # [K] sigma / q, for whole words
+    negative = (log_ratio + log_psi[prefixes]).softmax(0)  # [K, T] pi_t / q, for every t its own
+    coefficients = positive[:, None] - negative  # [K, T]
+    gradient = torch.zeros_like(log_psi).index_add(0, prefixes.flatten(), coefficients.flatten())
+    return gradient, 1 / positive.square().sum().item()
+
+
+def learn_twist(log_p, log_phi, generator):
+    """CTL: log psi(s_{1:t}) = theta[t, s_{t-1}, s_t] climbs eq. 6 from psi = 1; log psi [S] and the mean ESS."""
+    step = torch.arange(T).repeat_interleave(torch.tensor(COUNTS[:-1]))  # [N]
+    context = step * V + (torch.arange(N) - 1) % V  # [N] the step and the letter before, all that the twist sees
+    theta, ess = log_p.new_zeros(T * V, V), 0.0
+    for _ in range(TWIST_STEPS):
+        gradient, ess_of_batch = ctl_gradient(log_p, by_prefix(theta[context]), log_phi, BATCH, generator)
+        theta = theta.index_add(0, context, TWIST_RATE * children(gradient))
+        ess += ess_of_batch / TWIST_STEPS
+    return by_prefix(theta[context]), ess
+
+
+def distil(logits, words):
+    """Eq. 7: from p^(m-1) uphill in the mean log likelihood of TSMC's words [R, K]; logits [N, V]."""
+    prefixes, share = words.flatten(), logits.new_zeros(1 + N * V)
+    for _ in range(T):
+        share += torch.bincount(prefixes, minlength=len(share)) / prefixes.numel()  # [S] of the words, by prefix
+        prefixes = (prefixes - 1) // V  # one letter shorter
+    share = children(share)  # [N, V]
+    for _ in range(MODEL_STEPS):  # rows that few words pass through hardly move, which is all the regularisation
+        logits = logits + MODEL_RATE * (share - share.sum(-1, keepdim=True) * logits.softmax(-1))
+    return logits
+
+
+def effective_potential(log_p_base, log_phi, log_p):
+    """Eq. 8: log phi^(m) = log p^(0) + log phi - log p^(m) [V^T]; p^(m) phi^(m) = p^(0) phi, so sigma stays the same."""
+    return joint(log_p_base)[N:] + log_phi - joint(log_p)[N:]
+
+
+def self_distilled_tsmc(logits, log_phi, generator):
+    """Algorithm 1; of each generation log p^(m), log psi^(m), the mean ESS of its CTL, and words and log Z-hat of TSMC."""
+    log_p_base, words = language_model(logits), None
+    for m in range(GENERATIONS + 1):
+        logits = distil(logits, words) if m > 0 else logits
+        log_p = language_model(logits)
+        log_phi_m = effective_potential(log_p_base, log_phi, log_p)  # phi itself at m = 0
+        log_psi, ess = learn_twist(log_p, log_phi_m, generator)
+        words, log_z = tsmc(log_p, log_psi, log_phi_m, RUNS, PARTICLES, generator)
+        yield log_p, log_psi, ess, words, log_z
+
+
+def main(seed=0):
+    """Algorithm 1 from a random p^(0), its estimates beside the exact values."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(N, V, dtype=torch.float64, generator=generator)
+    spelled = ["".join(word) for word in itertools.product("abcdefgh"[:V], repeat=T)]  # V^T
+    differing = [sum(word[i] != word[-1 - i] for i in range(T // 2)) for word in spelled]  # V^T
+    log_phi = -BETA * torch.tensor(differing, dtype=torch.float64)  # [V^T]
+    log_sigma, log_z_sigma = enumerate_target(language_model(logits), log_phi)
+    sigma = log_sigma[N:].exp()  # [V^T]
+    exact = N + torch.multinomial(sigma, 1000, replacement=True, generator=generator)  # exact samples of sigma
+    print("    m  CTL loss  KL(sigma||q)  estimated  log Z-hat  spread    ESS  palindromes  three words of one run")
+    line = "{:>5}  {:8.2f}  {:12.2f}  {:9.2f}  {:9.2f}  {:6.2f}  {:5.1f}  {:11.0%}  {} {} {}"
+    for m, (log_p, log_psi, ess, words, log_z) in enumerate(self_distilled_tsmc(logits, log_phi, generator)):
+        gap = log_sigma - joint(proposal(log_p, log_psi)[0])  # [S] log p^(0) phi - log Z_sigma - log q of whole words
+        kl = [ctl_loss(log_sigma, log_p, log_psi), (sigma * gap[N:]).sum(), gap[exact].mean()]
+        share = (log_phi[words - N] == 0).double().mean()
+        print(line.format(m, *kl, log_z.mean(), log_z.std(), ess, share, *(spelled[n - N] for n in words[0, :3])))
+    share = sigma[log_phi == 0].sum()
+    print(line.format("sigma", 0, 0, 0, log_z_sigma, 0, BATCH, share, *(spelled[n - N] for n in exact[:3])))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""How every command here ends: whatever a user can put right is one line on standard error, and an exit code.
+
+0    done                    130   Ctrl-C
+2    bad input, no memory, no space, another process of the job has ended
+141  whoever read standard output has stopped
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+from eval.run import processes
+from tinystories.errors import InputError
+
+
+@contextlib.contextmanager
+def one_line_errors(program: str, out_of_memory: str = "ask for less at a time") -> Iterator[None]:
+    """End the program in one line that opens with its name; `out_of_memory` says what to do then.
+
+    Characters that the encoding of standard output lacks are escaped.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        sys.stdout.flush()
+    except InputError as error:
+        stop(program, f"error: {error}", 2)
+    except KeyboardInterrupt as interruption:
+        stop(program, str(interruption) or "interrupted", 130)
+    except OSError as error:
+        if error.filename is not None:
+            stop(program, f"error: {error.filename}: cannot be used ({error.strerror}); check the name", 2)
+        with contextlib.suppress(OSError, ValueError):  # what is still in the buffer has nowhere to go
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            sys.exit(141)
+        stop(program, f"error: standard output cannot be written ({error.strerror}); free space there", 2)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "memory" in str(error).lower():
+            stop(program, f"error: out of memory; {out_of_memory}", 2)
+        if not processes.is_lost(error):
+            raise
+        stop(program, "error: another process of this job has ended; see its message, then continue with --resume", 2)
+
+
+def stop(program: str, message: str, code: int) -> NoReturn:
+    """One line on standard error, and the end."""
+    print(f"{program}: {message}", file=sys.stderr, flush=True)
+    processes.leave()
+    sys.exit(code)

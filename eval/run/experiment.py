@@ -1,0 +1,129 @@
+"""A run of `main.py` as its algorithm sees it: the parts, the random streams, the phases, and where results go."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eval.run import processes
+from eval.run.directory import RunDirectory
+from eval.run.evaluate import evaluate_generation, evaluate_target, evaluate_texts
+from eval.run.figures import draw_figures
+from eval.run.options import RunConfig
+from eval.run.saved import save_generation
+from eval.run.setup import Problem, identity, load_setup, sigma_key
+from eval.run.state import State
+from eval.run.steps import Progress, RunChunks, RunSteps
+from eval.run.target import save_target
+from tinystories.errors import InputError
+from tinystories.gpt_neo import GPTNeo
+from tsmc import SCHEMES, ExactSamples, Sigma, rejection_sample, sample_model, sample_runs
+from tsmc.proposal import LanguageModel
+from twist import TwistMLP
+
+
+class Experiment:
+    """Options, networks and directory of one run. Inside its `with` block the directory is locked and Ctrl-C saves first."""
+
+    def __init__(self, config: RunConfig, resumed: Path | None):
+        """A new run, or the one in the directory `resumed`; InputError names the option or file that is at fault."""
+        processes.join(config.torch_device())
+        self.config, self.setup = config, load_setup(config)
+        origin = identity(config)
+        create = resumed is None
+        self.directory = RunDirectory.create(config, origin) if create else RunDirectory.resume(resumed, config, origin)
+
+    def __enter__(self) -> "Experiment":
+        self.directory.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.directory.__exit__(*error)
+
+    def generator(self, *purpose: str | int) -> torch.Generator:
+        """The random stream of one purpose, such as ("ctl", 1)."""
+        return self.config.generator(*purpose)
+
+    def steps(self, name: str, m: int, total: int, **state: State) -> RunSteps:
+        """A phase of generation m whose steps change `state`, and nothing else."""
+        return RunSteps(Progress(self.directory, name, m, total), state)
+
+    def chunks(
+        self, name: str, m: int | None, problem: Problem, total: int, at_once: int, purpose: tuple[str | int, ...]
+    ) -> RunChunks:
+        """A phase that draws a sample of size `total` after one prompt."""
+        progress = Progress(self.directory, f"{name} {problem.name}".strip(), m, total)
+        return RunChunks(progress, total, at_once, self.config.streams(*purpose))
+
+    def run_chunks(self, name: str, m: int, problem: Problem, particles: int, runs: int) -> RunChunks:
+        """A phase that draws so many TSMC runs, about `--rows` particles at a time."""
+        return self.chunks(name, m, problem, runs, self.config.rows // particles, (name, m, problem.name))
+
+    def resampling(self) -> dict:
+        """How the sampler resamples: arguments of `tsmc` and `sample_runs`."""
+        return {"resample": SCHEMES[self.config.resampling], "ess_threshold": self.config.ess_threshold}
+
+    def sample_base(self, name: str, m: int | None, problem: Problem, model: LanguageModel, purpose: tuple) -> Tensor:
+        """Independent samples of a bare model for the table."""
+        return sample_model(
+            model, self.chunks(name, m, problem, self.config.eval.base_samples, self.config.rows, purpose)
+        )
+
+    def exact_samples(self, problem: Problem) -> ExactSamples | None:
+        """Exact samples of sigma: the shipped ones, or else drawn now and kept in the run; None where the options want none."""
+        proposals = self.config.eval.target_proposals
+        if problem.exact is not None or proposals == 0:
+            return problem.exact
+        chunks = self.chunks(
+            "target by rejection", None, problem, proposals, self.config.rows, ("target", problem.prompt)
+        )
+        exact = rejection_sample(problem.base, problem.potential, chunks)
+        if len(exact.tokens) < 2:
+            words = f"{len(exact.tokens)} of {proposals} base samples were accepted"
+            remedy = "raise --eval-target-proposals, lower --beta or soften --potential, or do without exact samples by"
+            raise InputError(f"{words}; {remedy} --eval-target-proposals 0")
+        if self.directory.writes:
+            save_target(self.directory.path / "target" / problem.name, exact, sigma_key(self.config, problem.prompt))
+        return exact
+
+    def evaluate_ends(self) -> list[dict]:
+        """Rows of Base and of Target, after each prompt: where p^(0) stands and where sigma does."""
+        results = []
+        for problem in self.setup.problems:
+            problem.exact = self.exact_samples(problem)
+            tokens = self.sample_base("base samples", None, problem, problem.base, ("base", problem.name))
+            base, samples = evaluate_texts(problem, tokens, self.setup.encode)
+            self.directory.add_samples(samples.rows("base", problem.name))
+            result = {"prompt": problem.prompt, "potential": list(self.config.potential), "base": base}
+            if problem.exact is not None:
+                result["target"], samples = evaluate_target(problem, self.setup.encode)
+                self.directory.add_samples(samples.rows("target", problem.name))
+            results.append(result | {"generations": []})
+        return results
+
+    def finish_generation(
+        self, m: int, model: GPTNeo, sigmas: Sequence[Sigma], twist: TwistMLP, results: list[dict]
+    ) -> None:
+        """Save (p^(m), psi^(m)), measure it after each prompt, and add its rows to the results."""
+        if self.directory.writes:
+            save_generation(self.directory.path / f"generation-{m}", model, self.setup.tokenizer, twist)
+        particles, runs = self.config.eval.particles, self.config.eval.runs
+        for problem, sigma, result in zip(self.setup.problems, sigmas, results, strict=True):
+            chunks = self.run_chunks("evaluation", m, problem, particles, runs)
+            population = sample_runs(sigma, twist, particles, chunks, **self.resampling())
+            purpose = ("bare model", m, problem.name)
+            bare = self.sample_base("bare model", m, problem, sigma.model, purpose)
+            row, samples = evaluate_generation(problem, sigma, twist, m, population, bare, self.setup.encode)
+            self.directory.add_samples(samples.rows(f"generation {m}", problem.name))
+            result["generations"].append(row)
+
+    def note_held_out(self, m: int, before: float, after: float) -> None:
+        """One line of metrics.jsonl: what distillation did to the loss on samples that were held out."""
+        losses = {"held_out_before": before, "held_out_after": after}
+        self.directory.log({"phase": "distillation", "generation": m, "step": self.config.distill.updates, **losses})
+
+    def finish(self, results: list[dict]) -> None:
+        """Figures and results.json."""
+        draw_figures(results, self.directory)
+        self.directory.finish(results, self.config.keep_states)

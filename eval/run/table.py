@@ -1,0 +1,58 @@
+"""The table of a run's results as text: one row for Base, Target and each generation."""
+
+TABLE = (
+    ("log phi", "log_phi", ".2f"),
+    ("phi > 0", "phi_positive", ".3f"),
+    ("toxicity", "toxicity", ".3f"),
+    ("similarity", "similarity", ".3f"),
+    ("KL(sigma||q)", "kl_target_proposal", ".2f"),
+    ("log Z-hat", "log_z_hat_mean", ".2f"),
+    ("(spread)", "log_z_hat_std", ".2f"),
+    ("ESS", "ess", ".1f"),
+    ("distinct", "distinct", ".2f"),
+)
+
+
+def tables(results: dict) -> str:
+    """The table of a run, or of each of its prompts under the prompt."""
+    if "prompts" not in results:
+        return table(results)
+    return "\n\n".join(f"{result['prompt']}\n{table(result)}" for result in results["prompts"])
+
+
+def named_rows(results: dict) -> dict[str, dict]:
+    """Base, Target and the generations; Target's log Z stands in the column of log Z-hat."""
+    target = results.get("target")
+    rows = {"Base": results["base"]}
+    rows |= {"Target": target | {"log_z_hat_mean": target["log_z"]}} if target else {}
+    return rows | {f"Generation {m}": row for m, row in enumerate(results["generations"])}
+
+
+def columns(results: dict) -> list[tuple[str, str, str]]:
+    """The part of TABLE that says something: where the potential is the toxicity alone, log phi only repeats it."""
+    rows, plain = named_rows(results).values(), results.get("potential", ["toxicity"]) == ["toxicity"]
+    hidden = {"log_phi"} if plain else set()
+    if all(row.get("phi_positive", 1) == 1 for row in rows):
+        hidden.add("phi_positive")
+    return [column for column in TABLE if column[1] not in hidden and any(column[1] in row for row in rows)]
+
+
+def table(results: dict) -> str:
+    """The rows as aligned columns."""
+    shown = columns(results)
+    lines = [["", *(title for title, _, _ in shown)]]
+    for name, row in named_rows(results).items():
+        lines.append([name, *(cell(row, key, form) for _, key, form in shown)])
+    return align(lines)
+
+
+def cell(row: dict, key: str, form: str) -> str:
+    """A number of a row, empty where the row has none; null is what JSON holds for log phi = -inf."""
+    return "" if key not in row else "-inf" if row[key] is None else format(row[key], form)
+
+
+def align(lines: list[list[str]]) -> str:
+    """Cells in columns, the first flush left and the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
+    return "\n".join("  ".join(row).rstrip() for row in rows)

@@ -1,29 +1,29 @@
 """Self-distilled twisted SMC in one file: Algorithm 1 of arXiv:2507.02315 in a world where every answer is known.
 
-A language model p whose tokens are the letters a to d writes words of eight. We want its palindromes, and it hardly ever
-writes one:
+A language model p, whose tokens are the letters a to d, writes words of eight. We want its palindromes, which are rare:
 
     sigma(s) = p(s) phi(s) / Z_sigma        log phi(s) = -BETA * (mirrored pairs of letters in s that differ)
 
-Only the end of a word shows whether it is a palindrome, so a sampler has to look ahead. That is the job of the twist psi.
-Ours is light, it sees the position and the letter before, and at first it starves: few of the words that it learns from
-please phi. So the words that twisted SMC finds teach the next language model, and beside that one the next twist starves less:
+Only its end shows whether a word is a palindrome, so a sampler must look ahead: that is the job of the twist psi. Ours
+is light, it sees the position and the letter before. And at first it starves: few of the words that it learns from
+please phi. So the words that twisted SMC finds teach the next language model, with which the next twist starves less:
 
     psi^(0) <- CTL on p^(0)                                                   line 1 of Algorithm 1
     for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
                     psi^(m) <- CTL on p^(m), against the same sigma           line 4
 
-V letters, T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty one, and prefix n followed by letter v
-is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts all of them, and the last V^T are the whole words.
+V letters, T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty one, and prefix n followed by
+letter v is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts all, and the last V^T are the whole words.
 
     logits     [N, V]    a language model: one row for each prefix that can grow
     log_p      [S]       log p(s_t | s_{1:t-1}), and log_q alike; 0 for the empty prefix
     log_psi    [S]       log psi(s_{1:t}); 0 for the empty prefix
     log_phi    [V^T]     the potential of the whole words
 
-`python docs/tiny.py` takes a few seconds; a seed may follow. From one generation to the next you will see KL(sigma||q) fall,
-log Z-hat rise to log Z_sigma while its spread shrinks, and more words of a batch count in twist learning (ESS). The last
-row is sigma itself, by enumeration.
+`python docs/tiny.py` takes a few seconds; a seed may follow. In the table KL(sigma||q) falls with every generation. It
+stands beside its estimate from 1000 exact samples. From first to last log Z-hat rises and spreads less over the runs,
+and more words of a batch count in twist learning (ESS). log Z-hat ends a little low even where it hardly spreads: it
+knows nothing of words that q hardly ever writes, while the exact KL does. Last comes sigma itself, by enumeration.
 """
 
 import itertools
@@ -36,8 +36,7 @@ V, T, BETA = 4, 8, 5.0
 COUNTS = [V**t for t in range(T + 1)]  # prefixes of each length
 N = sum(COUNTS[:-1])
 GENERATIONS, PARTICLES, RUNS = 3, 100, 200
-TWIST_STEPS, TWIST_RATE, BATCH = 100, 0.1, 100
-MODEL_STEPS, MODEL_RATE = 100, 2.0
+TWIST_STEPS, TWIST_RATE, BATCH, MODEL_STEPS, MODEL_RATE = 100, 0.1, 100, 100, 2.0
 
 
 def children(values):
@@ -64,7 +63,7 @@ def joint(log_factors):
 
 
 def enumerate_target(log_p, log_phi):
-    """Eq. 2 and 3: log sigma(s_{1:t}) [S] and log Z_sigma, sums of p phi over all words."""
+    """Eq. 2 and eq. 3: log sigma(s_{1:t}) [S] and log Z_sigma, sums of p phi over all words."""
     sums = [joint(log_p)[N:] + log_phi]  # [V^T], then shorter and shorter prefixes down to [1]
     for _ in range(T):
         sums.insert(0, sums[0].view(-1, V).logsumexp(-1))
@@ -91,7 +90,7 @@ def extend(prefixes, log_q, generator):
 
 
 def tsmc(log_p, log_psi, log_phi, runs, particles, generator):
-    """Twisted SMC: equally weighted words [R, K] and log Z-hat [R]; the mean of Z-hat is Z_sigma, however bad psi is."""
+    """Twisted SMC: equally weighted words [R, K] and log Z-hat [R]; E[Z-hat] = Z_sigma, however bad psi is."""
     log_q, log_normaliser = proposal(log_p, log_psi)
     prefixes = torch.zeros(runs, particles, dtype=torch.long)  # all that a particle owns
     log_z = log_p.new_zeros(runs)
@@ -102,8 +101,8 @@ def tsmc(log_p, log_psi, log_phi, runs, particles, generator):
         if t < T:
             log_weights = log_normaliser[parents] - log_psi[parents]  # [R, K]
         else:
-            # The paper prints a sum over s_T, which would ask for phi of every last letter. Here s_T has been drawn with
-            # psi in phi's place, and the weight makes up for it: p phi / q of that one letter.
+            # The paper prints a sum over s_T, which would ask for phi of every last letter. Here s_T has been drawn,
+            # with psi in phi's place, and the weight makes up for it: p phi / q of that one letter.
             log_weights = (log_p - log_q)[prefixes] + log_phi[prefixes - N] - log_psi[parents]
         log_z = log_z + log_weights.logsumexp(-1) - math.log(particles)
         # 3. resample
@@ -118,10 +117,10 @@ def ctl_loss(log_sigma, log_p, log_psi):
     return sum((log_s.exp() * (log_s - log_pi.log_softmax(0))).sum() for log_s, log_pi in pairs)
 
 
-def ctl_gradient(log_p, log_psi, log_phi, batch, generator):
+def ctl_gradient(log_p, log_psi, log_phi, batch_size, generator):
     """Eq. 6: the negative gradient for log psi [S], from K words drawn i.i.d. from q; and the ESS of the positives."""
     log_q, _ = proposal(log_p, log_psi)
-    prefixes = torch.zeros(batch, 1, dtype=torch.long)
+    prefixes = torch.zeros(batch_size, 1, dtype=torch.long)
     for _ in range(T):  # without resampling: the weights below are those of plain draws from q
         prefixes = torch.cat([prefixes, extend(prefixes[:, -1:], log_q, generator)], 1)
     prefixes = prefixes[:, 1:]  # [K, T]
@@ -130,7 +129,8 @@ def ctl_gradient(log_p, log_psi, log_phi, batch, generator):
     negative = (log_ratio + log_psi[prefixes]).softmax(0)  # [K, T] pi_t / q, for every t its own
     coefficients = positive[:, None] - negative  # [K, T]
     gradient = torch.zeros_like(log_psi).index_add(0, prefixes.flatten(), coefficients.flatten())
-    return gradient, 1 / positive.square().sum().item()
+    ess = 1 / positive.square().sum().item()
+    return gradient, ess
 
 
 def learn_twist(log_p, log_phi, generator):
@@ -149,27 +149,27 @@ def distil(logits, words):
     """Eq. 7: from p^(m-1) uphill in the mean log likelihood of TSMC's words [R, K]; logits [N, V]."""
     prefixes, share = words.flatten(), logits.new_zeros(1 + N * V)
     for _ in range(T):
-        share += torch.bincount(prefixes, minlength=len(share)) / prefixes.numel()  # [S] of the words, by prefix
+        share += torch.bincount(prefixes, minlength=len(share))  # [S] words with this prefix
         prefixes = (prefixes - 1) // V  # one letter shorter
-    share = children(share)  # [N, V]
+    share = children(share) / words.numel()  # [N, V]
     for _ in range(MODEL_STEPS):  # rows that few words pass through hardly move, which is all the regularisation
         logits = logits + MODEL_RATE * (share - share.sum(-1, keepdim=True) * logits.softmax(-1))
     return logits
 
 
 def effective_potential(log_p_base, log_phi, log_p):
-    """Eq. 8: log phi^(m) = log p^(0) + log phi - log p^(m) [V^T]; p^(m) phi^(m) = p^(0) phi, so sigma stays the same."""
+    """Eq. 8: log phi^(m) = log p^(0) + log phi - log p^(m) [V^T]; p^(m) phi^(m) = p^(0) phi, so sigma stays."""
     return joint(log_p_base)[N:] + log_phi - joint(log_p)[N:]
 
 
 def self_distilled_tsmc(logits, log_phi, generator):
-    """Algorithm 1; of each generation log p^(m), log psi^(m), the mean ESS of its CTL, and words and log Z-hat of TSMC."""
+    """Algorithm 1; of each generation log p^(m), log psi^(m), the mean ESS of CTL, words and log Z-hat of TSMC."""
     log_p_base, words = language_model(logits), None
     for m in range(GENERATIONS + 1):
-        logits = distil(logits, words) if m > 0 else logits
+        logits = distil(logits, words) if m > 0 else logits  # line 3
         log_p = language_model(logits)
         log_phi_m = effective_potential(log_p_base, log_phi, log_p)  # phi itself at m = 0
-        log_psi, ess = learn_twist(log_p, log_phi_m, generator)
+        log_psi, ess = learn_twist(log_p, log_phi_m, generator)  # lines 1 and 4
         words, log_z = tsmc(log_p, log_psi, log_phi_m, RUNS, PARTICLES, generator)
         yield log_p, log_psi, ess, words, log_z
 
@@ -178,21 +178,22 @@ def main(seed=0):
     """Algorithm 1 from a random p^(0), its estimates beside the exact values."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(N, V, dtype=torch.float64, generator=generator)
-    spelled = ["".join(word) for word in itertools.product("abcdefgh"[:V], repeat=T)]  # V^T
-    differing = [sum(word[i] != word[-1 - i] for i in range(T // 2)) for word in spelled]  # V^T
+    words = ["".join(letters) for letters in itertools.product("abcdefgh"[:V], repeat=T)]  # V^T
+    differing = [sum(word[i] != word[-1 - i] for i in range(T // 2)) for word in words]  # V^T
     log_phi = -BETA * torch.tensor(differing, dtype=torch.float64)  # [V^T]
     log_sigma, log_z_sigma = enumerate_target(language_model(logits), log_phi)
     sigma = log_sigma[N:].exp()  # [V^T]
     exact = N + torch.multinomial(sigma, 1000, replacement=True, generator=generator)  # exact samples of sigma
     print("    m  CTL loss  KL(sigma||q)  estimated  log Z-hat  spread    ESS  palindromes  three words of one run")
     line = "{:>5}  {:8.2f}  {:12.2f}  {:9.2f}  {:9.2f}  {:6.2f}  {:5.1f}  {:11.0%}  {} {} {}"
-    for m, (log_p, log_psi, ess, words, log_z) in enumerate(self_distilled_tsmc(logits, log_phi, generator)):
-        gap = log_sigma - joint(proposal(log_p, log_psi)[0])  # [S] log p^(0) phi - log Z_sigma - log q of whole words
-        kl = [ctl_loss(log_sigma, log_p, log_psi), (sigma * gap[N:]).sum(), gap[exact].mean()]
-        share = (log_phi[words - N] == 0).double().mean()
-        print(line.format(m, *kl, log_z.mean(), log_z.std(), ess, share, *(spelled[n - N] for n in words[0, :3])))
-    share = sigma[log_phi == 0].sum()
-    print(line.format("sigma", 0, 0, 0, log_z_sigma, 0, BATCH, share, *(spelled[n - N] for n in exact[:3])))
+    for m, (log_p, log_psi, ess, samples, log_z) in enumerate(self_distilled_tsmc(logits, log_phi, generator)):
+        loss = ctl_loss(log_sigma, log_p, log_psi)
+        gap = log_sigma - joint(proposal(log_p, log_psi)[0])  # [S] for whole words log p^(0) phi - log Z_sigma - log q
+        kl, estimated = (sigma * gap[N:]).sum(), gap[exact].mean()
+        share, three = (log_phi[samples - N] == 0).double().mean(), [words[n - N] for n in samples[0, :3]]
+        print(line.format(m, loss, kl, estimated, log_z.mean(), log_z.std(), ess, share, *three))
+    share, three = sigma[log_phi == 0].sum(), [words[n - N] for n in exact[:3]]
+    print(line.format("sigma", 0, 0, 0, log_z_sigma, 0, BATCH, share, *three))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def make_parser() -> OneLineParser:
         help="--watch on a terminal: time a step (default: %(default)s)",
     )
     add("--html", type=Path, metavar="FILE", help="write a page with the genealogy of the particles")
+    add("--picture", type=Path, metavar="FILE", help="write a picture (PNG) of the first prompt's genealogy")
     return parser
 
 
@@ -175,6 +176,10 @@ def sample(args: argparse.Namespace) -> None:
         print(text if args.json or len(drawn) == 1 else f"\n{text}", flush=True)
     if args.html:
         write_text(args.html, genealogy.page(drawn, about, setup.tokenizer))
+    if args.picture:
+        from eval.viewer.picture import draw_genealogy  # matplotlib takes a second to load
+
+        draw_genealogy(drawn[0], setup.tokenizer, args.picture)
 
 
 def main(arguments: list[str] | None = None) -> None:

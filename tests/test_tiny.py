@@ -1,0 +1,306 @@
+"""docs/tiny.py against the project's own enumeration; then broken on purpose, to see that the checks notice.
+
+A mutant is its source with one expression replaced, as in `tests/test_mutants.py`. Most checks shrink its world by the same
+means, to 3 letters and 4 steps. S prefixes, N of which can grow, V letters, T steps.
+"""
+
+import ast
+import importlib.util
+import itertools
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsmc.exact import Target
+from tsmc.table import TableModel, TableTwist
+
+TINY = Path(__file__).parent.parent / "docs" / "tiny.py"
+SMALL = ("V, T, BETA = 4, 8, 5.0", "V, T, BETA = 3, 4, 5.0")
+
+
+def load(*changes: tuple[str, str]) -> ModuleType:
+    """docs/tiny.py as a module, with expressions replaced."""
+    source = TINY.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert source.count(old) == 1, f"{old!r} is not there exactly once"
+        source = source.replace(old, new)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("tiny", TINY))
+    exec(compile(source, TINY, "exec"), vars(module))
+    return module
+
+
+class World:
+    """p^(0), another model in the place of p^(1), a twist and a potential, all random: as `tiny` has them and as `tsmc` has."""
+
+    def __init__(self, tiny: ModuleType, generation: int, seed: int = 0):
+        source = torch.Generator().manual_seed(seed)
+        base, change, log_psi = torch.randn(3, tiny.N, tiny.V, dtype=torch.float64, generator=source)
+        self.log_phi = -torch.randn(tiny.V**tiny.T, dtype=torch.float64, generator=source).abs()
+        self.logits = base + generation * change / 2
+        self.base, self.log_p = tiny.language_model(base), tiny.language_model(self.logits)
+        self.log_psi = tiny.by_prefix(log_psi)
+        self.log_phi_m = tiny.effective_potential(self.base, self.log_phi, self.log_p)
+        self.target, self.twist = target_of(tiny, base, self.logits, self.log_phi), TableTwist(log_psi)
+
+
+def target_of(tiny: ModuleType, base: Tensor, logits: Tensor, log_phi: Tensor) -> Target:
+    """sigma, proportional to p^(0) phi, from the logits of p^(0) and p^(m), as p^(m) sees it."""
+    log_p_base = Target(TableModel(base, tiny.T), lambda tokens, log_p: torch.zeros_like(log_p)).log_p[-1].detach()
+    powers = tiny.V ** torch.arange(tiny.T - 1, -1, -1)
+
+    def log_potential(tokens: Tensor, log_p: Tensor) -> Tensor:
+        numbers = (tokens * powers).sum(-1)
+        return (log_p_base + log_phi)[numbers] - log_p
+
+    return Target(TableModel(logits, tiny.T).requires_grad_(False), log_potential)
+
+
+def enumeration_error(tiny: ModuleType, generation: int) -> float:
+    """Largest error of log Z_sigma, log sigma, KL(sigma || q) and the CTL loss."""
+    world = World(tiny, generation)
+    log_sigma, log_z = tiny.enumerate_target(world.base, world.log_phi)
+    log_q = tiny.joint(tiny.proposal(world.log_p, world.log_psi)[0])
+    kl = (log_sigma[tiny.N :].exp() * (log_sigma - log_q)[tiny.N :]).sum().item()
+    theirs = world.target.tree.prefix_log_q(world.twist)
+    errors = [
+        log_z - world.target.log_z,
+        (log_sigma - torch.cat(world.target.log_sigma)).abs().max().item(),
+        (log_q - torch.cat(theirs)).abs().max().item(),
+        kl - world.target.kl_to(theirs[-1]),
+        tiny.ctl_loss(log_sigma, world.log_p, world.log_psi).item() - world.target.ctl_loss(world.twist).item(),
+    ]
+    return max(map(abs, errors))
+
+
+def evidence_error(tiny: ModuleType, generation: int) -> float:
+    """Distance in standard errors of E[Z-hat], and of E[Z-hat f(words)] for f = 1 on a third of the words, the larger one."""
+    world = World(tiny, generation)
+    generator = torch.Generator().manual_seed(1)
+    words, log_z = tiny.tsmc(world.log_p, world.log_psi, world.log_phi_m, 20000, 5, generator)
+    third = torch.arange(len(world.log_phi)) % 3 == 0
+    sigma = world.target.log_sigma[-1].exp()
+    distances = []
+    for function in (torch.ones_like(sigma), third.double()):
+        found = log_z.exp() * function[words - tiny.N].mean(1)  # [R]
+        wanted = math.exp(world.target.log_z) * (sigma * function).sum()
+        distances.append(((found.mean() - wanted) / (found.std() / math.sqrt(len(found)))).abs().item())
+    return max(distances)
+
+
+def gradient_errors(tiny: ModuleType, generation: int, batch_sizes: tuple[int, ...]) -> list[float]:
+    """Largest error of the mean CTL gradient over 20 batches, for each size, against autograd of the exact loss."""
+    world = World(tiny, generation)
+    world.target.ctl_loss(world.twist).backward()
+    wanted = tiny.by_prefix(-world.twist.log_psi.grad)
+    generator = torch.Generator().manual_seed(2)
+    errors = []
+    for size in batch_sizes:
+        given = (world.log_p, world.log_psi, world.log_phi_m, size, generator)
+        mean = sum(tiny.ctl_gradient(*given)[0] for _ in range(20)) / 20  # [S]
+        errors.append((mean - wanted).abs().max().item())
+    return errors
+
+
+def gradient_error(tiny: ModuleType, generation: int) -> float:
+    """The error that is left with twenty large batches."""
+    return gradient_errors(tiny, generation, (20000,))[0]
+
+
+TOLERANCE = {enumeration_error: 1e-9, evidence_error: 4.0, gradient_error: 0.004}
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+@pytest.mark.parametrize("size", [(), (SMALL,)], ids=["full", "small"])
+def test_evidence_marginals_kl_and_ctl_loss_are_those_of_the_oracle(size, generation):
+    assert enumeration_error(load(*size), generation) < 1e-9
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_evidence_estimate_and_samples_are_unbiased(generation):
+    assert evidence_error(load(SMALL), generation) < TOLERANCE[evidence_error]
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_ctl_gradient_converges_to_that_of_the_exact_loss(generation):
+    errors = gradient_errors(load(SMALL), generation, (20, 500, 20000))
+    assert errors[0] > 2 * errors[1] > 4 * errors[2]
+    assert errors[2] < TOLERANCE[gradient_error]
+
+
+EXTEND = "parents, prefixes = prefixes, extend(prefixes, log_q, generator)"
+WEIGHTS = "log_normaliser[parents] - log_psi[parents]"
+EFFECTIVE = "return joint(log_p_base)[N:] + log_phi - joint(log_p)[N:]"
+NEGATIVE = "(log_ratio + log_psi[prefixes])"
+MUTANTS = [  # what is wrong, the check that notices, the generation, what is replaced by what
+    ("psi before", evidence_error, 0, WEIGHTS, "log_normaliser[parents]"),
+    ("psi after", evidence_error, 0, WEIGHTS, "log_normaliser[parents] - log_psi[prefixes]"),
+    ("psi before, last letter", evidence_error, 0, "log_phi[prefixes - N] - log_psi[parents]", "log_phi[prefixes - N]"),
+    ("last letter not corrected", evidence_error, 0, "(log_p - log_q)[prefixes] + log_phi", "log_phi"),
+    ("log K dropped", evidence_error, 0, " - math.log(particles)", ""),
+    ("nothing resampled", evidence_error, 0, "prefixes = prefixes.gather(1, ancestors)", "pass"),
+    ("letters drawn from p", evidence_error, 0, EXTEND, EXTEND.replace("log_q", "log_p")),
+    ("TSMC with phi, not phi^(m)", evidence_error, 1, EFFECTIVE, "return log_phi"),
+    ("CTL with phi, not phi^(m)", gradient_error, 1, EFFECTIVE, "return log_phi"),
+    ("positives not weighted", gradient_error, 0, "positive[:, None] - negative", "1 / batch_size - negative"),
+    ("negatives without psi", gradient_error, 0, NEGATIVE, "log_ratio"),
+    ("negatives without p / q", gradient_error, 0, NEGATIVE, "log_psi[prefixes]"),
+    ("ratio of one letter", gradient_error, 0, "(log_p - log_q)[prefixes].cumsum(1)", "(log_p - log_q)[prefixes]"),
+    ("q not normalised", enumeration_error, 0, "tilted - log_normaliser[:, None]", "tilted"),
+    ("pi without p", enumeration_error, 0, "return joint(log_p) + log_psi", "return log_psi"),
+]
+
+
+@pytest.mark.parametrize(("check", "generation", "old", "new"), [m[1:] for m in MUTANTS], ids=[m[0] for m in MUTANTS])
+def test_a_broken_expression_is_noticed(check, generation, old, new):
+    error = check(load(SMALL, (old, new)), generation)
+    assert not error < 2 * TOLERANCE[check]
+
+
+def test_effective_sample_size_is_that_of_the_positive_weights(monkeypatch):
+    tiny, letters = load(SMALL), torch.arange(6)[:, None] % 3
+    monkeypatch.setattr(tiny, "extend", lambda prefixes, *_: prefixes * tiny.V + 1 + letters)  # aaaa, bbbb, cccc twice
+    log_p, log_psi = tiny.language_model(torch.zeros(tiny.N, tiny.V)), torch.zeros(1 + tiny.N * tiny.V)
+    log_phi = torch.arange(1.0, 1 + tiny.V**tiny.T).log()  # weights 1, 41 and 81
+    _, ess = tiny.ctl_gradient(log_p, log_psi, log_phi, 6, None)
+    assert ess == pytest.approx(2 * (1 + 41 + 81) ** 2 / (1 + 41**2 + 81**2), rel=1e-5)
+
+
+def test_every_generation_aims_at_the_same_sigma_and_learns_from_the_words_before(monkeypatch):
+    tiny, source = load(SMALL), torch.Generator().manual_seed(7)
+    logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=source)
+    log_phi = torch.randn(tiny.V**tiny.T, dtype=torch.float64, generator=source)
+    wanted = tiny.joint(tiny.language_model(logits))[tiny.N :] + log_phi
+    errors, learned = [], []
+
+    def watched(function, log_potential_at: int):
+        def call(log_p: Tensor, *rest):
+            errors.append((tiny.joint(log_p)[tiny.N :] + rest[log_potential_at] - wanted).abs().max().item())
+            return function(log_p, *rest)
+
+        return call
+
+    def distilled(logits: Tensor, words: Tensor) -> Tensor:
+        learned.append(distil(logits, words))
+        assert torch.equal(words, generations[-1][3])
+        assert torch.equal(tiny.language_model(logits), generations[-1][0])
+        return learned[-1]
+
+    distil, generations = tiny.distil, []
+    monkeypatch.setattr(tiny, "learn_twist", watched(tiny.learn_twist, 0))
+    monkeypatch.setattr(tiny, "tsmc", watched(tiny.tsmc, 1))
+    monkeypatch.setattr(tiny, "distil", distilled)
+    for generation in tiny.self_distilled_tsmc(logits, log_phi, source):
+        generations.append(generation)
+    assert len(errors) == 2 * len(generations) == 2 * (len(learned) + 1) and max(errors) < 1e-12
+    for model, (log_p, *_) in zip([logits, *learned], generations, strict=True):
+        assert torch.equal(log_p, tiny.language_model(model))
+
+
+def test_one_step_of_distillation_follows_the_gradient_of_the_mean_log_likelihood():
+    tiny, source = load(SMALL), torch.Generator().manual_seed(4)
+    logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=source)
+    tokens = torch.randint(tiny.V, (6, 7, tiny.T), generator=source)  # [R, K, T]
+    words = tiny.N + (tokens * tiny.V ** torch.arange(tiny.T - 1, -1, -1)).sum(-1)  # [R, K]
+    model = TableModel(logits.clone(), tiny.T)
+    model.log_probs(tokens.flatten(0, 1))[0].sum(-1).mean().backward()
+    tiny.MODEL_STEPS = 1
+    step = (tiny.distil(logits, words) - logits) / tiny.MODEL_RATE
+    assert (step - model.table.grad).abs().max() < 1e-12
+
+
+def test_the_twist_sees_the_step_and_the_letter_before():
+    tiny = load(SMALL)
+    world, tiny.TWIST_STEPS = World(tiny, 0), 1
+    log_psi, _ = tiny.learn_twist(world.log_p, world.log_phi, torch.Generator().manual_seed(5))
+    given = (world.log_p, torch.zeros_like(log_psi), world.log_phi, tiny.BATCH)
+    gradient, _ = tiny.ctl_gradient(*given, torch.Generator().manual_seed(5))
+    seen, number = {}, 1
+    for t in range(1, tiny.T + 1):
+        for prefix in itertools.product(range(tiny.V), repeat=t):
+            seen.setdefault((t, prefix[-2:]), []).append(number)
+            number += 1
+    assert number == len(log_psi) and log_psi[0] == 0
+    for numbers in seen.values():
+        assert (log_psi[numbers] - tiny.TWIST_RATE * gradient[numbers].sum()).abs().max() < 1e-12
+
+
+def table(printed: str) -> list[list[float]]:
+    """The numbers of the printed table, sigma's row last: generation, losses, log Z-hat, spread, ESS, share of palindromes."""
+    rows = [line.split() for line in printed.splitlines()[1:]]
+    assert all(re.fullmatch("[a-z]+", word) for row in rows for word in row[-3:])
+    return [[float(cell.rstrip("%")) for cell in row[1:-3]] for row in rows]
+
+
+def test_the_printed_numbers_are_those_of_the_oracle(monkeypatch, capsys):
+    tiny, generations = load(SMALL), []
+
+    def recorded(logits: Tensor, log_phi: Tensor, generator: torch.Generator):
+        for generation in algorithm(logits, log_phi, generator):
+            generations.append((logits, log_phi, *generation))
+            yield generation
+
+    algorithm = tiny.self_distilled_tsmc
+    monkeypatch.setattr(tiny, "self_distilled_tsmc", recorded)
+    tiny.main(6)
+    *rows, last = table(capsys.readouterr().out)
+    assert len(rows) == len(generations) == tiny.GENERATIONS + 1
+    for row, (base, log_phi, log_p, log_psi, ess, words, log_z) in zip(rows, generations, strict=True):
+        target = target_of(tiny, base, tiny.children(log_p), log_phi)
+        twist = TableTwist(tiny.children(log_psi))
+        kl = target.kl_to(target.tree.prefix_log_q(twist)[-1])
+        share = 100 * (log_phi[words - tiny.N] == 0).double().mean().item()
+        losses = [target.ctl_loss(twist).item(), kl, log_z.mean().item(), log_z.std().item()]
+        assert row[:2] + row[3:5] == pytest.approx(losses, abs=0.006)  # two decimals are printed
+        assert row[2] == pytest.approx(kl, abs=0.2)  # from 1000 exact samples
+        assert row[5:] == pytest.approx([ess, share], abs=0.51)
+        assert last[3] == pytest.approx(target.log_z, abs=0.006)
+    spelled = ["".join(word) for word in itertools.product("abc", repeat=4)]
+    assert [word == word[::-1] for word in spelled] == (generations[0][1] == 0).tolist()
+    tiny.main(6)
+    assert table(capsys.readouterr().out) == [*rows, last]  # a seed says it all
+
+
+def test_a_run_takes_seconds_and_every_generation_is_closer_to_sigma():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, str(TINY), "3"]
+    printed = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
+    ).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15  # seconds of one core
+    *rows, last = table(printed)
+    _, kl, estimated, log_z, spread, ess, palindromes = zip(*rows, strict=True)
+    assert sorted(kl, reverse=True) == list(kl) and len(set(kl)) == len(kl) and kl[-1] < 0.6 * kl[0]
+    assert estimated == pytest.approx(kl, abs=0.4)
+    assert log_z[0] < log_z[-1] < last[3] + 0.1 and spread[-1] < 0.5 * spread[0]
+    assert ess[0] < 15 and ess[-1] > 3 * ess[0]
+    assert palindromes[0] < 80 < palindromes[-1]
+
+
+def test_one_short_file_that_needs_torch_alone_and_no_hidden_randomness():
+    source = TINY.read_text(encoding="utf-8")
+    lines, tree = source.splitlines(), ast.parse(source)
+    assert len(lines) <= 200 and max(map(len, lines)) <= 120
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 40, node.name
+            assert ast.get_docstring(node), node.name
+        if isinstance(node, ast.Import):
+            imported |= {name.name for name in node.names}
+        if isinstance(node, ast.ImportFrom):
+            imported.add("." * node.level + (node.module or ""))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            draws = node.func.attr in ("randn", "multinomial", "exponential_")
+            assert not draws or "generator" in {keyword.arg for keyword in node.keywords}
+    assert imported <= {"itertools", "math", "sys", "torch"}
+    assert {f"eq. {number}" for number in range(1, 9)} <= set(re.findall(r"eq\. \d", source.lower()))

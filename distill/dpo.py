@@ -67,7 +67,7 @@ def dpo(
     policy = student.after(base)
     for _ in steps:
         batch = sample_proposal(base, None, config.batch_size, generator)
-        pairs = preference_pairs(rewards(log_phi, batch.tokens, steps.name))  # [M, 2]
+        pairs = preference_pairs(rewards(log_phi, batch.tokens, f"{steps.name}, step {steps.step + 1}"))  # [M, 2]
         tokens, log_ref = batch.tokens[pairs], batch.log_p.sum(-1)[pairs]  # [M, 2, T], [M, 2]
 
         def loss(part: slice, tokens: Tensor = tokens, log_ref: Tensor = log_ref) -> Tensor:

@@ -77,7 +77,7 @@ def grpo(
     policy = student.after(base)
     for _ in steps:
         tokens = sample_proposal(policy, None, config.batch_size, generator).tokens
-        reward = rewards(log_phi, tokens, steps.name)
+        reward = rewards(log_phi, tokens, f"{steps.name}, step {steps.step + 1}")
         advantage = advantages(reward)
 
         def loss(part: slice, tokens: Tensor = tokens, advantage: Tensor = advantage) -> Tensor:

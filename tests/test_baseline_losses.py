@@ -148,5 +148,5 @@ def test_an_impossible_sample_counts_as_the_limit_of_a_falling_reward():
 
 @pytest.mark.parametrize("bad", [math.nan, INFINITY])
 def test_a_reward_that_is_no_number_is_refused(bad):
-    with pytest.raises(InputError, match=r"^DPO, update 3: log phi is NaN or \+inf .*potential$"):
-        rewards(lambda tokens: torch.tensor([-1.0, bad]), torch.zeros(2, 4), "DPO, update 3")
+    with pytest.raises(InputError, match=r"^DPO, step 3: log phi is NaN or \+inf .*potential$"):
+        rewards(lambda tokens: torch.tensor([-1.0, bad]), torch.zeros(2, 4), "DPO, step 3")

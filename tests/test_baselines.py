@@ -8,32 +8,19 @@ import math
 import pytest
 import torch
 from test_twist import tiny
-from worlds import ListedPotential, generator, gpt_neo_world
+from worlds import ListedPotential, Recorded, generator, gpt_neo_world
 
-from distill import DPO_GRID, GRPO_GRID, BaselineConfig, Cost, dpo, dpo_cost, grpo, grpo_cost
-from distill.dpo import dpo_step, preference_pairs
+from distill import DPO_GRID, GRPO_GRID, BaselineConfig, Cost, dpo, dpo_cost, finetune, grpo, grpo_cost
 from distill.finetune import Student
-from distill.grpo import advantages, grpo_step
 from distill.lora import LoRALinear
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 from tsmc.exact import Tree, kl_divergence
 from tsmc.proposal import sample_proposal
-from tsmc.steps import Phase
 
 BASELINES = {"dpo": dpo, "grpo": grpo}
 COSTS = {"dpo": dpo_cost, "grpo": grpo_cost}
 INFINITY = math.inf
-
-
-class Recorded(Phase):
-    """Keeps what a loop reports."""
-
-    def __init__(self):
-        self.figures = []
-
-    def report(self, **figures):
-        self.figures.append(figures)
 
 
 def config(strength=0.1, learning_rate=1e-2, updates=40, batch_size=64) -> BaselineConfig:
@@ -42,8 +29,8 @@ def config(strength=0.1, learning_rate=1e-2, updates=40, batch_size=64) -> Basel
 
 def train(name, base, log_phi, options, lora=False, seed=0):
     """The trained model and everything that was reported."""
-    phase = Recorded()
-    return BASELINES[name](base, log_phi, options, lora, generator(seed), phase), phase.figures
+    steps = Recorded(options.updates, name.upper())
+    return BASELINES[name](base, log_phi, options, lora, generator(seed), steps), steps.reports
 
 
 def world(seed=0):
@@ -70,7 +57,7 @@ def test_the_policy_gains_reward_and_the_base_stays(name, lora):
         key.split(".", 2)[-1] for key, tensor in policy.model.state_dict().items() if (tensor != before[key]).any()
     }
     assert not lora or changed == {"attn.q_proj.weight", "attn.v_proj.weight"}
-    assert lora or (len(figures) == 40 and len(changed) > 10)
+    assert len(figures) == 40 and (lora or len(changed) > 10)
     assert figures[0]["loss"] == pytest.approx(math.log(2) if name == "dpo" else 0, abs=1e-12)
 
 
@@ -124,96 +111,63 @@ def test_without_a_step_size_the_base_comes_back_to_the_bit(name, lora):
     assert all(torch.equal(*pair) for pair in zip(policy.model.parameters(), base.model.parameters(), strict=True))
 
 
-def test_trained_lora_switched_off_equals_the_base_to_the_bit():
+@pytest.fixture
+def unmerged(monkeypatch):
+    """Leaves LoRA in the trained model, beside the weights that it changes."""
+    monkeypatch.setattr(finetune, "merge_lora", lambda model: None)
+
+
+def test_trained_lora_switched_off_equals_the_base_to_the_bit(unmerged):
     base, potential = world()
-    student = Student(base, 1e-2, 0.0, True, generator(0))
     tokens = sample_proposal(base, None, 32, generator(1)).tokens
+    policy, _ = train("grpo", base, potential, config(updates=3), lora=True)
     with torch.no_grad():
         expected = base.log_probs(tokens)[0]
-    for _ in range(3):
-        grpo_step(student, base, tokens, advantages(potential(tokens)), 0.1, "")
-    with torch.no_grad():
-        assert not torch.allclose(student.model.log_probs(tokens)[0], expected)
-        for module in student.network.modules():
+        assert not torch.allclose(policy.log_probs(tokens)[0], expected)
+        for module in policy.model.modules():
             if isinstance(module, LoRALinear):
                 module.b.zero_()
-        assert torch.equal(student.model.log_probs(tokens)[0], expected)
+        assert torch.equal(policy.log_probs(tokens)[0], expected)
 
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", BASELINES)
-def test_gradient_in_parts_is_that_of_the_whole_batch(name, lora, monkeypatch):
-    """22 sequences in parts of 8: the last part is smaller."""
+def test_gradient_in_parts_is_that_of_the_whole_batch(name, lora, monkeypatch, unmerged):
+    """22 sequences in parts of 8: the last part is smaller. The second gradient is that away from the base."""
     base, potential = world()
-    tokens = sample_proposal(base, None, 22, generator(1)).tokens
-    reward, results = potential(tokens), []
-    with torch.no_grad():
-        log_ref = base.log_probs(tokens)[0].sum(-1)
-    for rows in (8, 22):
+    results = []
+    for rows in (8, 44):
         monkeypatch.setattr(importlib.import_module(f"distill.{name}"), "ROWS", rows)
-        student = Student(base, 1e-2, 0.0, lora, generator(0))
-        for _ in range(2):  # away from the base, where every gradient of the penalty is zero
-            if name == "dpo":
-                pairs = preference_pairs(reward)
-                loss = dpo_step(student, tokens[pairs], log_ref[pairs], 0.5, "")
-            else:
-                loss = grpo_step(student, base, tokens, advantages(reward), 0.5, "")
-        results.append([torch.tensor(loss), *(parameter.grad for parameter in student.parameters)])
+        policy, figures = train(name, base, potential, config(0.5, updates=2, batch_size=22), lora)
+        gradients = [parameter.grad for parameter in policy.model.parameters() if parameter.requires_grad]
+        results.append([torch.tensor([row["loss"] for row in figures]).double(), *gradients])
+    assert len(results[0]) > 4 and max(gradient.abs().max() for gradient in results[0][1:]) > 1e-3
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("name", BASELINES)
-def test_an_interrupted_run_ends_where_the_whole_one_does(name, lora):
-    class Interrupted(Recorded):
-        saved = None
-
-        def steps(self, total, **state):
-            done = 0
-            if self.saved:
-                done, states = self.saved
-                for key, thing in state.items():
-                    thing.set_state(states[key]) if key == "generator" else thing.load_state_dict(states[key])
-            for step in range(done, total):
-                yield step
-                if step == 2 and not self.saved:
-                    whole = {k: v.get_state() if k == "generator" else v.state_dict() for k, v in state.items()}
-                    self.saved = step + 1, copy.deepcopy(whole)
-                    return
-
-    base, potential = world()
-    expected, _ = train(name, base, potential, config(updates=6), lora)
-    phase = Interrupted()
-    BASELINES[name](base, potential, config(updates=6), lora, generator(0), phase)
-    policy = BASELINES[name](base, potential, config(updates=6), lora, generator(0), phase)
-    assert len(phase.figures) == 6
-    assert all(torch.equal(*pair) for pair in zip(policy.model.parameters(), expected.model.parameters(), strict=True))
 
 
 # guards
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_loss_that_is_not_finite_stops_with_the_update(name):
-    base = tiny(0)
+def test_a_loss_that_is_not_finite_stops_before_the_step(name, monkeypatch):
+    stepped, base = [], tiny(0)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: stepped.append(self))
     base.model.wte.weight.data[3] = torch.nan
-    with pytest.raises(
-        InputError, match=rf"^{name.upper()}, update 1: the loss is not finite; lower the learning rate$"
-    ):
+    with pytest.raises(InputError, match=rf"^{name.upper()}, step 1: loss is nan; lower the learning rate$"):
         train(name, base, lambda tokens: tokens.double().sum(-1), config())
+    assert not stepped
 
 
-def test_the_optimiser_does_not_step_on_a_loss_that_is_not_finite():
-    base, _ = world()
-    student = Student(base, 1e-2, 0.0, False, generator(0))
-    with pytest.raises(InputError):
-        student.step(lambda part: student.parameters[0].sum() * INFINITY, 4, 2, "DPO, update 9")
-    assert all(torch.equal(*pair) for pair in zip(student.parameters, base.model.parameters(), strict=True))
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_reward_that_is_no_number_stops_with_the_step(name):
+    values = iter((-1.0, math.nan))
+    with pytest.raises(InputError, match=rf"^{name.upper()}, step 2: log phi is NaN or \+inf on a sample"):
+        train(name, world()[0], lambda tokens: torch.full((len(tokens),), next(values)), config())
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_model_that_is_not_finite_is_not_returned(lora):
-    student = Student(tiny(0), 1e-2, 0.0, lora, generator(0))
+    student = Student(tiny(0).model, 1e-2, 0.0, lora, generator(0))
     student.parameters[1].data[0] = torch.nan
     with pytest.raises(InputError, match=r"^DPO: the trained model is not finite; lower the learning rate$"):
         student.finish("DPO")
@@ -235,7 +189,7 @@ def test_grids_are_the_papers():
 
 
 def test_adamw_has_the_papers_settings():
-    student = Student(tiny(0), 1e-4, 0.1, False, generator(0))
+    student = Student(tiny(0).model, 1e-4, 0.1, False, generator(0))
     decayed, spared = student.optimizer.param_groups
     assert decayed["betas"] == (0.9, 0.999) and (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     names = {id(parameter): key for key, parameter in student.network.named_parameters()}

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
-from worlds import ListedPotential, every_path, generator, table_world
+from worlds import ListedPotential, every_conditional_path, every_path, generator, in_chunks, table_world
 
 from tinystories.errors import InputError
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.estimate import Bracket, Estimate, difference, mean_estimate, student_quantile
 from tsmc.exact import Target
 from tsmc.rejection import log_mean_with_error, rejection_sample
+from tsmc.sampler import Sigma
 from tsmc.table import TableTwist
 
 
@@ -18,12 +19,8 @@ def exact_bounds(model, twist, potential, target, particles, ess_threshold) -> t
     """E[log Z-hat] of plain and of conditional runs, over all random paths."""
     chances, population = every_path(model, twist, potential, particles, ess_threshold=ess_threshold)
     lower = (chances * population.log_z).sum().item()
-    references = target.tree.sequences()
-    chances, population = every_path(
-        model, twist, potential, particles, ess_threshold=ess_threshold, references=references
-    )
-    sigma = target.log_sigma[-1].exp().repeat_interleave(len(chances) // len(references))
-    return lower, (chances * sigma * population.log_z).sum().item()
+    chances, population = every_conditional_path(model, twist, potential, target, particles, ess_threshold)
+    return lower, (chances * population.log_z).sum().item()
 
 
 @pytest.mark.parametrize("ess_threshold", [1.0, 0.9, 0.0])
@@ -57,7 +54,7 @@ def assert_inside(value: float, bracket: Bracket, level: float = 0.99) -> None:
 def test_intervals_contain_the_exact_values(ess_threshold, exact_samples):
     model, twist, potential = table_world(3, 4, seed=12)
     target, source = Target(model, potential), generator(exact_samples)
-    problem = BoundsProblem(model, twist, potential, particles=8, ess_threshold=ess_threshold, max_rows=500)
+    problem = BoundsProblem(Sigma(model, potential), twist, 8, ess_threshold, max_rows=500)
     bounds = bidirectional_bounds(problem, target.sample(exact_samples, source), 300, source)
     log_q = target.tree.prefix_log_q(twist)[-1].detach()
     assert_inside(target.log_z, bounds.log_z)
@@ -73,7 +70,7 @@ def test_the_gap_closes_with_more_particles():
     target = Target(model, potential)
 
     def gap(particles: int) -> float:
-        problem = BoundsProblem(model, twist, potential, particles)
+        problem = BoundsProblem(Sigma(model, potential), twist, particles)
         return bidirectional_bounds(problem, target.sample(200, generator(1)), 400, generator(2)).gap
 
     assert gap(2) > 2 * gap(16) > 4 * gap(128) > -0.01
@@ -82,7 +79,7 @@ def test_the_gap_closes_with_more_particles():
 def test_optimal_twist_closes_the_gap_and_both_divergences():
     model, _, potential = table_world(3, 3, seed=4)
     target = Target(model, potential)
-    problem = BoundsProblem(model, TableTwist(target.optimal_log_psi()), potential, 4)
+    problem = BoundsProblem(Sigma(model, potential), TableTwist(target.optimal_log_psi()), 4)
     bounds = bidirectional_bounds(problem, target.sample(5, generator(0)), 20, generator(1))
     assert bounds.gap == pytest.approx(0, abs=1e-10)
     for bracket, value in ((bounds.log_z, target.log_z), (bounds.kl_from_proposal, 0), (bounds.kl_from_target, 0)):
@@ -91,7 +88,7 @@ def test_optimal_twist_closes_the_gap_and_both_divergences():
 
 def test_one_exact_sample_has_a_value_but_no_upper_limit_and_none_is_an_error():
     model, twist, potential = table_world(2, 3, seed=5)
-    target, problem = Target(model, potential), BoundsProblem(model, twist, potential, 4)
+    target, problem = Target(model, potential), BoundsProblem(Sigma(model, potential), twist, 4)
     bounds = bidirectional_bounds(problem, target.sample(1, generator(0)), 50, generator(1))
     assert math.isfinite(bounds.log_z.upper.value) and math.isfinite(bounds.log_z.interval()[0])
     assert bounds.log_z.interval()[1] == math.inf and bounds.kl_from_target.interval() == (0.0, math.inf)
@@ -104,7 +101,7 @@ def test_dead_runs_leave_a_trivial_lower_bound_and_an_infinite_divergence():
     log_phi = torch.full((8,), -torch.inf).double()
     log_phi[5] = 0.0
     potential = ListedPotential(log_phi, 2)
-    target, problem = Target(model, potential), BoundsProblem(model, None, potential, 2)
+    target, problem = Target(model, potential), BoundsProblem(Sigma(model, potential), None, 2)
     bounds = bidirectional_bounds(problem, target.sample(5, generator(0)), 50, generator(1))
     assert bounds.log_z.interval()[0] == -math.inf and bounds.log_z.interval()[1] > target.log_z
     assert bounds.kl_from_proposal.interval() == (math.inf, math.inf)
@@ -116,7 +113,7 @@ def test_intervals_cover_as_often_as_they_say():
     """120 experiments with 4 exact samples and 8 runs each: at a level of 90 %, under 96 hits has probability 1e-4."""
     model, twist, potential = table_world(2, 3, seed=7, scale=0.8)
     target, source = Target(model, potential), generator(5)
-    problem, hits = BoundsProblem(model, twist, potential, 4), torch.zeros(3)
+    problem, hits = BoundsProblem(Sigma(model, potential), twist, 4), torch.zeros(3)
     log_q = target.tree.prefix_log_q(twist)[-1].detach()
     exact = (target.log_z, target.kl_from(log_q), target.kl_to(log_q))
     for _ in range(120):
@@ -149,7 +146,7 @@ def test_estimates():
 def test_rejection_gives_exact_samples_and_the_evidence():
     model, _, potential = table_world(2, 3, seed=8)
     target = Target(model, potential)
-    result = rejection_sample(model, potential, 20000, generator(0), chunk=3000)
+    result = rejection_sample(model, potential, in_chunks(20000, 3000, generator(0)))
     assert abs(result.log_z - target.log_z) < 4 * result.log_z_std_error < 0.1
     counts = (result.tokens @ torch.tensor([4, 2, 1])).bincount(minlength=8)
     expected = len(result.tokens) * target.log_sigma[-1].exp()
@@ -159,13 +156,18 @@ def test_rejection_gives_exact_samples_and_the_evidence():
 
 def test_rejection_with_potentials_of_zero_one_and_more():
     model, _, _ = table_world(2, 3)
+
+    def sample(log_phi: float, count: int = 50):
+        potential = ListedPotential(torch.full((8,), log_phi), 2)
+        return rejection_sample(model, potential, in_chunks(count, 1000, generator(0)))
+
     for log_phi, accepted, log_z in ((-torch.inf, 0, -math.inf), (0.0, 50, 0.0)):
-        result = rejection_sample(model, ListedPotential(torch.full((8,), log_phi), 2), 50, generator(0))
+        result = sample(log_phi)
         assert len(result.tokens) == accepted and result.log_z == pytest.approx(log_z, abs=1e-6)
         assert not math.isnan(result.log_z_std_error)
     for log_phi, message in ((0.1, "subtract an upper bound"), (math.nan, "is NaN")):
         with pytest.raises(InputError, match=message):
-            rejection_sample(model, ListedPotential(torch.full((8,), log_phi), 2), 50, generator(0))
+            sample(log_phi)
     with pytest.raises(InputError, match="at least one proposal"):
-        rejection_sample(model, ListedPotential(torch.zeros(8), 2), 0, generator(0))
+        sample(0.0, count=0)
     assert log_mean_with_error(torch.tensor([-2.0])) == (-2.0, math.inf)

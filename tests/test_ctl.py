@@ -2,23 +2,22 @@
 
 import pytest
 import torch
-from worlds import ListedPotential, Recorded, generator, table_world
+from worlds import ListedPotential, Recorded, generator, learn, table_world
 
 from tinystories.errors import InputError
 from tsmc.exact import Target
 from tsmc.proposal import sample_proposal
-from tsmc.sampler import Sigma
-from tsmc.steps import Phase
+from tsmc.steps import Steps
 from tsmc.table import TableModel, TableTwist
-from twist.ctl import CTLConfig, ctl_coefficients, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
+from twist.ctl import ctl_loss, negative_log_weights, positive_log_weights, weigh
 from twist.potential import effective_potential
 
 
 def estimated_gradient(model, twist, potential, batch_size, source) -> torch.Tensor:
     """The CTL gradient of one batch, shaped like the table of the twist."""
     batch = sample_proposal(model, twist, batch_size, source, keep_hidden=True)
-    positive, negative = positive_log_weights(batch, potential), negative_log_weights(batch)
-    loss = ctl_loss(twist, batch, ctl_coefficients(positive, negative))
+    weighted = weigh(batch, positive_log_weights(batch, potential), negative_log_weights(batch))
+    loss = ctl_loss(twist, weighted)
     return torch.autograd.grad(loss, twist.log_psi)[0]
 
 
@@ -67,7 +66,7 @@ def test_gradient_flows_through_no_weight():
     batch = sample_proposal(model, twist, 50, generator(0), keep_hidden=True)
     positive = positive_log_weights(batch, potential).detach().requires_grad_()
     negative = negative_log_weights(batch).detach().requires_grad_()
-    loss = ctl_loss(twist, batch, ctl_coefficients(positive, negative))
+    loss = ctl_loss(twist, weigh(batch, positive, negative))
     gradients = torch.autograd.grad(loss, [twist.log_psi, positive, negative], allow_unused=True)
     assert gradients[1] is None and gradients[2] is None
     by_hand = torch.zeros_like(twist.log_psi)
@@ -106,8 +105,8 @@ def test_learning_brings_the_proposal_to_sigma(number):
         return target.kl_to(target.tree.prefix_log_q(twist)[-1].detach())
 
     before = divergence()
-    config = CTLConfig(updates=300, batch_size=500, learning_rate=0.05)
-    learn_twist([Sigma(model, potential)], twist, config, generator(3), Phase())
+    last_rate = learn(twist, model, potential, Steps(300), 500, learning_rate=0.05, seed=3)
+    assert last_rate == pytest.approx(0.05 * (1 - 0.9 * 299 / 300))
     assert before > 0.05 and divergence() < 0.02 * before
 
 
@@ -122,19 +121,29 @@ def test_exact_gradient_descends_to_the_optimum():
     assert target.kl_to(target.tree.prefix_log_q(twist)[-1].detach()) < 1e-4
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_weight_that_is_no_number_is_refused(bad):
+    model, twist, potential = table_world(3, 3, seed=3)
+    batch = sample_proposal(model, twist, 4, generator(0), keep_hidden=True)
+    for place in (0, 1):
+        weights = [positive_log_weights(batch, potential), negative_log_weights(batch)]
+        weights[place][-1] = bad
+        with pytest.raises(InputError, match=r"^twist learning: a weight is NaN or infinite"):
+            weigh(batch, *weights)
+
+
 def test_an_exploded_twist_stops_before_the_step():
     model, twist, potential = table_world(3, 3, seed=3)
     twist.log_psi.data[..., 0] += 3000
     before = twist.log_psi.detach().clone()
-    with pytest.raises(InputError, match=r"update 1: the twist has exploded.*--ctl-learning-rate"):
-        learn_twist([Sigma(model, potential)], twist, CTLConfig(updates=2, batch_size=50), generator(0), Phase())
+    with pytest.raises(InputError, match=r"^twist learning: the twist has exploded.*; lower the learning rate$"):
+        learn(twist, model, potential, Steps(2), 50)
     assert torch.equal(twist.log_psi, before)
 
 
 def test_a_batch_without_positive_weight_teaches_nothing():
     model, _, _ = table_world(2, 2)
-    twist, phase = TableTwist.ones(model), Recorded()
+    twist, steps = TableTwist.ones(model), Recorded(3)
     nothing = ListedPotential(torch.full((4,), -torch.inf).double(), 2)
-    config = CTLConfig(updates=3, batch_size=10)
-    learn_twist([Sigma(model, nothing)], twist, config, generator(0), phase)
-    assert [figures["ess"] for figures in phase.reports] == [0.0, 0.0, 0.0] and (twist.log_psi == 0).all()
+    learn(twist, model, nothing, steps, 10)
+    assert [figures["ess"] for figures in steps.reports] == [0.0, 0.0, 0.0] and (twist.log_psi == 0).all()

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from test_twist import tiny
-from worlds import Recorded
+from worlds import Recorded, generator
 
-from distill import DistillConfig, self_distill
+from distill import Student, batches_of, held_out_loss, self_distill
 from distill.finetune import parameter_groups
 from distill.lora import LoRALinear, add_lora, merge_lora
 from distill.self_distill import negative_log_likelihood
@@ -15,14 +15,13 @@ from tinystories import Conditional
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 
-CONFIG = DistillConfig(runs=4, updates=30, batch_size=16, learning_rate=1e-2, lora_learning_rate=3e-2)
 
-
-def distil(model, samples, lora: bool, config: DistillConfig = CONFIG):
-    """p^(1) and everything that was reported."""
-    generator, phase = torch.Generator().manual_seed(0), Recorded()
-    student = self_distill([model], [samples], [samples[:4]], config, lora, generator, phase)
-    return Conditional(student, model.prompt, model.length), phase.reports
+def distil(model, samples, lora: bool):
+    """p^(1) after 30 steps and everything that was reported."""
+    source, steps = generator(0), Recorded(30, "distillation")
+    student = Student(model.model, 3e-2 if lora else 1e-2, 0.01, lora, source)
+    self_distill(student, [model], batches_of([samples], 16, source), steps)
+    return Conditional(student.finish("distillation"), model.prompt, model.length), steps.reports
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -35,7 +34,8 @@ def test_distilled_samples_become_likelier_and_the_teacher_stays(lora):
         after, before_training = (negative_log_likelihood(model, samples, 40) for model in (student, teacher))
         assert after < before_training - 0.3
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.model.state_dict().items())
-    assert seen[-1]["held_out_after"] < seen[-1]["held_out_before"]
+    assert held_out_loss([student], [samples[:4]]) < held_out_loss([teacher], [samples[:4]]) - 0.3
+    assert len(seen) == 30 and seen[-1]["loss"] < seen[0]["loss"] - 0.3
     assert student.model.state_dict().keys() == before.keys(), "LoRA is merged"
     assert all(parameter.requires_grad for parameter in student.model.parameters())
 
@@ -52,14 +52,14 @@ def test_lora_starts_at_the_base_model_to_the_bit():
     model = tiny(0).model
     ids = torch.randint(7, (3, 9))
     expected = model(ids)
-    trained = add_lora(model, torch.Generator().manual_seed(0))
+    trained = add_lora(model, generator(0))
     assert torch.equal(model(ids), expected)
     assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in trained}
 
 
 def test_merging_lora_keeps_the_function():
     model = tiny(0).model
-    for parameter in add_lora(model, torch.Generator().manual_seed(0)):
+    for parameter in add_lora(model, generator(0)):
         torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.randint(7, (3, 9))
     expected = model(ids)
@@ -87,8 +87,8 @@ def test_weight_decay_spares_vectors():
     assert all(p.ndim == 1 for p in spared["params"]) and spared["weight_decay"] == 0.0
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_update():
+def test_a_loss_that_is_not_finite_stops_with_the_step():
     model = tiny(0)
     model.model.wte.weight.data[3] = torch.nan
-    with pytest.raises(InputError, match=r"update 1: .*--distill-learning-rate"):
+    with pytest.raises(InputError, match=r"^distillation, step 1: loss is nan; lower the learning rate$"):
         distil(model, torch.tensor([[3, 3, 3, 3]] * 4), lora=False)

@@ -1,5 +1,9 @@
-"""GPT-Neo against transformers on random and shipped checkpoints, its cache under reordering, and files that do not fit."""
+"""GPT-Neo against transformers on random and shipped checkpoints, its cache under reordering, and files that do not fit.
 
+The network is tested as it is and accelerated.
+"""
+
+import copy
 import json
 from pathlib import Path
 
@@ -11,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from worlds import generator, tiny_gpt_neo
 
 import tinystories
-from tinystories import Conditional, InputError
+from tinystories import Conditional, InputError, fast
+from tinystories.fast import accelerate
 from tinystories.load import END_OF_TEXT
 
 POCKET = Path(__file__).parent.parent / "checkpoints" / "pocket" / "lm"
@@ -72,16 +77,25 @@ def theirs(path: Path, dtype=torch.float32, head: bool = True, **shape) -> trans
     return model.float().eval()
 
 
+@pytest.fixture(params=["plain", "fast"])
+def version(request, monkeypatch):
+    """What turns a plain model into the version that is tested; all products of the fast one go to oneDNN."""
+    monkeypatch.setattr(fast, "SMALLEST", 1)
+    return {"plain": lambda model: model, "fast": accelerate}[request.param]
+
+
 def assert_same_logits(
     path: Path, reference, vocab_size: int = 61, positions: int = 24, tolerance: float = 2e-5
 ) -> None:
-    """Our loaded model gives their logits on random tokens, to `tolerance` of the logits' scale."""
-    model, _ = tinystories.load(path)
+    """Our loaded model, plain and fast, gives their logits on random tokens, to `tolerance` of the logits' scale."""
+    plain, _ = tinystories.load(path)
     ids = torch.randint(vocab_size, (3, positions), generator=generator(1))
     with torch.no_grad():
-        ours, wanted = model(ids), reference(ids).logits
-    assert ours.dtype == torch.float32
-    assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
+        wanted = reference(ids).logits
+        for model in (plain, accelerate(copy.deepcopy(plain))):
+            ours = model(ids)
+            assert ours.dtype == torch.float32
+            assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -143,8 +157,8 @@ def test_logits_of_the_pocket_checkpoint():
 @pytest.mark.parametrize("attention_layers", [("global", "local"), ("local", "local"), ("global", "global")])
 @pytest.mark.parametrize("prompt", [1, 2, 9])
 @torch.no_grad()
-def test_cached_equals_uncached_after_any_reordering_and_past_the_window(prompt, attention_layers):
-    model = tiny_gpt_neo(11, seed=3, window_size=4, attention_layers=attention_layers).double()
+def test_cached_equals_uncached_after_any_reordering_and_past_the_window(version, prompt, attention_layers):
+    model = version(tiny_gpt_neo(11, seed=3, window_size=4, attention_layers=attention_layers).double())
     source, rows, length = generator(4), 7, 15
     conditional = Conditional(model, torch.randint(11, (prompt,), generator=source), length)
     decoder, tokens = conditional.decoder(rows), torch.empty(rows, 0, dtype=torch.long)
@@ -161,27 +175,29 @@ def test_cached_equals_uncached_after_any_reordering_and_past_the_window(prompt,
 
 
 @torch.no_grad()
-def test_cache_in_chunks_of_any_size():
-    model = tiny_gpt_neo(11, seed=5, window_size=3).double()
+@pytest.mark.parametrize("rows", ["one cache", "repeated"])
+def test_cache_in_chunks_of_any_size(version, rows):
+    model = version(tiny_gpt_neo(11, seed=5, window_size=3).double())
     ids = torch.randint(11, (2, 12), generator=generator(0))
     ids[1, :4] = ids[0, :4]
-    prompt = tinystories.cache.SharedPrompt()
-    first = model(ids[:1, :4], prompt).expand(2, -1, -1)
-    cache = tinystories.cache.KeyValueCache(prompt, 2, 8)
+    cache = model.new_cache()
+    first = model(ids[:1, :4], cache).expand(2, -1, -1)
+    cache = cache.repeat(2, 8) if rows == "repeated" else cache
     parts = [model(part, cache) for part in ids[:, 4:].split([1, 2, 4, 1], dim=1)]
+    assert cache.length == 12
     torch.testing.assert_close(torch.cat([first, *parts], 1), model(ids), rtol=1e-10, atol=1e-10)
 
 
 @torch.no_grad()
-def test_rows_do_not_depend_on_the_batch():
-    model = tiny_gpt_neo(11, seed=6)
+def test_rows_do_not_depend_on_the_batch(version):
+    model = version(tiny_gpt_neo(11, seed=6))
     ids = torch.randint(11, (5, 10), generator=generator(0))
     alone = torch.cat([model(row[None]) for row in ids])
     torch.testing.assert_close(model(ids), alone, rtol=1e-5, atol=1e-5)
 
 
-def test_log_probs_are_those_of_the_logits_and_carry_gradients():
-    model = Conditional(tiny_gpt_neo(11), torch.tensor([4, 2]), 5)
+def test_log_probs_are_those_of_the_logits_and_carry_gradients(version):
+    model = Conditional(version(tiny_gpt_neo(11)), torch.tensor([4, 2]), 5)
     tokens = torch.randint(11, (3, 5), generator=generator(0))
     log_p, logits, hidden = model.log_probs(tokens)
     torch.testing.assert_close(log_p, logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0])
@@ -193,8 +209,8 @@ def test_log_probs_are_those_of_the_logits_and_carry_gradients():
 @pytest.mark.parametrize("window", [1, 3, 64])
 @pytest.mark.parametrize("prompt", [1, 2, 9])
 @pytest.mark.parametrize("length", [1, 6])
-def test_the_shared_prompt_changes_neither_probabilities_nor_gradients(prompt, length, window):
-    model, source = tiny_gpt_neo(11, seed=2, window_size=window).double(), generator(0)
+def test_the_shared_prompt_changes_neither_probabilities_nor_gradients(version, prompt, length, window):
+    model, source = version(tiny_gpt_neo(11, seed=2, window_size=window).double()), generator(0)
     prompt, tokens = torch.randint(11, (prompt,), generator=source), torch.randint(11, (4, length), generator=source)
     model.requires_grad_()
     ids = torch.cat([prompt.expand(4, -1), tokens], 1)
@@ -210,8 +226,8 @@ def test_the_shared_prompt_changes_neither_probabilities_nor_gradients(prompt, l
 
 
 @torch.no_grad()
-def test_bfloat16_is_near_float32_and_sums_in_float32():
-    model = tiny_gpt_neo(11, seed=4, hidden_size=32, num_heads=4)
+def test_bfloat16_is_near_float32_and_sums_in_float32(version):
+    model = version(tiny_gpt_neo(11, seed=4, hidden_size=32, num_heads=4))
     prompt, tokens = torch.tensor([4, 2, 7]), torch.randint(11, (20, 6), generator=generator(0))
     wanted, logits, _ = Conditional(model, prompt, 6).log_probs(tokens)
     rounded = Conditional(model.to(torch.bfloat16), prompt, 6)
@@ -329,15 +345,16 @@ def test_tokenizer_larger_than_the_vocabulary(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "length", "words"), [(0, 4, "--prompt is empty"), (30, 4, "exceed the model's 32 positions")]
+    ("prompt", "length", "words"), [(0, 4, "the prompt is empty"), (30, 4, "exceed the model's 32 positions")]
 )
 def test_prompts_that_do_not_fit(prompt, length, words):
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=words) as caught:
         Conditional(tiny_gpt_neo(11), torch.zeros(prompt, dtype=torch.long), length)
+    assert "--" not in str(caught.value), "a library knows no command line"
 
 
-def test_prompt_and_continuation_may_fill_every_position():
-    model = Conditional(tiny_gpt_neo(11), torch.zeros(28, dtype=torch.long), 4)
+def test_prompt_and_continuation_may_fill_every_position(version):
+    model = Conditional(version(tiny_gpt_neo(11)), torch.zeros(28, dtype=torch.long), 4)
     decoder = model.decoder(2)
     for _ in range(4):
         decoder.extend(torch.tensor([1, 2]))

@@ -23,8 +23,9 @@ from eval.run.options import PRESETS, RunConfig
 from eval.scorers import similarity, toxicity
 from tinystories import Conditional, InputError
 from tinystories.checkpoint import fingerprint, read_json, read_weights, write_json
+from tinystories.fast import accelerate
 from tinystories.vocabulary import END_OF_TEXT, read_vocabulary
-from twist import TextPotential
+from twist import Factor, TextPotential
 
 LOAD = {"lm": tinystories.load, "toxicity": toxicity.load, "similarity": similarity.load}
 THEIRS = {"lm": AutoModelForCausalLM, "toxicity": AutoModelForSequenceClassification, "similarity": AutoModel}
@@ -100,10 +101,12 @@ def outputs(role: str, ours, wanted, tokens: int, vocab_size: int) -> tuple[torc
 
 
 def assert_same(role: str, path: Path, wanted, tokens: int, vocab_size: int) -> None:
-    """The loaded network gives what transformers' does, to 2e-5 of the largest number."""
-    ours, expected = outputs(role, LOAD[role](path)[0], wanted, tokens, vocab_size)
-    assert ours.shape == expected.shape and ours.dtype == torch.float32
-    assert (ours - expected).abs().max() <= 2e-5 * expected.abs().max()
+    """The loaded network, plain and then fast, gives what transformers' does, to 2e-5 of the largest number."""
+    network, _ = LOAD[role](path)
+    for version in (lambda plain: plain, accelerate):
+        ours, expected = outputs(role, version(network), wanted, tokens, vocab_size)
+        assert ours.shape == expected.shape and ours.dtype == torch.float32
+        assert (ours - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +300,8 @@ def test_a_vocabulary_larger_than_the_tokenizer(tmp_path, small):
     write_tokenizer(tmp_path, 50)
     model, tokenizer = tinystories.load(tmp_path)
     assert (tokenizer.get_vocab_size(), model.config.vocab_size) == (50, 61)
-    potential = TextPotential([lambda texts: -2 * torch.arange(1.0, len(texts) + 1)], tokenizer, torch.tensor([3]))
+    factor = Factor(lambda texts: -2 * torch.arange(1.0, len(texts) + 1))
+    potential = TextPotential([factor], tokenizer.decode_batch, torch.tensor([3]))
     assert potential.texts(torch.tensor([[60, 4], [4, 5]])) == ["w3 w4", "w3 w4 w5"]
     assert potential(torch.tensor([[60, 4], [4, 60], [4, 5]])).tolist() == [-2, -2, -4]
 
@@ -332,7 +336,7 @@ def test_the_base_toxicity_of_the_paper():
     score = toxicity.ToxicityScorer(*toxicity.load(config.checkpoint("toxicity_model")))
     prompt = torch.tensor(tokenizer.encode(config.prompt).ids)
     assert len(prompt) == 8
-    log_score, rows = TextPotential([score], tokenizer, prompt), []
+    log_score, rows = TextPotential([Factor(score)], tokenizer.decode_batch, prompt), []
     with torch.inference_mode():
         for _ in range(20):
             decoder = Conditional(model, prompt, config.length).decoder(100)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tinystories
 from eval.run.options import POCKET, PRESETS, RunConfig, flags, read_config
+from eval.run.saved import load_twist
 from main import main
-from twist import load_twist
 
 SMALL = [
     *("--generations", "1", "--ctl-updates", "4", "--ctl-batch-size", "20", "--particles", "10", "--distill-runs", "4"),
@@ -53,13 +53,14 @@ def test_every_file_of_a_run_can_be_read_again(finished):
     assert config["seed"] == 0 and config["ctl"]["updates"] == 4 and "torch" in config["versions"]
     metrics = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert sum(record["phase"] == "twist learning" for record in metrics) == 8
-    assert {record["phase"] for record in metrics} == {"twist learning", "evaluation", "sampling", "distillation"}
+    learning, drawing = {"twist learning", "distillation"}, {"sampling", "evaluation", "base samples", "bare model"}
+    assert {record["phase"] for record in metrics} == learning | drawing
     samples = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
     assert sum(row["source"] == "generation 1" for row in samples) == 18
     assert all(row["text"].startswith("Once upon a time, there was a") for row in samples)
     for name in ("similarity-toxicity", "twist-learning", "toxicity-histogram"):
         assert (finished / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(finished.rglob(".*")), "a temporary file was left behind"
+    assert [path.name for path in finished.rglob(".*")] == [".lock"], "a temporary file was left behind"
 
 
 def test_a_saved_generation_loads_here_and_in_transformers(finished):
@@ -124,9 +125,13 @@ def expect_refusal(capsys, arguments: list, *parts: str) -> None:
         (["--ess-threshold", 2], ["--ess-threshold", "at most 1"]),
         (["--preset", "huge"], ["--preset", "pocket"]),
         (["--particels", 5], ["--particels", "--help"]),
-        (["--prompt", ""], ["--prompt", "empty"]),
-        (["--prompt", "a " * 200], ["--prompt", "shorten"]),
-        (["--length", 500], ["--length", "shorten"]),
+        (["--particles", 10**20], ["--particles", "at most 1000000000"]),
+        (["--ctl-hidden-units", 10**20], ["--ctl-hidden-units", "at most 1000000000"]),
+        (["--particles", 10**8], ["--particles", "GB", "lower it"]),
+        (["--ctl-hidden-units", 10**6], ["--ctl-hidden-units", "GB", "lower it"]),
+        (["--prompt", ""], ["the prompt is empty"]),
+        (["--prompt", "a " * 200], ["the prompt (", "shorten"]),
+        (["--length", 500], ["the length (500)", "shorten"]),
         (["--lm", "no/such/place"], ["no/such/place", "--lm"]),
         (["--device", "abacus"], ["--device", "cpu"]),
         (["--preset", "paper"], ["TinyStories-33M", "--lm"]),
@@ -194,7 +199,7 @@ def test_a_stale_target_is_refused(capsys, tmp_path, copied, monkeypatch):
         PRESETS, "pocket", type(preset)(preset.lm, preset.toxicity_model, preset.similarity_model, path.parent)
     )
     expect_refusal(
-        capsys, ["--out", tmp_path / "run", "--eval-base-samples", 40], "target.json", "stale", "eval.target"
+        capsys, ["--out", tmp_path / "run", "--eval-base-samples", 40], "target.json", "stale", "eval.pocket target"
     )
 
 

@@ -1,17 +1,18 @@
 """Samplers broken on purpose, each caught by a check that the sampler itself passes: proof that the checks can fail.
 
-A mutant is the source of `tsmc.sampler` with one expression replaced, so it follows the code as it changes.
+A mutant is the source of `tsmc.sampler`, or of `tsmc.conditional`, with one expression replaced, so it follows the code as it
+changes.
 """
 
-import importlib
 import inspect
 import types
 from dataclasses import dataclass
 
 import pytest
 import torch
-from worlds import every_path, generator, gpt_neo_world, sequence_numbers, table_world
+from worlds import every_conditional_path, every_path, generator, gpt_neo_world, sequence_numbers, table_world
 
+import tsmc.conditional
 import tsmc.sampler
 from tsmc.exact import Target
 from tsmc.table import TableModel
@@ -23,7 +24,7 @@ ADAPTIVE = 0.9
 
 def evidence_and_samples(sampler, model, twist, potential, target, ess_threshold) -> float:
     """Largest error, over all random paths of two particles, of E[Z-hat] and of E[Z-hat * share of samples equal to s]."""
-    chances, population = every_path(model, twist, potential, 2, "multinomial", ess_threshold, sampler=sampler)
+    chances, population = every_path(model, twist, potential, 2, "multinomial", ess_threshold, module=sampler)
     evidence = chances * population.log_z.exp()
     vocab_size = model.decoder(1).logits.shape[-1]
     numbers = sequence_numbers(population.samples().flatten(0, 1), vocab_size)
@@ -57,14 +58,12 @@ def generation_one(sampler) -> float:
     return evidence_and_samples(sampler, student, twist, effective, Target(base, potential), 1.0)
 
 
-def conditional(sampler) -> float:
+def conditional(module) -> float:
     """Error of E[Z / Z-hat] = 1 over all random paths and references."""
     model, twist, potential = table_world(2, 3, seed=2)
     target = Target(model, potential)
-    references = target.tree.sequences()
-    chances, population = every_path(model, twist, potential, 2, references=references, sampler=sampler)
-    sigma = target.log_sigma[-1].exp().repeat_interleave(len(chances) // len(references))
-    return abs((chances * sigma * (target.log_z - population.log_z).exp()).sum().item() - 1)
+    chances, population = every_conditional_path(model, twist, potential, target, 2, module=module)
+    return abs((chances * (target.log_z - population.log_z).exp()).sum().item() - 1)
 
 
 def effective_sample_size(sampler) -> float:
@@ -81,6 +80,11 @@ def effective_sample_size(sampler) -> float:
     return error
 
 
+def original(check) -> types.ModuleType:
+    """The module that a check is for."""
+    return tsmc.conditional if check is conditional else tsmc.sampler
+
+
 @dataclass
 class Mutant:
     """What is broken, the expression that is replaced, by what, and the check that catches it."""
@@ -91,88 +95,60 @@ class Mutant:
     check: object
 
     def module(self) -> types.ModuleType:
-        """`tsmc.sampler` with the expression replaced."""
-        source = inspect.getsource(importlib.import_module("tsmc.sampler"))
-        assert source.count(self.right) == 1, f"{self.name}: the expression is no longer in the sampler"
+        """The module with the expression replaced."""
+        source = inspect.getsource(original(self.check))
+        assert source.count(self.right) == 1, f"{self.name}: the expression is no longer there"
         module = types.ModuleType("mutant")
         exec(compile(source.replace(self.right, self.wrong), self.name, "exec"), module.__dict__)
         return module
 
 
-FINAL = "log_w = (step.log_p + log_phi - step.log_q).view(runs, particles) - log_psi"
-EVIDENCE = "log_z = torch.where(resampling, log_z + log_mean_exp(log_weights), log_z)"
-REORDER = "log_p, log_psi = log_p.gather(1, ancestors), log_psi.gather(1, ancestors)"
-EXTEND = "decoder.extend(tokens[..., -1].flatten(), rows.flatten())"
-DRAW = "resample(normalise(log_weights), generator)"
+FINAL = "self.log_w = self.step.log_p + log_phi - self.step.log_q - self.log_psi"
+BEFORE = "self.log_w = self.step.log_normaliser - self.log_psi"
+EVIDENCE = "self.log_z = torch.where(is_due, self.log_z + log_mean_exp(self.log_weights), self.log_z)"
+RESET = "self.log_weights = torch.where(is_due[:, None], 0.0, self.log_weights)"
+ESS = "self.ess = effective_sample_size(self.log_weights)"
+TOKENS = "self.tokens = follow(ancestors, self.tokens)"
+REORDER = "self.log_p, self.log_psi = follow(ancestors, self.log_p), follow(ancestors, self.log_psi)"
+EXTEND = "self.decoder.extend(self.tokens[..., -1].flatten(), (first_rows + ancestors).flatten())"
+IN_PLACE = "self.decoder.extend(self.tokens[..., -1].flatten())"
+DRAW = "resample(normalise(self.log_weights), generator)"
+DRAW_GIVEN = "cloud.draw_ancestors(is_due, multinomial, generator)"
+BARREN = "lambda weights, source: multinomial(weights.index_fill(1, torch.tensor([0]), 0.0), source)"
 
 MUTANTS = [
+    Mutant("final correction dropped", FINAL, BEFORE, every_step),
+    Mutant("log psi of the last step not divided out", FINAL, FINAL.removesuffix(" - self.log_psi"), every_step),
+    Mutant("intermediate log psi not divided out", BEFORE, BEFORE.removesuffix(" - self.log_psi"), every_step),
+    Mutant("log psi not reordered", REORDER, "self.log_p = follow(ancestors, self.log_p)", every_step),
+    Mutant("log p not reordered", REORDER, "self.log_psi = follow(ancestors, self.log_psi)", generation_one),
+    Mutant("tokens not reordered", TOKENS, "pass", every_step),
+    Mutant("table position not reordered", EXTEND, IN_PLACE, every_step),
+    Mutant("cache not reordered", EXTEND, IN_PLACE, on_gpt_neo),
+    Mutant("ancestors of one run used in another", "first_rows + ancestors", "0 * first_rows + ancestors", every_step),
+    Mutant("log K dropped", "log_mean_exp(self.log_weights)", "self.log_weights.logsumexp(-1)", every_step),
     Mutant(
-        "final correction dropped", FINAL, "log_w = step.log_normaliser.view(runs, particles) - log_psi", every_step
-    ),
-    Mutant("log psi of the last step not divided out", FINAL, FINAL.removesuffix(" - log_psi"), every_step),
-    Mutant(
-        "intermediate log psi not divided out",
-        "step.log_normaliser.view(runs, particles) - log_psi",
-        "step.log_normaliser.view(runs, particles)",
-        every_step,
-    ),
-    Mutant("log psi not reordered", REORDER, "log_p = log_p.gather(1, ancestors)", every_step),
-    Mutant("log p not reordered", REORDER, "log_psi = log_psi.gather(1, ancestors)", generation_one),
-    Mutant(
-        "tokens not reordered", "tokens = tokens.gather(1, ancestors[..., None].expand_as(tokens))", "pass", every_step
-    ),
-    Mutant("table position not reordered", EXTEND, "decoder.extend(tokens[..., -1].flatten())", every_step),
-    Mutant("cache not reordered", EXTEND, "decoder.extend(tokens[..., -1].flatten())", on_gpt_neo),
-    Mutant(
-        "ancestors of one run used in another", "rows = ancestors + particles *", "rows = ancestors + 0 *", every_step
-    ),
-    Mutant("log K dropped", "log_z + log_mean_exp(log_weights)", "log_z + log_weights.logsumexp(-1)", every_step),
-    Mutant("every-step evidence under adaptive resampling", EVIDENCE, "log_z = log_z + log_mean_exp(log_w)", adaptive),
-    Mutant("evidence of the last increment only", EVIDENCE, EVIDENCE.replace("(log_weights)", "(log_w)"), adaptive),
-    Mutant(
-        "weights kept after resampling", "torch.where(resampling[:, None], 0.0, log_weights)", "log_weights", every_step
-    ),
-    Mutant(
-        "weights dropped without resampling",
-        "torch.where(resampling[:, None], 0.0, log_weights)",
-        "0.0 * log_weights",
+        "every-step evidence under adaptive resampling",
+        EVIDENCE,
+        "self.log_z = self.log_z + log_mean_exp(self.log_w)",
         adaptive,
     ),
-    Mutant(
-        "ESS of the last increment",
-        "ess = effective_sample_size(log_weights)",
-        "ess = effective_sample_size(log_w)",
-        effective_sample_size,
-    ),
-    Mutant(
-        "resampling from the last increment", DRAW, "resample(normalise(log_weights).square(), generator)", every_step
-    ),
-    Mutant(
-        "final samples not resampled",
-        "return self.tokens.gather(1, self.ancestors[..., None].expand_as(self.tokens))",
-        "return self.tokens",
-        every_step,
-    ),
-    Mutant("reference lost in resampling", "(itself == 0) & conditional", "(itself == 0) & False", conditional),
-    Mutant(
-        "reference without offspring",
-        DRAW,
-        "resample(normalise(log_weights).index_fill(1, itself[0, :1], 0.0), generator)",
-        conditional,
-    ),
-    Mutant(
-        "reference's tokens drawn anew",
-        "given = None if reference is None else",
-        "given = None if True else",
-        conditional,
-    ),
+    Mutant("evidence of the last increment only", EVIDENCE, EVIDENCE.replace("log_weights", "log_w"), adaptive),
+    Mutant("weights kept after resampling", RESET, "pass", every_step),
+    Mutant("weights dropped without resampling", RESET, "self.log_weights = 0.0 * self.log_weights", adaptive),
+    Mutant("ESS of the last increment", ESS, ESS.replace("log_weights", "log_w"), effective_sample_size),
+    Mutant("resampling from other weights", DRAW, DRAW.replace("weights)", "weights).square()"), every_step),
+    Mutant("final samples not resampled", "follow(self.ancestors, self.tokens)", "self.tokens", every_step),
+    Mutant("reference lost in resampling", "ancestors[:, 0] = 0", "pass", conditional),
+    Mutant("reference without offspring", DRAW_GIVEN, DRAW_GIVEN.replace("multinomial", BARREN), conditional),
+    Mutant("reference's tokens drawn anew", "forced[:, 0] = reference[:, t - 1]", "pass", conditional),
 ]
 CHECKS = [every_step, adaptive, on_gpt_neo, generation_one, conditional, effective_sample_size]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_sampler_passes(check):
-    assert check(tsmc.sampler) < 1e-12
+    assert check(original(check)) < 1e-12
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies
-from tokenizers import Tokenizer, models
+from worlds import letters
 
-from eval.run.directory import columns, finite_or_null, table
+from eval.run.directory import finite_or_null
 from eval.run.options import POCKET, RunConfig
-from eval.run.setup import identity, load_ingredients, sigma_key
-from eval.run.target import Target, TargetKey, load_target, save_target
+from eval.run.setup import LastCall, identity, load_setup, sigma_key
+from eval.run.table import columns, table
+from eval.run.target import TargetKey, load_target, save_target
 from eval.scorers.potentials import fingerprints, make_factors
 from eval.scorers.toxicity import ToxicityScorer, load
 from eval.summary import summarise
 from main import main
 from tinystories.errors import InputError
-from twist import TextPotential, first_sentence, keyword, power, regex
+from tsmc import ExactSamples
+from twist import Factor, TextPotential, first_sentence, keyword, power, regex
 
 SMALL = [
     *("--generations", "1", "--ctl-updates", "3", "--ctl-batch-size", "20", "--particles", "10", "--distill-runs", "6"),
@@ -26,17 +28,12 @@ SMALL = [
     *("--eval-base-samples", "40", "--length", "10"),
 ]
 INF = math.inf
-TARGET = Target(torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([-0.5, -0.25]), 900, -7.5, 0.04)
+TARGET = ExactSamples(torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([-0.5, -0.25]), 900, -7.5, 0.04)
 
 
 @pytest.fixture(scope="module")
 def scorer() -> ToxicityScorer:
     return ToxicityScorer(*load(POCKET / "toxicity"))
-
-
-def letters() -> Tokenizer:
-    """Token i is the i-th letter."""
-    return Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("abcdefg")}, unk_token="a"))
 
 
 @pytest.mark.parametrize(
@@ -51,16 +48,17 @@ def letters() -> Tokenizer:
     ],
 )
 def test_a_keyword_is_a_whole_word_in_capitals_or_not(text, found):
-    assert keyword("dragon")([text]).tolist() == [0.0 if found else -INF]
-    assert keyword("dragon", 5.0)([text]).tolist() == [0.0 if found else -5.0]
+    assert keyword("dragon").log_phi([text]).tolist() == [0.0 if found else -INF]
+    assert keyword("dragon", 5.0).log_phi([text]).tolist() == [0.0 if found else -5.0]
 
 
 def test_a_keyword_may_hold_signs_that_patterns_use():
-    assert keyword("a.b (c)?")([" a.b (c)?", " axb c"]).tolist() == [0.0, -INF]
+    assert keyword("a.b (c)?").log_phi([" a.b (c)?", " axb c"]).tolist() == [0.0, -INF]
 
 
 def test_a_pattern_is_taken_as_it_stands():
-    assert regex("^ (big|red) cat~5:")([" red cat~5: x", " Red cat~5:", " a red cat~5:"]).tolist() == [0.0, -INF, -INF]
+    texts = [" red cat~5: x", " Red cat~5:", " a red cat~5:"]
+    assert regex("^ (big|red) cat~5:").log_phi(texts).tolist() == [0.0, -INF, -INF]
 
 
 @pytest.mark.parametrize(
@@ -76,10 +74,9 @@ def test_a_pattern_is_taken_as_it_stands():
 )
 def test_the_first_sentence_ends_behind_the_prompt_or_has_no_length(text, words):
     expected = [-abs(wanted - words) * 2.0 for wanted in (1, 4, 6)]
-    assert [first_sentence(wanted, 2.0)([text]).item() for wanted in (1, 4, 6)] == expected
-    assert [first_sentence(wanted)([text]).item() for wanted in (1, 4, 6)] == [
-        0.0 if e == 0 else -INF for e in expected
-    ]
+    assert [first_sentence(wanted, 2.0).log_phi([text]).item() for wanted in (1, 4, 6)] == expected
+    hard = [0.0 if e == 0 else -INF for e in expected]
+    assert [first_sentence(wanted).log_phi([text]).item() for wanted in (1, 4, 6)] == hard
 
 
 def test_a_product_adds_what_its_factors_read():
@@ -97,32 +94,32 @@ def test_a_product_adds_what_its_factors_read():
         asked["tokens"] = tokens.tolist()
         return -100.0 * tokens[:, 0]
 
-    potential = TextPotential([of_texts, of_continuations, of_tokens], letters(), torch.tensor([1, 2]))
+    factors = [Factor(of_texts), Factor(of_continuations, "continuations"), Factor(of_tokens, "tokens")]
+    potential = TextPotential(factors, letters, torch.tensor([1, 2]))
     log_phi = potential(torch.tensor([[3, 4], [5, 6], [3, 4]]))
     assert asked["texts"] == ["b c d e", "b c f g"] and asked["tokens"] == [[3, 4], [5, 6], [3, 4]]
     assert asked["continuations"] == [" d e", " f g"], "the prompt is left out, equal texts are read once"
     assert log_phi.tolist() == [-301.0, -511.0, -301.0]
 
 
-def test_toxicity_is_what_it_was_and_one_pass_serves_both_directions(scorer):
+def test_toxicity_is_what_it_was_and_one_pass_serves_both_directions(scorer, monkeypatch):
     texts = ["Once upon a time, there was a fat ugly pig.", "Once upon a time, there was a kind girl."]
-    toxic, safe = make_factors(["toxicity", "nontoxicity"], 10.0, scorer)
-    calls, run = [], scorer.run
-    scorer.run = lambda texts: calls.append(texts) or run(texts)
-    assert torch.equal(toxic(texts), 10.0 * scorer(texts))
-    both = toxic(texts).div(10).exp() + safe(texts).div(10).exp()
-    torch.testing.assert_close(both, torch.ones(2))
-    assert toxic(texts)[0] > toxic(texts)[1] and safe(texts)[0] < safe(texts)[1]
-    assert len(calls) <= 1, "the logits of the last texts are kept"
+    calls, run, wanted = [], scorer.run, 10.0 * scorer(texts)
+    monkeypatch.setattr(scorer, "run", lambda texts: calls.append(texts) or run(texts))
+    monkeypatch.setattr(scorer, "logits", LastCall(scorer.logits), raising=False)
+    toxic, safe = (factor.log_phi(texts) for factor in make_factors(["toxicity", "nontoxicity"], 10.0, scorer))
+    assert torch.equal(toxic, wanted) and torch.equal(10.0 * scorer(texts), wanted)
+    torch.testing.assert_close(toxic.div(10).exp() + safe.div(10).exp(), torch.ones(2))
+    assert toxic[0] > toxic[1] and safe[0] < safe[1]
+    assert len(calls) == 1, "the logits of the last texts are kept"
     scorer(texts[:1])
     assert len(calls) == 2
-    scorer.run = run
 
 
 def test_beta_is_the_classifiers_alone(scorer):
     at_zero = make_factors(["toxicity", "keyword:cat"], 0.0, scorer)
-    assert [factor([" dog"]).item() for factor in at_zero] == [0.0, -INF]
-    assert power(lambda texts: torch.tensor([-INF]), 0.0)(["x"]).item() == 0.0
+    assert [factor.log_phi([" dog"]).item() for factor in at_zero] == [0.0, -INF]
+    assert power(lambda texts: torch.tensor([-INF]), 0.0).log_phi(["x"]).item() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -138,7 +135,7 @@ def test_beta_is_the_classifiers_alone(scorer):
 )
 def test_what_the_option_means(scorer, spec, text, log_phi):
     (factor,) = make_factors([spec], 10.0, scorer)
-    assert factor([text]).tolist() == [log_phi]
+    assert factor.log_phi([text]).tolist() == [log_phi] and factor.reads == "continuations"
 
 
 @pytest.mark.parametrize(
@@ -182,11 +179,17 @@ def doubled(texts): return [-2.0 * len(text) for text in texts]
 def array(texts): return numpy.array([-len(text) for text in texts])
 def tensor(texts): return torch.tensor([-1.0 * len(text) for text in texts], requires_grad=True)
 def of_continuations(continuations): return [float(len(text)) for text in continuations]
+of_continuations.reads = "continuations"
 def of_tokens(tokens): return -tokens.sum(-1)
+of_tokens.reads = "tokens"
 def ruled_out(texts): return [float("-inf")] * len(texts)
 class Counted:
+    reads = "tokens"
     def __call__(self, tokens): return 0 * tokens[:, 0]
 counted = Counted()
+def zeroing(tokens): return -3.0 * tokens.zero_()[:, 0] - 2
+zeroing.reads = "tokens"
+def clearing(texts): return [-5.0 for _ in range(len(texts)) if texts.pop()]
 
 def nan(texts): return [float("nan")] * len(texts)
 def infinite(texts): return [float("inf")] * len(texts)
@@ -197,6 +200,8 @@ def nothing(texts): pass
 def raising(texts):
     raise ValueError("first line\\nsecond line")
 def without(): return 0
+def misread(texts): return torch.zeros(len(texts))
+misread.reads = "words"
 number = 3
 """
 
@@ -218,13 +223,15 @@ def own(tmp_path) -> Path:
             ("of_continuations", [4.0, 4.0]),
         ),
         *(("of_tokens", [-7.0, -11.0]), ("ruled_out", [-INF, -INF]), ("counted", [0.0, 0.0])),
+        *(("zeroing", [-2.0, -2.0]), ("clearing", [-5.0, -5.0])),
     ],
 )
 def test_a_function_of_the_users_own(own, scorer, name, log_phi):
-    """It may return what it likes, and gets what its parameter is named for; --beta leaves it alone."""
-    potential = TextPotential(make_factors([f"{own}:{name}"], 10.0, scorer), letters(), torch.tensor([1, 2]))
-    value = potential(torch.tensor([[3, 4], [5, 6]]))
+    """It may return what it likes, gets a copy of what its attribute `reads` names, and --beta leaves it alone."""
+    potential = TextPotential(make_factors([f"{own}:{name}"], 10.0, scorer), letters, torch.tensor([1, 2]))
+    value = potential(tokens := torch.tensor([[3, 4], [5, 6]]))
     assert value.tolist() == log_phi and value.dtype == torch.float32 and not value.requires_grad
+    assert tokens.tolist() == [[3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +245,7 @@ def test_a_function_of_the_users_own(own, scorer, name, log_phi):
         ("nothing", "NoneType that holds no numbers"),
         ("raising", "ValueError: first line)"),
         ("without", "TypeError"),
+        ("misread", "misread.reads is 'words'; give one of texts, continuations, tokens"),
         ("number", "no function named 'number'"),
         ("absent", "no function named 'absent'"),
         ("", "no function named ''"),
@@ -245,9 +253,8 @@ def test_a_function_of_the_users_own(own, scorer, name, log_phi):
 )
 def test_what_is_wrong_with_a_users_function_is_one_line(own, scorer, name, part):
     with pytest.raises(InputError) as caught:
-        TextPotential(make_factors([f"{own}:{name}"], 1.0, scorer), letters(), torch.tensor([1, 2]))(
-            torch.tensor([[3, 4]])
-        )
+        factors = make_factors([f"{own}:{name}"], 1.0, scorer)
+        TextPotential(factors, letters, torch.tensor([1, 2]))(torch.tensor([[3, 4]]))
     message = str(caught.value)
     assert message.startswith(f"--potential {own}:{name}") and part in message and "\n" not in message
 
@@ -271,7 +278,7 @@ def test_a_users_file_is_run_once_and_again_when_it_has_changed(tmp_path, scorer
     make_factors([f"{path}:f", f"{path}:g"], 1.0, scorer)
     assert path.with_suffix(".log").read_text() == "x"
     path.write_text(body + "def f(texts): return [-2.0] * len(texts)\n")
-    assert make_factors([f"{path}:f"], 1.0, scorer)[0](["a"]).tolist() == [-2.0]
+    assert make_factors([f"{path}:f"], 1.0, scorer)[0].log_phi(["a"]).tolist() == [-2.0]
 
 
 def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
@@ -294,7 +301,7 @@ def test_samples_of_another_potential_are_passed_over_and_old_files_mean_toxicit
     (tmp_path / "target.json").write_text(json.dumps(raw))
     assert load_target(tmp_path, key) is not None
     assert load_target(tmp_path, TargetKey("a" * 64, "b" * 64, "Once", 3, 10.0, ["keyword:cat"])) is None
-    assert load_ingredients(RunConfig()).problems[0].target is not None, "the shipped samples serve the default"
+    assert load_setup(RunConfig()).problems[0].exact is not None, "the shipped samples serve the default"
 
 
 def run_main(out: Path, *arguments: object) -> dict:
@@ -332,7 +339,7 @@ def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own, c
     with pytest.raises(SystemExit) as ended:
         main([*SMALL, "--out", str(tmp_path / "other"), *potential])
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended.value.code == 2 and "subtract an upper bound" in line and "--eval-target-proposals 0" in line
+    assert ended.value.code == 2 and "subtract an upper bound" in line and "or do without exact samples" in line
 
 
 @pytest.mark.parametrize("spec", ["my.py:nan", "my.py:absent", "none.py:f", "keyword", "regex:("])

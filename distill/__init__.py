@@ -1,9 +1,10 @@
 """Self-distillation, and the baselines DPO and GRPO, by full fine-tuning or LoRA."""
 
+from distill.batches import batches_of, held_out_loss
 from distill.dpo import DPO_GRID, dpo, dpo_cost
 from distill.finetune import BaselineConfig, Cost, Grid, Student
 from distill.grpo import GRPO_GRID, grpo, grpo_cost
-from distill.self_distill import batches_of, held_out_loss, self_distill
+from distill.self_distill import self_distill
 
 __all__ = [
     "DPO_GRID",

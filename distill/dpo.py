@@ -32,8 +32,8 @@ from torch import Tensor
 
 from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, accumulate_gradient, rewards
 from tinystories.decoder import Conditional
-from tsmc.proposal import sample_proposal
 from tsmc.steps import Steps
+from tsmc.trajectories import sample_proposal
 
 DPO_GRID = Grid(strength=(0.1, 0.2, 0.4, 0.8))
 

@@ -35,8 +35,8 @@ from torch import Tensor
 from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, accumulate_gradient, rewards
 from tinystories.decoder import Conditional
 from tsmc.categorical import widest
-from tsmc.proposal import sample_proposal
 from tsmc.steps import Steps
+from tsmc.trajectories import sample_proposal
 
 GRPO_GRID = Grid(strength=(0.04, 0.08, 0.16, 0.32))
 

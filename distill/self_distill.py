@@ -15,36 +15,13 @@ N samples, T tokens.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from distill.batches import Batch
 from distill.finetune import Student
 from tinystories.decoder import Conditional
-from tsmc.proposal import sequence_log_probs
 from tsmc.steps import Steps
-
-
-@dataclass
-class Batch:
-    """Samples after one prompt; of a batch that several processes share, the rows of this one."""
-
-    tokens: Tensor  # [n, T]
-    prompt: int  # which of the prompts
-    batch_size: int  # of the whole batch
-
-
-def batches_of(samples: Sequence[Tensor], batch_size: int, generator: torch.Generator) -> Callable[[int], Batch]:
-    """Draws the batch of an update from samples [N, T] after each prompt; the prompts take turns."""
-
-    def draw(update: int) -> Batch:
-        prompt = update % len(samples)
-        tokens = samples[prompt]
-        chosen = torch.randint(len(tokens), (batch_size,), generator=generator, device=tokens.device)
-        return Batch(tokens[chosen], prompt, batch_size)
-
-    return draw
 
 
 def negative_log_likelihood(model: Conditional, tokens: Tensor, batch_size: int) -> Tensor:
@@ -53,13 +30,6 @@ def negative_log_likelihood(model: Conditional, tokens: Tensor, batch_size: int)
     For a whole batch, N = batch_size, it is the mean; the rows of several processes sum to that.
     """
     return -model.log_probs(tokens)[0].sum() / (batch_size * model.length)
-
-
-def held_out_loss(models: Sequence[Conditional], held_out: Sequence[Tensor]) -> float:
-    """Mean of -log p(s_t | s_{0:t-1}) over sequences [N', T] of every prompt that were not trained on."""
-    pairs = zip(models, held_out, strict=True)
-    losses = [-sequence_log_probs(model, tokens).mean() / model.length for model, tokens in pairs]
-    return torch.stack(losses).mean().item()
 
 
 def self_distill(

@@ -22,12 +22,13 @@ from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.conditional import conditional_tsmc
 from tsmc.estimate import Estimate, mean_estimate
 from tsmc.exact import Target
-from tsmc.proposal import Twist, sample_proposal
+from tsmc.proposal import Twist
 from tsmc.rejection import rejection_sample
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import Sigma, tsmc
 from tsmc.steps import Chunks, Steps
 from tsmc.table import TableModel, TableTwist
+from tsmc.trajectories import sample_proposal
 from twist.ctl import batches_from_proposal, ctl_loss, learn_twist, negative_log_weights, positive_log_weights, weigh
 
 VOCABULARY, LENGTH, PARTICLES, RUNS = 4, 6, 16, 1000

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from eval.scorers.similarity import mean_pairwise_cosine
 from tsmc.estimate import Estimate, difference, mean_estimate
-from tsmc.proposal import LanguageModel, Twist, proposal_log_probs, sequence_log_probs
+from tsmc.population import Population
+from tsmc.proposal import LanguageModel, Twist
 from tsmc.rejection import ExactSamples
-from tsmc.sampler import Population
+from tsmc.scoring import proposal_log_probs, sequence_log_probs
 from twist.potential import TextPotential, each_once
 
 

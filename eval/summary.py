@@ -7,13 +7,13 @@ exact samples of sigma but nothing else, so the runs are the independent units. 
 error of these samples, which each run's `kl_half_width` holds; log Z_sigma cancels in the change.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
 
 from eval.run.command import one_line_errors
-from eval.run.table import align, columns, named_rows
+from eval.run.options import OneLineParser
+from eval.run.table import align, columns, named_rows, tables
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tsmc.estimate import mean_estimate
@@ -31,7 +31,7 @@ def interval(values: list[float | None], form: str) -> str:
 
 
 def read_runs(directories: list[Path]) -> list[dict]:
-    """results.json of each run; InputError where they are not runs of the same options but for the seed."""
+    """results.json of each run; InputError where they are not finished runs of the same options but for the seed."""
     configs = [read_json(directory / "config.json") for directory in directories]
     if len({config.get("seed") for config in configs}) < len(configs):
         raise InputError("two of the runs have the same seed, so they are not independent; name each seed once")
@@ -41,7 +41,12 @@ def read_runs(directories: list[Path]) -> list[dict]:
             raise InputError(
                 f"{directory}: differs from {directories[0]} in {', '.join(changed)}; compare runs of one kind"
             )
-    return [read_json(directory / "results.json") for directory in directories]
+    results = [read_json(directory / "results.json") for directory in directories]
+    for directory, result in zip(directories, results, strict=True):
+        if "prompts" in result:
+            raise InputError(f"{directory}: has several prompts, and so several tables; name runs of one prompt")
+        tables(result, directory / "results.json")  # InputError where there is none
+    return results
 
 
 def summarise(runs: list[dict]) -> str:
@@ -58,18 +63,18 @@ def summarise(runs: list[dict]) -> str:
         add(name, [rows[name] for rows in named])
     generations = [run["generations"] for run in runs]
     if len(generations[0]) > 1:
-        keys = [key for _, key, _ in shown if key in generations[0][0]]
+        ends = [rows[m] for rows in generations for m in (0, -1)]
+        keys = [key for _, key, _ in shown if all(row.get(key) is not None for row in ends)]
         add("Last - first", [{key: rows[-1][key] - rows[0][key] for key in keys} for rows in generations])
     return align(lines)
 
 
 def main() -> None:
     """Print the summary of the runs named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="directories that main.py wrote, alike but for the seed")
-    args = parser.parse_args()
     with one_line_errors("eval.summary"):
-        print(summarise(read_runs(args.runs)))
+        parser = OneLineParser(prog="eval.summary", description=__doc__.splitlines()[0])
+        parser.add_argument("runs", nargs="+", type=Path, help="directories that main.py wrote, alike but for the seed")
+        print(summarise(read_runs(parser.parse_args().runs)))
 
 
 if __name__ == "__main__":

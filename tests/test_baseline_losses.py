@@ -12,8 +12,8 @@ from distill.finetune import rewards
 from distill.grpo import advantages, grpo_loss
 from tinystories.errors import InputError
 from tsmc.exact import Tree
-from tsmc.proposal import sample_proposal
 from tsmc.table import TableModel, prefix_numbers
+from tsmc.trajectories import sample_proposal
 
 INFINITY = math.inf
 

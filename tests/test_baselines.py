@@ -16,7 +16,7 @@ from distill.lora import LoRALinear
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 from tsmc.exact import Tree, kl_divergence
-from tsmc.proposal import sample_proposal
+from tsmc.trajectories import sample_proposal
 
 BASELINES = {"dpo": dpo, "grpo": grpo}
 COSTS = {"dpo": dpo_cost, "grpo": grpo_cost}

@@ -6,9 +6,9 @@ from worlds import ListedPotential, Recorded, generator, learn, table_world
 
 from tinystories.errors import InputError
 from tsmc.exact import Target
-from tsmc.proposal import sample_proposal
 from tsmc.steps import Steps
 from tsmc.table import TableModel, TableTwist
+from tsmc.trajectories import sample_proposal
 from twist.ctl import ctl_loss, negative_log_weights, positive_log_weights, weigh
 from twist.potential import effective_potential
 

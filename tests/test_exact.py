@@ -9,7 +9,7 @@ from worlds import ListedPotential, generator, gpt_neo_world, sequence_numbers, 
 
 from tinystories.errors import InputError
 from tsmc.exact import Target, Tree, all_sequences, kl_divergence
-from tsmc.proposal import proposal_log_probs
+from tsmc.scoring import proposal_log_probs
 from tsmc.table import TableModel, TableTwist, first_prefix, prefix_numbers
 
 WORLDS = [(table_world, 3, 3), (table_world, 2, 1), (table_world, 1, 3), (gpt_neo_world, 3, 3), (gpt_neo_world, 2, 4)]

@@ -5,6 +5,7 @@ changes.
 """
 
 import inspect
+import re
 import types
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import torch
 from worlds import every_conditional_path, every_path, generator, gpt_neo_world, sequence_numbers, table_world
 
 import tsmc.conditional
+import tsmc.population
 import tsmc.sampler
 from tsmc.exact import Target
 from tsmc.table import TableModel
@@ -96,7 +98,10 @@ class Mutant:
 
     def module(self) -> types.ModuleType:
         """The module with the expression replaced."""
-        source = inspect.getsource(original(self.check))
+        code = re.sub(
+            r"^from tsmc\.population import .*\n", "", inspect.getsource(original(self.check)), flags=re.MULTILINE
+        )
+        source = inspect.getsource(tsmc.population) + code  # what the population does with its ancestors is part of it
         assert source.count(self.right) == 1, f"{self.name}: the expression is no longer there"
         module = types.ModuleType("mutant")
         exec(compile(source.replace(self.right, self.wrong), self.name, "exec"), module.__dict__)

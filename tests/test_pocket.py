@@ -92,7 +92,7 @@ def line_of(path: Path, command: str, *changes: object) -> list[str]:
         " --calibration-samples 300 --fresh-samples 50",
         "similarity": f"--teacher {path}/teacher {stories} {sizes} --validation 6 --vocab-size 150 --positions 32"
         " --openings 40 --rows 8 --steps 5",
-        "target": f"--lm {path}/lm --toxicity-model {path}/toxicity --beta 1 --length 6 --proposals 400",
+        "target": f"--lm {path}/lm --toxicity-model {path}/toxicity --beta 0.5 --length 6 --proposals 500",
     }
     return [command, *lines[command].split(), "--out", str(path / command), *map(str, changes)]
 
@@ -257,16 +257,16 @@ def test_the_sentence_encoder_starts_from_the_teachers_words_and_reads_texts(wor
 
 
 def test_the_target_is_drawn_from_the_two_checkpoints(world):
-    key = target_key(world / "lm", world / "toxicity", common.PROMPT, 6, 1.0)
+    key = target_key(world / "lm", world / "toxicity", common.PROMPT, 6, 0.5)
     exact = load_target(world / "target", key)
     model, tokenizer = tinystories.load(world / "lm")
     prompt = tokenizer.encode(common.PROMPT).ids
     texts = tokenizer.decode_batch([prompt + row for row in exact.tokens.tolist()])
     scorer = classifier.ToxicityScorer(*classifier.load(world / "toxicity"))
-    torch.testing.assert_close(scorer(texts), exact.log_phi, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(0.5 * scorer(texts), exact.log_phi, atol=1e-3, rtol=1e-4)
     conditional = tinystories.Conditional(model, torch.tensor(prompt), 6)
     others = torch.cat([common.sample_model(conditional, common.OneStream(1000, torch.Generator().manual_seed(9)))])
-    log_z, error = log_mean_with_error(scorer(tokenizer.decode_batch([prompt + row for row in others.tolist()])))
+    log_z, error = log_mean_with_error(0.5 * scorer(tokenizer.decode_batch([prompt + row for row in others.tolist()])))
     assert abs(exact.log_z - log_z) < 4 * math.hypot(error, exact.log_z_std_error)
 
 

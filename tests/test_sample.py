@@ -25,7 +25,7 @@ from eval.viewer.watch import Watch
 from tinystories import InputError
 from tinystories.checkpoint import write_json
 from tsmc import Trace, proposal_log_probs
-from tsmc.proposal import sequence_log_probs
+from tsmc.scoring import sequence_log_probs
 from tsmc.weights import effective_sample_size, log_mean_exp, normalise
 from twist import TwistMLP, save_twist
 

@@ -12,11 +12,12 @@ from tinystories.errors import InputError
 from tsmc.categorical import uniforms
 from tsmc.conditional import conditional_tsmc
 from tsmc.exact import Target
-from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs, trajectories
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import tsmc
+from tsmc.scoring import proposal_log_probs, sequence_log_probs
 from tsmc.table import TableModel, TableTwist
 from tsmc.trace import Trace
+from tsmc.trajectories import sample_proposal, trajectories
 from twist.mlp import TwistMLP
 from twist.potential import base_potential, effective_potential
 

@@ -7,12 +7,12 @@ import torch
 from worlds import ListedPotential, generator, in_chunks, table_world
 
 from tinystories.errors import InputError
-from tsmc.proposal import sample_proposal
 from tsmc.rejection import log_mean_with_error, rejection_sample
 from tsmc.resampling import SCHEMES
 from tsmc.runs import sample_model, sample_runs
 from tsmc.sampler import Sigma, tsmc
 from tsmc.steps import Chunks, Steps
+from tsmc.trajectories import sample_proposal
 
 SIZES = {0: 4, 1: 4, 2: 2}  # of ten in chunks of four
 

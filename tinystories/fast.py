@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tinystories.fast_cache import PartsCache, PlacesCache
@@ -56,9 +57,9 @@ PACKED = WeakIdKeyDictionary()
 def packed(*weights: nn.Parameter) -> Tensor:
     """Weights [O_i, I] one below the other in oneDNN's order, made when first asked for and again when a weight has changed.
 
-    A change is a new place in memory, a new type, or a step of the counter by which autograd sees writes in place: those of
-    optimisers, load_state_dict, copy_, `.to` and an assignment to `.data`. Writes in place through `.data` (w.data.mul_(2))
-    and from outside PyTorch go unseen: call PACKED.clear() after them.
+    A change is another place in memory, type or layout, or a step of the counter by which autograd sees writes in place. That
+    covers optimisers, load_state_dict, copy_, `.to` and an assignment to `.data`. What it cannot see are writes in place
+    through `.data` (w.data.mul_(2)) or from outside PyTorch (a NumPy array of the same memory): PACKED.clear() after those.
     """
     state = [(weight.data_ptr(), weight._version, weight.dtype, weight.stride()) for weight in weights]
     kept = PACKED.get(weights[0])
@@ -67,6 +68,15 @@ def packed(*weights: nn.Parameter) -> Tensor:
         matrix = torch.ops.mkldnn._reorder_linear_weight(together.detach(), FEW_ROWS)
         kept = PACKED[weights[0]] = Packed(state, [weight.untyped_storage() for weight in weights], matrix)
     return kept.matrix
+
+
+def forget_fused(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Called after the steps of all optimisers: the fused ones write without counting."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        PACKED.clear()
+
+
+register_optimizer_step_post_hook(forget_fused)
 
 
 def suits_onednn(x: Tensor, weight: Tensor) -> bool:

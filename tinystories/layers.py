@@ -1,6 +1,8 @@
-"""What all networks here share: a linear layer with GELU, and sums that are never narrower than float32.
+"""What all networks here share.
 
     y = gelu(x W^T + b)         x [..., I], W [O, I], b [O], y [..., O]
+
+In a network of a narrower type, attention, logits and log-probabilities are still computed in float32.
 """
 
 import torch

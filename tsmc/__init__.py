@@ -4,14 +4,16 @@ check them: bounds on the evidence, traces, and exact answers for small worlds."
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.conditional import conditional_tsmc
 from tsmc.exact import Target
-from tsmc.proposal import proposal_log_probs, sample_proposal
+from tsmc.population import Population
 from tsmc.rejection import ExactSamples, rejection_sample
 from tsmc.resampling import SCHEMES
 from tsmc.runs import sample_model, sample_runs
-from tsmc.sampler import Population, Sigma, tsmc
+from tsmc.sampler import Sigma, tsmc
+from tsmc.scoring import proposal_log_probs
 from tsmc.steps import Chunks, Steps
 from tsmc.table import TableModel, TableTwist
 from tsmc.trace import Trace
+from tsmc.trajectories import sample_proposal
 
 __all__ = [
     "SCHEMES",

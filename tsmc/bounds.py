@@ -21,10 +21,12 @@ from torch import Tensor
 from tinystories.errors import InputError
 from tsmc.conditional import conditional_tsmc
 from tsmc.estimate import Bracket, difference, mean_estimate
-from tsmc.proposal import Twist, proposal_log_probs, sample_proposal
+from tsmc.proposal import Twist
 from tsmc.resampling import Scheme, multinomial
 from tsmc.sampler import Sigma, tsmc
+from tsmc.scoring import proposal_log_probs
 from tsmc.steps import Chunks
+from tsmc.trajectories import sample_proposal
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
+from tsmc.population import Population
 from tsmc.proposal import LanguageModel, Twist, propose
 from tsmc.resampling import multinomial
-from tsmc.sampler import LogPotential, Observer, Particles, Population
+from tsmc.sampler import LogPotential, Particles
+from tsmc.trace import Observer
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tsmc.categorical import draw_categorical, uniforms
+from tsmc.categorical import draw_categorical
 
 Twist = Callable[[Tensor], Tensor]
 MAX_LOGITS = 2**24  # entries of one tensor of logits: 64 MB in float32
@@ -102,65 +102,3 @@ def chunks(rows: int, entries: int) -> Iterator[slice]:
 def log_psi_of(twist: Twist, hidden: Tensor) -> Tensor:
     """log psi [n, V] after hidden states [n, D]; computed once where all rows are one, as at the first step."""
     return twist(hidden[:1]).expand(len(hidden), -1) if hidden.stride(0) == 0 else twist(hidden)
-
-
-@dataclass
-class Trajectories:
-    """N independent sequences from q, [N, T] each, and the hidden states [N, T, D] that the twist saw."""
-
-    tokens: Tensor
-    log_p: Tensor
-    log_psi: Tensor
-    log_q: Tensor
-    hidden: Tensor | None
-
-
-def sample_proposal(
-    model: LanguageModel, twist: Twist | None, rows: int, generator: torch.Generator, keep_hidden: bool = False
-) -> Trajectories:
-    """Draw N = rows sequences i.i.d. from q, without resampling; twist None samples the model itself."""
-    return trajectories(model, twist, uniforms(model.length * rows, 1, generator).view(-1, rows, 1), keep_hidden)
-
-
-@torch.no_grad()
-def trajectories(model: LanguageModel, twist: Twist | None, uniform: Tensor, keep_hidden: bool) -> Trajectories:
-    """The N sequences of q that uniform numbers [T, N, 1] stand for; a row of them depends on no other row."""
-    decoder = model.decoder(uniform.shape[1])
-    steps, hidden = [], []
-    for t in range(model.length):
-        if keep_hidden:
-            hidden.append(decoder.hidden)
-        steps.append(propose(decoder, twist, uniform[t]))
-        if t < model.length - 1:
-            decoder.extend(steps[-1].tokens)
-    names = ("tokens", "log_p", "log_psi", "log_q")
-    stacked = {name: torch.stack([getattr(step, name) for step in steps], 1) for name in names}  # [N, T] each
-    return Trajectories(**stacked, hidden=torch.stack(hidden, 1) if keep_hidden else None)
-
-
-@torch.no_grad()
-def sequence_log_probs(model: LanguageModel, tokens: Tensor) -> Tensor:
-    """log p(s_{1:T}) [N] of given sequences tokens [N, T], by teacher forcing."""
-    entries = model.vocab_size * tokens.shape[1]
-    return torch.cat([model.log_probs(tokens[rows])[0].sum(-1) for rows in chunks(len(tokens), entries)])
-
-
-@torch.no_grad()
-def proposal_log_probs(model: LanguageModel, twist: Twist | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """log p(s_{1:T}) and log q(s_{1:T}), both [N], of given sequences tokens [N, T], by teacher forcing.
-
-    log q is -inf for a sequence that the twist rules out at any step.
-    """
-    if twist is None:
-        log_p = sequence_log_probs(model, tokens)
-        return log_p, log_p
-    parts = []
-    for rows in chunks(len(tokens), model.vocab_size * tokens.shape[1]):
-        log_p, logits, hidden = model.log_probs(tokens[rows])
-        tilted = logits + twist(hidden)  # [n, T, V]
-        chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
-        ruled_out = chosen == -torch.inf
-        log_q = (chosen - tilted.logsumexp(-1)).masked_fill(ruled_out, -torch.inf)
-        parts.append(torch.stack([log_p.sum(-1), log_q.sum(-1)]))
-    log_p, log_q = torch.cat(parts, 1)
-    return log_p, log_q

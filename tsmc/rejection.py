@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
-from tsmc.proposal import LanguageModel, sample_proposal
+from tsmc.proposal import LanguageModel
 from tsmc.steps import Chunks
+from tsmc.trajectories import sample_proposal
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ R runs, K particles, N sequences, T tokens.
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.proposal import LanguageModel, Twist, sample_proposal
+from tsmc.population import Population
+from tsmc.proposal import LanguageModel, Twist
 from tsmc.resampling import Scheme, multinomial
-from tsmc.sampler import Population, Sigma, tsmc
+from tsmc.sampler import Sigma, tsmc
 from tsmc.steps import Chunks
+from tsmc.trajectories import sample_proposal
 
 
 def sample_runs(

@@ -19,15 +19,16 @@ Where this departs from the paper:
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
+from tsmc.population import Population, follow
 from tsmc.proposal import Extension, LanguageModel, Twist, propose
 from tsmc.resampling import Scheme, multinomial
+from tsmc.trace import Observer
 from tsmc.weights import effective_sample_size, log_mean_exp, normalise
 
 LogPotential = Callable[[Tensor, Tensor], Tensor]
@@ -40,51 +41,6 @@ class Sigma:
 
     model: LanguageModel
     log_potential: LogPotential
-
-
-class Observer(Protocol):
-    """Sees every step before its resampling takes effect: tokens [R, K, t], log_psi, log_w and log_weights [R, K], ess [R],
-    ancestors [R, K]. Called with the sampler's own tensors: copy what is kept, change nothing."""
-
-    def __call__(
-        self,
-        t: int,
-        tokens: Tensor,
-        log_psi: Tensor,
-        log_w: Tensor,
-        log_weights: Tensor,
-        ess: Tensor,
-        ancestors: Tensor,
-    ) -> None: ...
-
-
-@dataclass
-class Population:
-    """R runs of K particles: a weighted set, and the final resampling of it."""
-
-    tokens: Tensor  # [R, K, T]
-    log_weights: Tensor  # [R, K] gathered since the last resampling before t = T
-    ancestors: Tensor  # [R, K] of the final resampling
-    log_z: Tensor  # [R] log Z-hat of each run
-    ess: Tensor  # [R] effective sample size of log_weights
-
-    def samples(self) -> Tensor:
-        """Equally weighted particles [R, K, T]: the final resampling applied."""
-        return follow(self.ancestors, self.tokens)
-
-    def is_alive(self) -> Tensor:
-        """Whether some particle of a run has a weight above zero [R]."""
-        return self.log_z > -torch.inf
-
-    def alive(self) -> "Population":
-        """The runs that are alive."""
-        return Population(**{name: value[self.is_alive()] for name, value in vars(self).items()})
-
-
-def follow(ancestors: Tensor, values: Tensor) -> Tensor:
-    """What belongs to the ancestors [R, K], of values [R, K] or [R, K, t]."""
-    index = ancestors if values.ndim == 2 else ancestors[..., None].expand_as(values)
-    return values.gather(1, index)
 
 
 class Particles:

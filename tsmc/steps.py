@@ -50,6 +50,7 @@ class Chunks:
         self.parts: list[dict[str, Tensor]] = []
 
     def __iter__(self) -> Iterator[tuple[int, torch.Generator]]:
+        self.parts = []
         for number, size in enumerate(self.sizes):
             yield size, self.streams(number)
 
@@ -61,5 +62,7 @@ class Chunks:
         """Figures of the current chunk."""
 
     def kept(self) -> dict[str, Tensor]:
-        """The tensors of all chunks by name, in the order of the chunks."""
+        """The tensors of all chunks by name, in the order of the chunks; InputError where there was none."""
+        if not self.parts:
+            raise InputError(f"a sample of size {self.total} holds nothing; ask for at least one")
         return {name: torch.cat([part[name] for part in self.parts]) for name in self.parts[0]}

@@ -7,8 +7,27 @@ The genealogy is read off the ancestors afterwards: how many distinct particles 
 population. Where it falls to one, all K samples share their first t tokens. T steps, R runs, K particles.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class Observer(Protocol):
+    """Sees every step before its resampling takes effect: tokens [R, K, t], log_psi, log_w and log_weights [R, K], ess [R],
+    ancestors [R, K]. Called with the sampler's own tensors: copy what is kept, change nothing."""
+
+    def __call__(
+        self,
+        t: int,
+        tokens: Tensor,
+        log_psi: Tensor,
+        log_w: Tensor,
+        log_weights: Tensor,
+        ess: Tensor,
+        ancestors: Tensor,
+    ) -> None: ...
+
 
 FIELDS = ("tokens", "log_psi", "log_w", "log_weights", "ess", "ancestors")
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.proposal import Trajectories, sample_proposal
 from tsmc.sampler import LogPotential, Sigma
 from tsmc.steps import Steps
+from tsmc.trajectories import Trajectories, sample_proposal
 from tsmc.weights import effective_sample_size, normalise
 
 EXPLODED = 1000.0  # nats: beyond, float32 no longer resolves the weights

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tsmc.proposal import LanguageModel, sequence_log_probs
+from tsmc.proposal import LanguageModel
 from tsmc.sampler import LogPotential
+from tsmc.scoring import sequence_log_probs
 
 READS = ("texts", "continuations", "tokens")
 """What a factor can read: N texts with the prompt, N texts without it, or the continuations as a tensor [N, T]."""

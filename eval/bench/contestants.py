@@ -5,20 +5,19 @@ transformers is needed here alone, and imported only when a counterpart is asked
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import tinystories
+from eval.run.options import POCKET
 from eval.scorers import similarity, toxicity
 from eval.scorers.encoder import EncoderConfig, Runner
 from tinystories import GPTNeo, GPTNeoConfig, InputError
 from tinystories.load import names_on_disk
 from twist import TwistMLP
 
-POCKET = Path(__file__).parent.parent / "checkpoints" / "pocket"
 PROMPT = "Once upon a time, there was a"
 TEXTS, BATCH = 128, 64
 PAPER = {

@@ -2,54 +2,64 @@
 
     mean over seeds +- half of the 95 % interval (Student's t), the seeds being the independent units
     changes are taken within each seed before they are averaged
+    KL(sigma||q) of all seeds rests on the same exact samples of sigma, whose error does not average out and is added
 
-A row has a section, a name in it, a seed ("mean" over all of them, "" where none applies), a generation, a quantity.
+A number is known by its place and its quantity; among seeds, "mean" is the mean over all. N exact samples, S seeds.
 """
 
 import csv
 import io
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eval.paper.study import VARIANTS, Part, StudyConfig, tsmc_scored, tsmc_units
-from eval.paper.task import BINS, distance, read_part
-from tinystories.checkpoint import write_json, write_text
+from eval.paper.study import NAMES, NEVER, TSMC, VARIANTS, Part, Place, StudyConfig, scheme_name, tsmc_cost
+from eval.paper.task import distance, nearest, read_part, target_row, with_half_width
+from tinystories.checkpoint import read_json, write_json, write_text
 from tsmc.estimate import Estimate, difference, mean_estimate
 
-NAMES = {
-    "tsmc": "TSMC",
-    "no-effective": "TSMC without φ⁽ᵐ⁾",
-    "lora": "TSMC, LoRA",
-    "dpo-full": "DPO, full",
-    "dpo-lora": "DPO, LoRA",
-    "grpo-full": "GRPO, full",
-    "grpo-lora": "GRPO, LoRA",
+
+class Quantity(NamedTuple):
+    """What is measured: its unit, the least and the greatest value that is possible, its title and digits in the report."""
+
+    unit: str
+    lowest: float
+    highest: float
+    title: str = ""
+    digits: int = 2
+
+
+INFINITY = math.inf
+COUNT = Quantity("count", 0.0, INFINITY)
+QUANTITIES = {
+    "acceptance": Quantity("share", 0.0, 1.0, "Acceptance in %", 3),
+    "toxic_share": Quantity("share", 0.0, 1.0, "At 0.5 and above in %", 2),
+    "twist_share": Quantity("share", 0.0, INFINITY, "Twist in %", 0),
+    "distinct": Quantity("share", 0.0, 1.0, "Distinct"),
+    "toxicity": Quantity("probability", 0.0, 1.0, "Toxicity", 3),
+    "model_toxicity": Quantity("probability", 0.0, 1.0, "Toxicity of bare p⁽ᵐ⁾"),
+    "similarity": Quantity("cosine", -1.0, 1.0, "Similarity", 3),
+    "distance": Quantity("distance on the plane", 0.0, INFINITY, "Distance to Target", 3),
+    "kl": Quantity("nats", 0.0, INFINITY, "KL(σ‖q)"),
+    "kl_base": Quantity("nats", 0.0, INFINITY, "KL(σ‖q)"),
+    "drift": Quantity("nats", 0.0, INFINITY, "Drift KL(σ‖σ_m)"),
+    "log_z": Quantity("nats", -INFINITY, INFINITY, "log Z"),
+    "log_z_std_error": Quantity("nats", 0.0, INFINITY),
+    "log_z_hat": Quantity("nats", -INFINITY, INFINITY, "log Ẑ"),
+    "log_z_hat_mean": Quantity("nats", -INFINITY, INFINITY, "log Ẑ"),
+    "log_z_hat_std": Quantity("nats", 0.0, INFINITY, "Spread of log Ẑ"),
+    "ess": Quantity("particles", 1.0, INFINITY, "ESS", 1),
+    "fluency": Quantity("nats per token", -INFINITY, 0.0, "log p⁽⁰⁾ a token"),
+    "units": Quantity("token positions", 0.0, INFINITY, "Token positions", 0),
 }
-UNITS = {
-    "toxicity": "probability",
-    "similarity": "cosine",
-    "kl": "nats",
-    "kl_base": "nats",
-    "drift": "nats",
-    "log_z": "nats",
-    "log_z_hat": "nats",
-    "log_z_hat_mean": "nats",
-    "log_z_hat_std": "nats",
-    "ess": "particles",
-    "acceptance": "share",
-    "toxic_share": "share",
-    "distinct": "share",
-    "model_toxicity": "probability",
-    "distance": "distance on the plane",
-    "fluency": "nats per token",
-    "units": "token positions",
-}
+COUNTS = {"scored": "Texts scored", "sequences": "Accepted", "proposals": "of proposals", "runs": "Runs a seed"}
+COUNTS |= {"updates": "Updates", "batch_size": "Batch"}
+QUANTITIES |= {name: COUNT._replace(title=title, digits=0) for name, title in COUNTS.items()}
+PAPER = Path(__file__).parent / "report" / "paper.json"  # what the paper reports
 
 
 @dataclass(frozen=True)
@@ -67,43 +77,95 @@ class Number:
     unit: str
 
 
-FEW_RUNS = 8  # percentiles over fewer runs than that cover too little to be called a 95 % interval
-
-
 class Numbers:
-    """The table, by section, name, seed, generation and quantity."""
+    """The table."""
 
     def __init__(self):
         self.rows: dict[tuple, Number] = {}
+        self.log_density: dict[
+            tuple, Tensor
+        ] = {}  # [N] of the exact samples: log q for "kl", log p^(m) phi for "drift"
+        self.log_sigma = torch.zeros(0)  # [N] log p^(0) phi of the exact samples
+        self.log_z = Estimate(0.0, 0.0, INFINITY)
 
-    def add(self, section: str, name: str, seed: int | str, generation: int | str, quantity: str, found: Any) -> None:
-        """A plain number, or one with its limits."""
-        found = found if isinstance(found, dict) else {"value": found, "low": None, "high": None}
-        key = section, name, seed, generation, quantity
-        self.rows[key] = Number(*key, **found, unit=UNITS.get(quantity, "count"))
+    def add(self, place: Place, quantity: str, value: Any) -> None:
+        """A plain number, or one with its limits, which are cut where they leave what is possible."""
+        limits = value if isinstance(value, dict) else {"value": value, "low": None, "high": None}
+        kind = QUANTITIES.get(quantity, COUNT)
+        if limits["low"] is not None and place[0] != "changes":
+            low, high = max(limits["low"], kind.lowest), min(limits["high"], kind.highest)
+            limits = limits | {"low": min(low, limits["value"]), "high": max(high, limits["value"])}
+        self.rows[*place, quantity] = Number(*place, quantity, **limits, unit=kind.unit)
 
-    def add_row(self, section: str, name: str, seed: int | str, generation: int | str, row: dict) -> None:
-        """Every number of a part's row."""
-        for quantity, found in row.items():
-            is_number = isinstance(found, dict) or (isinstance(found, int | float) and not isinstance(found, bool))
-            if is_number and quantity not in ("generation", "place", "seed"):
-                self.add(section, name, seed, generation, quantity, found)
+    def add_row(self, row: dict, place: Place | None = None) -> None:
+        """Every number of a part's row, at its own place if none is named, and the densities of the exact samples."""
+        place = place or tuple(row["place"])
+        for quantity, value in row.items():
+            if isinstance(value, dict | int | float):
+                self.add(place, quantity, value)
+        for quantity, density in (("kl", "log_q"), ("drift", "log_sigma_m")):
+            if density in row:
+                self.log_density[*place, quantity] = tensor_of(row[density])
 
-    def get(self, section: str, name: str, seed: int | str, generation: int | str, quantity: str) -> Number | None:
-        """The row, or None."""
-        return self.rows.get((section, name, seed, generation, quantity))
+    def get(self, place: Place, quantity: str) -> Number | None:
+        """The number, or None."""
+        return self.rows.get((*place, quantity))
 
-    def names(self, section: str) -> list[str]:
-        """The names in a section, in order."""
-        return list(dict.fromkeys(key[1] for key in self.rows if key[0] == section))
+    def changed(self, name: str, quantity: str) -> Number | None:
+        """The mean of the changes of that name; None where one is infinite."""
+        return self.get(("changes", name, "mean", ""), quantity)
 
-    def average(self, section: str, seeds: Iterable[int]) -> None:
+    def names(self, section: str, method: str = "") -> list[str]:
+        """The names in a section, in order; of a baseline's runs alone if one is named."""
+        start = f"{NAMES[method]}, lr" if method else ""
+        return list(dict.fromkeys(key[1] for key in self.rows if key[0] == section and key[1].startswith(start)))
+
+    def values(self, places: list[Place], quantity: str) -> list[float] | None:
+        """The values at several places, or None where one is missing or infinite."""
+        numbers = [self.get(place, quantity) for place in places]
+        known = all(number is not None and number.value is not None for number in numbers)
+        return [number.value for number in numbers] if known else None
+
+    def average(self, section: str, seeds: tuple[int, ...], label: str = "mean") -> None:
         """Means over the seeds, for every name, generation and quantity of a section that all seeds have a value of."""
-        seeds = list(seeds)
-        for _, name, _, generation, quantity in [key for key in self.rows if key[0] == section]:
-            found = [self.get(section, name, seed, generation, quantity) for seed in seeds]
-            if all(row is not None and row.value is not None for row in found):
-                self.add(section, name, "mean", generation, quantity, mean_of([row.value for row in found]))
+        keys = dict.fromkeys((name, m, quantity) for of, name, _, m, quantity in self.rows if of == section)
+        for name, m, quantity in keys:
+            places = [(section, name, seed, m) for seed in seeds]
+            if (values := self.values(places, quantity)) is not None:
+                self.add((section, name, label, m), quantity, mean_of(values, self.shared_error(places, quantity)))
+
+    def shared_error(self, places: list[Place], quantity: str) -> Estimate | None:
+        """The error that the exact samples and log Z of sigma leave in the mean of a divergence from sigma over places."""
+        keys = [(*place, quantity) for place in places]
+        if not all(key in self.log_density for key in keys):
+            return None
+        log_density = torch.stack([self.log_density[key] for key in keys])  # [S, N]
+        return difference(mean_estimate(self.log_sigma - log_density.mean(0)), self.log_z)
+
+    def add_changes(self, name: str, quantities: tuple[str, ...], before: list[Place], after: list[Place]) -> None:
+        """Section `changes`: differences within seeds, before and after holding a place for each, and their means.
+
+        Those of KL(sigma||q) are paired over the exact samples: KL_b - KL_a = E_sigma[log q_a - log q_b].
+        """
+        for quantity in quantities:
+            ends, shared = (self.values(before, quantity), self.values(after, quantity)), None
+            if None in ends:
+                continue
+            differences = [b - a for a, b in zip(*ends, strict=True)]
+            if quantity == "kl":
+                log_q = [
+                    torch.stack([self.log_density[*place, "kl"] for place in places]) for places in (before, after)
+                ]
+                drops = log_q[0] - log_q[1]  # [S, N]
+                differences, shared = drops.mean(1).tolist(), mean_estimate(drops.mean(0))
+            for place, value in zip(before, differences, strict=True):
+                self.add(("changes", name, place[2], ""), quantity, value)
+            self.add(("changes", name, "mean", ""), quantity, mean_of(differences, shared))
+
+
+def tensor_of(values: list[float | None]) -> Tensor:
+    """Log-probabilities [N] from a part's file, where null stands for -inf."""
+    return torch.tensor([-INFINITY if value is None else value for value in values], dtype=torch.float64)
 
 
 def mean_of(values: list[float], shared: Estimate | None = None) -> dict[str, float | None]:
@@ -111,167 +173,86 @@ def mean_of(values: list[float], shared: Estimate | None = None) -> dict[str, fl
     estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
     if shared is not None and math.isfinite(estimate.std_error):
         estimate = difference(estimate, Estimate(0.0, shared.std_error, shared.dof))
-    half = estimate.half_width()
-    if not math.isfinite(half):
-        return {"value": estimate.value, "low": None, "high": None}
-    return {"value": estimate.value, "low": estimate.value - half, "high": estimate.value + half}
-
-
-def scheme_name(scheme: str, threshold: float) -> str:
-    """A row of the resampling table."""
-    return {1.0: f"{scheme}, every step", 0.5: f"{scheme}, ESS < K/2", 0.0: "never before the last token"}[threshold]
+    return with_half_width(estimate.value, estimate.half_width())
 
 
 def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, list[dict]]:
-    """All numbers of the finished parts, and the texts by set."""
-    numbers, texts = Numbers(), []
-    found = {part.name: read_part(out, part.name) for part in parts}
-    for row in found["rejection"]["rows"]:
-        name = f"beta {row['beta']:g}"
-        numbers.add_row("rejection", name, "", "", row)
-        for place, count in enumerate(row["histogram"]):
-            numbers.add("histogram", name, "", "", f"toxicity in {place / BINS:.2f}..{(place + 1) / BINS:.2f}", count)
-        numbers.add(
-            "rejection", name, "", "", "toxic_share", sum(row["histogram"][BINS // 2 :]) / sum(row["histogram"])
-        )
-        texts.append({"set": f"β = {row['beta']:g}", "seed": study.seeds[0], "texts": row["texts"]})
-    for variant in VARIANTS:
-        for seed in study.seeds:
-            for row in found[f"{variant}-{seed}"]["rows"]:
-                row["distance"] = distance(row, target_row(study, found))
-                numbers.add_row("generations", NAMES[variant], seed, row["generation"], row)
-                if (variant, seed) == ("tsmc", study.seeds[0]):
-                    texts.append({"set": f"Generation {row['generation']}", "seed": seed, "texts": row["texts"]})
-    for seed in study.seeds:
-        for row in found[f"particles-{seed}"]["rows"]:
-            if row["runs"] < FEW_RUNS:
-                row |= {name: row[name]["value"] for name in ("toxicity", "similarity")}
-            numbers.add_row("particles", f"K = {row.pop('particles')}", seed, row["generation"], row)
-        for row in found[f"resampling-{seed}"]["rows"]:
-            name = scheme_name(row.pop("scheme"), row.pop("threshold"))
-            numbers.add_row("resampling", name, seed, row["generation"], row)
-    add_baselines(study, parts, found, numbers, texts)
+    """All numbers of the finished parts, and the texts by set: every beta's, the first seed's and the best baselines'."""
+    numbers, texts, target, first = Numbers(), [], target_row(out, study), study.seeds[0]
+    numbers.log_sigma = tensor_of(target["log_sigma"])
+    numbers.log_z = Estimate(target["log_z"]["value"], target["log_z_std_error"], target["proposals"] - 1.0)
+    sweeps: dict[str, list[dict]] = {method: [] for method in study.methods}
+    for part in parts:
+        for row in read_part(out, part.name):
+            section, name, seed, m = row["place"]
+            if section in ("generations", "resampling", "sweep", "best") and "failed" not in row:
+                row["distance"] = distance(row, target)
+            numbers.add_row(row)
+            if section == "sweep":
+                sweeps[part.method].append(row)
+            elif "texts" in row and (section == "rejection" or (name, seed) == (TSMC, first)):
+                label = name.replace("beta", "β =") if section == "rejection" else f"Generation {m}"
+                texts.append({"set": label, "seed": first, "texts": row["texts"]})
+    for sweep in sweeps.values():
+        best = sweep[nearest(sweep, target)]
+        name = best["place"][1]
+        numbers.add_row(best, ("best", name, first, ""))
+        texts += [{"set": f"Best {name}", "seed": first, "texts": best["texts"]}] if "texts" in best else []
     for section in ("generations", "particles", "resampling", "best"):
         numbers.average(section, study.seeds)
-    add_changes(study, numbers)
-    add_kl_changes(study, numbers, found)
-    numbers.add("budget", NAMES["tsmc"], "", "", "units", tsmc_units(study.run))
-    numbers.add("budget", NAMES["tsmc"], "", "", "scored", tsmc_scored(study.run))
+    numbers.average("best", study.seeds[1:], "other seeds")
+    add_comparisons(study, numbers)
+    cost = tsmc_cost(study.run)
+    numbers.add_row({"units": cost.units(study.run.length), "scored": cost.sampled}, ("budget", TSMC, "", ""))
+    for row in read_json(PAPER)["rows"]:
+        numbers.add_row(row)
     return numbers, texts
 
 
-def target_row(study: StudyConfig, found: dict[str, dict]) -> dict:
-    """The row of the rejection table that is Target."""
-    return next(row for row in found["rejection"]["rows"] if row["beta"] == study.run.beta)
-
-
-def setting(row: dict) -> str:
-    """The name of one run of a sweep."""
-    step, decay = row["learning_rate"], row["weight_decay"]
-    return f"{NAMES[row['method']]}, lr {step:g}, decay {decay:g}, b {row['strength']:g}"
-
-
-def setting_names(numbers: Numbers, section: str, method: str) -> list[str]:
-    """The names of a method's runs in a section."""
-    return [name for name in numbers.names(section) if name.startswith(f"{NAMES[method]}, lr")]
-
-
-def add_baselines(
-    study: StudyConfig, parts: list[Part], found: dict[str, dict], numbers: Numbers, texts: list[dict]
-) -> None:
-    """Section `sweep` on the first seed, and section `best`: the run nearest to Target, and its settings on other seeds."""
-    target, first = target_row(study, found), study.seeds[0]
-    for method in study.methods:
-        sweep = [found[part.name] for part in parts if part.method == method and part.kind == "baseline"]
-        others = [found[part.name] for part in parts if part.method == method and part.kind == "best"]
-        for row in (*sweep, *others):
-            if "failed" not in row:
-                row["distance"] = distance(row, target)
-        for row in sweep:
-            numbers.add_row("sweep", setting(row), first, "", row)
-        best = min(sweep, key=lambda row: distance(row, target))
-        for row in (best, *others):
-            numbers.add_row("best", setting(best), row["seed"], "", row)
-        if "texts" in best:
-            texts.append({"set": f"Best {setting(best)}", "seed": first, "texts": best["texts"]})
-        for quantity in ("toxicity", "similarity", "kl", "distance", "fluency"):
-            values = [row[quantity] for row in others if quantity in row]
-            values = [value["value"] if isinstance(value, dict) else value for value in values]
-            if values and len(values) == len(others):
-                numbers.add("best", setting(best), "other seeds", "", quantity, mean_of(values))
-
-
-def generation_steps(last: int) -> list[tuple[int, int]]:
-    """The pairs of generations that are compared: neighbours, and the first with the last."""
-    return [(m, m + 1) for m in range(last)] + ([(0, last)] if last > 1 else [])
-
-
-def add_changes(study: StudyConfig, numbers: Numbers) -> None:
-    """Section `changes`: differences within seeds and their means, which the claims of the report rest on."""
-
-    def change(name: str, section: str, quantity: str, one: tuple, other: tuple) -> None:
-        pairs = []
-        for seed in study.seeds:
-            before, after = (numbers.get(where, n, seed, m, quantity) for where, n, m in (one, other))
-            if before is None or after is None or before.value is None or after.value is None:
-                return
-            pairs.append(after.value - before.value)
-            numbers.add(section, name, seed, "", quantity, pairs[-1])
-        numbers.add(section, name, "mean", "", quantity, mean_of(pairs))
-
+def add_comparisons(study: StudyConfig, numbers: Numbers) -> None:
+    """Section `changes`, which the claims of the report rest on."""
     last, few, many = study.run.generations, min(study.particle_counts), max(study.particle_counts)
-    tsmc = [("generations", NAMES["tsmc"], m) for m in range(last + 1)]
-    for quantity in ("toxicity", "similarity", "log_z_hat_mean", "distance"):
-        for one, other in generation_steps(last):
-            change(f"generation {one} to {other}", "changes", quantity, tsmc[one], tsmc[other])
-        for variant in ("lora", "no-effective"):
-            place = "generations", NAMES[variant], last
-            change(f"{NAMES['tsmc']} to {NAMES[variant]}", "changes", quantity, tsmc[last], place)
-    for count in study.particle_counts:
-        places = [("particles", f"K = {count}", m) for m in (0, last)]
-        change(f"K = {count}, generation 0 to {last}", "changes", "toxicity", *places)
-    places = ("particles", f"K = {many}", 0), ("particles", f"K = {few}", last)
-    change(f"K = {many}, generation 0 to K = {few}, generation {last}", "changes", "toxicity", *places)
+    measures, whole = ("toxicity", "similarity", "log_z_hat_mean", "distance", "kl"), f"generation 0 to {last}"
+
+    def change(name: str, quantities: tuple[str, ...], *ends: tuple[str, str, int | str]) -> None:
+        before, after = ([(section, of, seed, m) for seed in study.seeds] for section, of, m in ends)
+        numbers.add_changes(name, quantities, before, after)
+
+    for variant in VARIANTS:
+        name, title = NAMES[variant], "" if variant == "tsmc" else f"{NAMES[variant]}, "
+        for a, b in [(m, m + 1) for m in range(last)] + ([(0, last)] if last > 1 else []):
+            change(f"{title}generation {a} to {b}", measures, ("generations", name, a), ("generations", name, b))
+        if variant != "tsmc":
+            change(f"{TSMC} to {name}", measures, ("generations", TSMC, last), ("generations", name, last))
+    for count in [f"K = {count}" for count in study.particle_counts]:
+        change(f"{count}, {whole}", ("toxicity",), ("particles", count, 0), ("particles", count, last))
+    ends = ("particles", f"K = {many}", 0), ("particles", f"K = {few}", last)
+    change(f"K = {many}, generation 0 to K = {few}, generation {last}", ("toxicity",), *ends)
+    for scheme in dict.fromkeys((own_scheme(study), NEVER)):
+        ends = ("resampling", scheme, 0), ("resampling", scheme, last)
+        change(f"{scheme}, {whole}", ("toxicity", "log_z_hat", "log_z_hat_std", "distance"), *ends)
     for name in numbers.names("best"):
-        change(f"{NAMES['tsmc']} to {name}", "changes", "distance", tsmc[last], ("best", name, ""))
-    target = numbers.get("rejection", f"beta {study.run.beta:g}", "", "", "similarity")
+        change(f"{TSMC} to {name}", ("distance",), ("generations", TSMC, last), ("best", name, ""))
+    target = numbers.get(study.target_place(), "similarity")
     for m in range(last + 1):
-        row = numbers.get("generations", NAMES["tsmc"], "mean", m, "similarity")
-        numbers.add("changes", f"Target to generation {m}", "mean", "", "similarity", gap(target, row))
+        mean = numbers.get(("generations", TSMC, "mean", m), "similarity")
+        numbers.add(("changes", f"Target to generation {m}", "mean", ""), "similarity", gap(target, mean))
+
+
+def own_scheme(study: StudyConfig) -> str:
+    """The row of the resampling table that resamples as the runs of the study do."""
+    return scheme_name(study.run.resampling, study.run.ess_threshold)
 
 
 def gap(one: Number, other: Number) -> dict[str, float | None]:
     """other - one of independent numbers, half widths in quadrature."""
-    value = other.value - one.value
-    if None in (one.low, one.high, other.low, other.high):
-        return {"value": value, "low": None, "high": None}
-    half = math.hypot((one.high - one.low) / 2, (other.high - other.low) / 2)
-    return {"value": value, "low": value - half, "high": value + half}
+    halves = (INFINITY if row.low is None or row.high is None else (row.high - row.low) / 2 for row in (one, other))
+    return with_half_width(other.value - one.value, math.hypot(*halves))
 
 
-def add_kl_changes(study: StudyConfig, numbers: Numbers, found: dict[str, dict]) -> None:
-    """Changes of KL(sigma||q), paired over the exact samples of sigma: KL_b - KL_a = E_sigma[log q_a - log q_b].
-
-    All seeds share the exact samples, so their sampling error does not average out: it joins the error over seeds.
-    """
-    last, tsmc = study.run.generations, NAMES["tsmc"]
-
-    def log_q(variant: str, seed: int, m: int) -> Tensor:
-        return torch.tensor(found[f"{variant}-{seed}"]["rows"][m]["log_q"], dtype=torch.float64)  # [N]
-
-    pairs = [(f"generation {a} to {b}", ("tsmc", a), ("tsmc", b)) for a, b in generation_steps(last)]
-    pairs += [(f"{tsmc} to {NAMES[variant]}", ("tsmc", last), (variant, last)) for variant in VARIANTS[1:]]
-    for name, (before, a), (after, b) in pairs:
-        drops = torch.stack([log_q(before, seed, a) - log_q(after, seed, b) for seed in study.seeds])  # [S, N]
-        for seed, drop in zip(study.seeds, drops, strict=True):
-            numbers.add("changes", name, seed, "", "kl", drop.mean().item())
-        shared = mean_estimate(drops.mean(0))
-        numbers.add("changes", name, "mean", "", "kl", mean_of(drops.mean(1).tolist(), shared))
-
-
-def write_numbers(numbers: Numbers, texts: list[dict], out: Path) -> None:
+def write_results(numbers: Numbers, texts: list[dict], out: Path) -> None:
     """results.json and results.csv."""
-    rows = [asdict(row) for row in numbers.rows.values()]
+    rows = [asdict(number) for number in numbers.rows.values()]
     write_json(out / "results.json", {"numbers": rows, "texts": texts})
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")

@@ -1,26 +1,35 @@
 """What the study of `eval.paper` consists of: its settings at three scales, and its parts with what each waits for.
 
     rejection                 base samples, exact samples of sigma for every beta
-    tsmc-S                    Algorithm 1 with seed S: the run of `main.py --seed S`
+    tsmc-S                    Algorithm 1 with seed S: `main.py --seed S`
     no-effective-S, lora-S    the same with phi in place of phi^(m), and distilled by LoRA
     particles-S, resampling-S the trained pairs of tsmc-S under other K, and other resampling schemes
-    dpo-full-1, ...           the sweep of a baseline on the first seed, numbered by its place in the grid
+    dpo-full-1, ...           the sweep of a baseline on the first seed, numbered by the settings of its grid
     dpo-full-best-S, ...      the best of the sweep on another seed
 
-A baseline spends as many model evaluations as Algorithm 1 does (`tsmc_units`): token positions through the language model,
-forward and backward together counting three.
+A baseline spends as many model evaluations as Algorithm 1 does: token positions through the language model, forward and
+backward together counting three.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill import DPO_GRID, GRPO_GRID, BaselineConfig, Cost, DistillConfig, Grid, dpo_cost, grpo_cost
-from eval.run.options import EvaluationConfig, RunConfig, option
-from twist import CTLConfig
+from distill import DPO_GRID, GRPO_GRID, BaselineConfig, Cost, Grid, dpo_cost, grpo_cost
+from eval.run.options import CTLConfig, DistillConfig, EvaluationConfig, RunConfig, option
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tsmc": {},
+    "no-effective": {"effective_potential": False},
+    "lora": {"lora": True},
+}
 METHODS = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")  # baselines
-VARIANTS = ("tsmc", "no-effective", "lora")
+NAMES = {"tsmc": "TSMC", "no-effective": "TSMC without φ⁽ᵐ⁾", "lora": "TSMC, LoRA"}  # in the report
+NAMES |= {"dpo-full": "DPO, full", "dpo-lora": "DPO, LoRA", "grpo-full": "GRPO, full", "grpo-lora": "GRPO, LoRA"}
+TSMC = NAMES["tsmc"]
+NEVER = "never before the last token"
+Place = tuple[str, str, int | str, int | str]
+"""Where a number belongs: section, name in it, seed (or "mean", or ""), generation (or "")."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,15 @@ class StudyConfig:
     baseline_updates: int = option(0, "updates of a baseline; 0 spends what Algorithm 1 spends in model evaluations")
     run: RunConfig = field(default_factory=RunConfig)
 
-    def seeded(self, seed: int, variant: str = "tsmc", out: str = "") -> RunConfig:
-        """The options of one run of Algorithm 1."""
-        changes: dict[str, Any] = {"no-effective": {"effective_potential": False}, "lora": {"lora": True}}.get(
-            variant, {}
-        )
-        return dataclasses.replace(self.run, seed=seed, out=out, **changes)
+    def run_config(self, seed: int, variant: str = "tsmc", out: str = "") -> RunConfig:
+        """The options of one run of Algorithm 1, which draws no exact samples: all runs share those of the study."""
+        evaluation = dataclasses.replace(self.run.eval, target_proposals=0)
+        changes = {"seed": seed, "out": out, "eval": evaluation, "keep_states": variant == "tsmc"}
+        return dataclasses.replace(self.run, **changes, **VARIANTS.get(variant, {}))
+
+    def target_place(self) -> Place:
+        """Target in the table of numbers."""
+        return "rejection", f"beta {self.run.beta:g}", "", ""
 
     def runs_of(self, particles: int) -> int:
         """R of the particle study at K = particles."""
@@ -61,35 +73,35 @@ class StudyConfig:
         """The sweep of one baseline, its updates those of the budget."""
         strengths = self.dpo_strengths if method.startswith("dpo") else self.grpo_strengths
         grid = Grid(strengths, self.learning_rates, self.weight_decays)
-        one = cost_of(method, BaselineConfig(0.0, 0.0, 0.0, 1, self.baseline_batch)).units(self.run.length)
-        updates = self.baseline_updates or max(1, tsmc_units(self.run) // one)
+        one = baseline_cost(method, BaselineConfig(0.0, 0.0, 0.0, 1, self.baseline_batch)).units(self.run.length)
+        updates = self.baseline_updates or max(1, tsmc_cost(self.run).units(self.run.length) // one)
         return grid.configs(updates=updates, batch_size=self.baseline_batch)
 
 
-def cost_of(method: str, config: BaselineConfig) -> Cost:
+def baseline_cost(method: str, config: BaselineConfig) -> Cost:
     """What a baseline spends."""
     return dpo_cost(config) if method.startswith("dpo") else grpo_cost(config)
 
 
-def tsmc_scored(config: RunConfig) -> int:
-    """Texts that the potential scores in Algorithm 1, evaluation left out."""
-    sampled = config.generations * config.distill.runs * config.particles
-    return (config.generations + 1) * config.ctl.updates * config.ctl.batch_size + sampled
+def tsmc_cost(config: RunConfig) -> Cost:
+    """What Algorithm 1 spends, evaluation left out; p^(0) reads every sequence of a generation m >= 1 for phi^(m)."""
+    last, learning = config.generations, config.ctl.updates * config.ctl.batch_size
+    drawn = config.distill.runs * config.particles  # in each generation but the last
+    sampled = (last + 1) * learning + last * drawn
+    read = sampled - learning - drawn if last and config.effective_potential else 0
+    return Cost(sampled, scored=read, trained=last * config.distill.updates * config.distill.batch_size)
 
 
-def tsmc_units(config: RunConfig) -> int:
-    """Token positions through p in Algorithm 1, evaluation left out, as `distill.finetune.Cost` counts them.
+def scheme_name(scheme: str, threshold: float) -> str:
+    """A row of the resampling table."""
+    if threshold == 0:
+        return NEVER
+    return f"{scheme}, " + {1.0: "every step", 0.5: "ESS < K/2"}.get(threshold, f"ESS < {threshold:g} K")
 
-    p^(0) reads every sequence of a generation m >= 1 for phi^(m).
-    """
-    learning, sampled = config.ctl.updates * config.ctl.batch_size, config.distill.runs * config.particles
-    total = Cost(0, 0, 0)
-    for m in range(config.generations + 1):
-        drawn = learning + (sampled if m < config.generations else 0)
-        scored = drawn if m >= 1 and config.effective_potential else 0
-        trained = config.distill.updates * config.distill.batch_size if m < config.generations else 0
-        total = Cost(total.sampled + drawn, total.scored + scored, total.trained + trained)
-    return total.units(config.length)
+
+def setting_name(method: str, config: BaselineConfig) -> str:
+    """One run of a baseline's sweep."""
+    return f"{NAMES[method]}, lr {config.learning_rate:g}, decay {config.weight_decay:g}, b {config.strength:g}"
 
 
 @dataclass(frozen=True)
@@ -108,31 +120,20 @@ class Part:
 def study_parts(study: StudyConfig, shipped: bool) -> list[Part]:
     """Every part, those that others wait for before them; exact samples of sigma may be shipped."""
     first, *others = study.seeds
-    target = () if shipped else ("rejection",)
+    exact = () if shipped else ("rejection",)
     parts = [Part("rejection", "rejection", first, 80)]
     for seed in study.seeds:
-        parts.append(Part(f"tsmc-{seed}", "tsmc", seed, 240, target))
+        parts.append(Part(f"tsmc-{seed}", "tsmc", seed, 240, exact))
     for seed in study.seeds:
-        run = (f"tsmc-{seed}",)
-        parts.append(Part(f"no-effective-{seed}", "no-effective", seed, 120, run))
-        parts.append(Part(f"lora-{seed}", "lora", seed, 180, run))
-        parts.append(Part(f"particles-{seed}", "particles", seed, 80, run))
-        parts.append(Part(f"resampling-{seed}", "resampling", seed, 70, run))
+        for kind, seconds in (("no-effective", 120), ("lora", 180), ("particles", 80), ("resampling", 70)):
+            parts.append(Part(f"{kind}-{seed}", kind, seed, seconds, (f"tsmc-{seed}",)))
     for method in study.methods:
-        size = len(study.grid(method))
-        sweep = tuple(f"{method}-{place + 1}" for place in range(size))
-        parts += [Part(name, "baseline", first, 160, target, method, place) for place, name in enumerate(sweep)]
+        sweep = tuple(f"{method}-{place + 1}" for place in range(len(study.grid(method))))
+        parts += [Part(name, "baseline", first, 160, exact, method, place) for place, name in enumerate(sweep)]
         parts += [Part(f"{method}-best-{seed}", "best", seed, 160, ("rejection", *sweep), method) for seed in others]
     return parts
 
 
-SMALL_RUN = RunConfig(
-    save_every=5.0,
-    particles=10,
-    ctl=CTLConfig(updates=10, batch_size=32),
-    distill=DistillConfig(runs=10, updates=5, batch_size=16),
-    eval=EvaluationConfig(particles=10, runs=8, base_samples=100),
-)
 STUDIES = {
     "pocket": StudyConfig(),
     "paper": StudyConfig(
@@ -143,7 +144,7 @@ STUDIES = {
         grpo_strengths=GRPO_GRID.strength,
         baseline_batch=1024,
         baseline_updates=1000,
-        run=RunConfig(preset="paper", particles=100, eval=EvaluationConfig(target_proposals=1_000_000)),
+        run=RunConfig(preset="paper", particles=100),
     ),
     "quick": StudyConfig(
         seeds=(1, 2),
@@ -158,6 +159,12 @@ STUDIES = {
         dpo_strengths=(0.1,),
         grpo_strengths=(0.04,),
         baseline_batch=16,
-        run=SMALL_RUN,
+        run=RunConfig(
+            save_every=5.0,
+            particles=10,
+            ctl=CTLConfig(updates=10, batch_size=32),
+            distill=DistillConfig(runs=10, updates=5, batch_size=16),
+            eval=EvaluationConfig(particles=10, runs=8, base_samples=100),
+        ),
     ),
 }

@@ -1,7 +1,7 @@
 """What the parts of a study share: what one starts from, and how a set of texts becomes numbers with 95 % intervals.
 
-A number is {"value", "low", "high"}. Toxicity and similarity have bootstrap intervals over whole TSMC runs
-(`eval.bootstrap`); independent samples are runs of one text each.
+A number is {"value", "low", "high"}. Toxicity and similarity have bootstrap intervals over whole TSMC runs (`bootstrap.py`);
+independent samples are runs of one text each. N sequences, T tokens.
 """
 
 import math
@@ -12,19 +12,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.metrics import Samples, draw_model, kl_target_proposal
+from eval.metrics import Samples, kl_target_proposal
 from eval.paper.bootstrap import bootstrap, run_sums
 from eval.paper.study import Part, StudyConfig
 from eval.run.options import RunConfig
-from eval.run.setup import Ingredients, Problem, load_ingredients
-from eval.run.target import Target
-from tinystories import Conditional
+from eval.run.saved import load_generation
+from eval.run.setup import Problem, Setup, load_setup, sigma_key
+from eval.run.target import load_target
 from tinystories.checkpoint import read_json
+from tinystories.errors import InputError
+from tsmc import Chunks, ExactSamples, Sigma, sample_model
 from tsmc.estimate import Estimate
-from tsmc.proposal import sequence_log_probs
+from tsmc.proposal import LanguageModel, Twist
+from tsmc.scoring import proposal_log_probs, sequence_log_probs
 from twist import TwistMLP
-
-BINS = 20  # of the toxicity histograms
 
 
 @dataclass(frozen=True)
@@ -38,59 +39,73 @@ class Task:
     @cached_property
     def config(self) -> RunConfig:
         """The options of the part's run, or of the run whose networks it looks at."""
-        return self.study.seeded(self.part.seed, self.part.kind, str(self.out / "runs" / self.part.name))
+        return self.study.run_config(self.part.seed, self.part.kind, str(self.out / "runs" / self.part.name))
 
     @cached_property
-    def given(self) -> Ingredients:
-        """The networks and the target."""
-        return load_ingredients(self.config)
+    def setup(self) -> Setup:
+        """The networks and sigma."""
+        return load_setup(self.config)
 
     @property
     def problem(self) -> Problem:
         """Sigma after the prompt of the study."""
-        return self.given.problems[0]
+        return self.setup.problems[0]
+
+    @cached_property
+    def exact(self) -> ExactSamples:
+        """The shipped samples of sigma, or those that the rejection part has drawn."""
+        folder, problem = self.out / "target", self.problem
+        exact = problem.exact or load_target(folder, sigma_key(self.config, problem.prompt))
+        if exact is None:
+            raise InputError(f"{folder}: made for other options; choose another --out")
+        return exact.to(problem.base.prompt.device)
+
+    def trained_pair(self, path: Path, m: int) -> tuple[Sigma, TwistMLP]:
+        """Sigma as p^(m) of a finished run sees it, and psi^(m)."""
+        sigmas, twist = load_generation(self.setup, path / f"generation-{m}", m, self.problem.base.prompt.device)
+        return sigmas[0], twist
+
+    def draw(self, model: LanguageModel, count: int, *purpose: str | int) -> Tensor:
+        """Independent samples [N, T] of a bare model, N = count."""
+        return sample_model(model, Chunks(count, self.config.rows, self.config.streams(*purpose)))
 
     def stream(self, *purpose: str | int) -> torch.Generator:
-        """A random stream on the CPU, where texts are drawn and intervals are computed."""
+        """A random stream on the CPU, where texts are chosen and intervals are computed."""
         return torch.Generator().manual_seed(self.config.generator(*purpose).initial_seed())
 
-    def draw(self, model: Conditional, count: int, *purpose: str | int) -> Tensor:
-        """Independent samples [N, T] of a bare model, N = count, `rows` at a time."""
-        return draw_model(self.config, model, count, self.config.streams(*purpose))
+    def measure(self, samples: Samples, *purpose: str | int) -> dict:
+        """Toxicity, similarity and a few texts, drawn without selection, of a set of texts."""
+        sums = run_sums(samples.toxicity, self.setup.encode(samples.texts), samples.group)
+        order = torch.randperm(len(samples.texts), generator=self.stream("texts", *purpose)).tolist()
+        texts = [{"toxicity": samples.toxicity[i].item(), "text": samples.texts[i]} for i in order[: self.study.texts]]
+        intervals = bootstrap(sums, self.study.replicates, self.stream("bootstrap", *purpose))
+        return intervals | {"sequences": len(samples.texts), "texts": texts}
 
     def fluency(self, tokens: Tensor) -> float:
         """Mean log p^(0) of a token in sequences [N, T]: how readable they are to the base model."""
         return sequence_log_probs(self.problem.base, tokens).mean().item() / tokens.shape[1]
 
-    def measure(self, samples: Samples, *purpose: str | int) -> dict:
-        """Toxicity, similarity, histogram and a few texts, drawn without selection, of a set of texts."""
-        sums = run_sums(samples.toxicity, self.given.encode(samples.texts), samples.group)
-        order = torch.randperm(len(samples.texts), generator=self.stream("texts", *purpose))
-        drawn = order[: self.study.texts].tolist()
-        return {
-            **bootstrap(sums, self.study.replicates, self.stream("bootstrap", *purpose)),
-            "sequences": len(samples.texts),
-            "histogram": torch.histc(samples.toxicity.float(), BINS, 0, 1).int().tolist(),
-            "texts": [{"toxicity": samples.toxicity[i].item(), "text": samples.texts[i]} for i in drawn],
-        }
+    def kl(self, model: LanguageModel, twist: Twist | None) -> dict:
+        """KL(sigma||q), for a bare model KL(sigma||p), and log q of every exact sample, over which changes are paired."""
+        value, half = kl_target_proposal(model, twist, self.problem.base, self.exact)
+        log_q = proposal_log_probs(model, twist, self.exact.tokens)[1]  # [N]
+        return {"kl": with_half_width(value, half), "log_q": rounded(log_q)}
 
-    def kl(self, model: Conditional, twist: TwistMLP | None, target: Target) -> dict[str, float]:
-        """KL(sigma||q); for a bare model, twist None, KL(sigma||p)."""
-        value, half = kl_target_proposal(model, twist, self.problem.base, target)
-        return {"value": value, "low": value - half, "high": value + half}
+
+def rounded(values: Tensor) -> list[float]:
+    """Log-probabilities [N] as they are kept in a part's file."""
+    return [round(value, 4) for value in values.tolist()]
+
+
+def with_half_width(value: float, half: float) -> dict[str, float | None]:
+    """A value and its interval, if it has one."""
+    low, high = (value - half, value + half) if math.isfinite(half) else (None, None)
+    return {"value": value, "low": low, "high": high}
 
 
 def number(estimate: Estimate) -> dict[str, float]:
     """Value and 95 % interval of an estimate."""
     return {"value": estimate.value, "low": estimate.quantile(0.025), "high": estimate.quantile(0.975)}
-
-
-def share(count: int, total: int) -> dict[str, float]:
-    """A share with its 95 % interval after Wilson."""
-    z = 1.959964
-    middle, width = (count + z * z / 2) / (total + z * z), z / (total + z * z)
-    width *= math.sqrt(count * (total - count) / total + z * z / 4)
-    return {"value": count / total, "low": max(0.0, middle - width), "high": min(1.0, middle + width)}
 
 
 def distance(point: dict, target: dict) -> float:
@@ -100,6 +115,16 @@ def distance(point: dict, target: dict) -> float:
     return math.dist(*([row[name]["value"] for name in ("similarity", "toxicity")] for row in (point, target)))
 
 
-def read_part(out: Path, name: str) -> dict:
-    """The result file of a finished part."""
-    return read_json(out / "parts" / f"{name}.json")
+def nearest(runs: list[dict], target: dict) -> int:
+    """Place of the run whose samples lie nearest to Target."""
+    return min(range(len(runs)), key=lambda place: distance(runs[place], target))
+
+
+def read_part(out: Path, name: str) -> list[dict]:
+    """The rows of a finished part."""
+    return read_json(out / "parts" / f"{name}.json")["rows"]
+
+
+def target_row(out: Path, study: StudyConfig) -> dict:
+    """The row that is Target."""
+    return next(row for row in read_part(out, "rejection") if tuple(row["place"]) == study.target_place())

@@ -1,15 +1,13 @@
-"""What the four commands share: stories, samples of the pocket language model, the training loop, bars, cards.
+"""What the commands share: stories, samples of the pocket language model, the training loop, progress, cards.
 
     learning rate = peak * (linear warm-up, then half a cosine down to a twentieth)
 
-A card is filled from the template `card_*.md`, which describes the shipped checkpoint and its data: figures, sizes and
-counts are measured, and options that differ from the defaults are named. B texts of a batch, N texts, T tokens.
+B texts of a batch, N texts, T tokens.
 """
 
-import argparse
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,6 +16,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import tinystories
+from distill.finetune import parameter_groups
+from eval.scorers.encoder import Runner
 from tinystories.checkpoint import fingerprint, write_text
 from tinystories.errors import InputError
 from tinystories.fast import accelerate
@@ -36,40 +36,34 @@ class OneStream(Chunks):
         super().__init__(total, CHUNK, lambda chunk: generator)
 
     def __iter__(self) -> Iterator[tuple[int, torch.Generator]]:
-        yield from tqdm(super().__iter__(), "sampling", len(self.sizes), unit="chunk", mininterval=1)
+        yield from tqdm(super().__iter__(), "sampling", len(self.sizes), mininterval=1)
 
 
-@contextmanager
-def scoring(model: nn.Module, total: int, words: str) -> Iterator[None]:
-    """While this is open, a bar moves with each batch that `model` maps to results [B, ...]."""
-    with tqdm(desc=words, total=total, unit="text", mininterval=1) as bar:
+class ShownRunner(Runner):
+    """A Runner under a bar."""
 
-        def advance(module: nn.Module, inputs: tuple, results: Tensor) -> None:
-            bar.update(len(results))  # nothing is returned: it would take the place of the results
-
-        with model.register_forward_hook(advance):
-            yield
+    def batches(self, rows: list[list[int]]) -> Iterable[list[list[int]]]:
+        """The same batches."""
+        return tqdm(super().batches(rows), "scoring", mininterval=1)
 
 
 def read_stories(path: Path) -> list[str]:
     """Stories of a file in which a line `<|endoftext|>` follows each; InputError where there are none."""
     try:
         stories = [story.strip() for story in path.read_text(encoding="utf-8").split(END_OF_TEXT) if story.strip()]
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as text ({error}); give a file of stories") from error
+    except ValueError as error:
+        raise InputError(f"{path}: is no text ({error}); give a file of stories") from error
     if not stories:
         raise InputError(f"{path}: holds no story; give stories with a line {END_OF_TEXT} behind each")
     return stories
 
 
-def sample_texts(path: Path, count: int, generator: torch.Generator) -> list[str]:
+def sample_texts(path: str | Path, count: int, generator: torch.Generator) -> list[str]:
     """Texts that the language model of a directory writes after the prompt of the experiments."""
     model, tokenizer = tinystories.load(path)
-    accelerate(model)
     prompt = torch.tensor(tokenizer.encode(PROMPT).ids)
-    whole_chunks = CHUNK * math.ceil(count / CHUNK)  # the first texts do not depend on how many are asked for
-    chunks = OneStream(whole_chunks, generator)
-    tokens = sample_model(tinystories.Conditional(model, prompt, LENGTH), chunks)[:count]  # [N, T]
+    chunks = OneStream(CHUNK * math.ceil(count / CHUNK), generator)  # the first do not depend on how many are asked for
+    tokens = sample_model(tinystories.Conditional(accelerate(model), prompt, LENGTH), chunks)[:count]  # [N, T]
     return tokenizer.decode_batch([prompt.tolist() + row for row in tokens.tolist()])
 
 
@@ -92,14 +86,13 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> floa
     return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def fit(model: nn.Module, args: argparse.Namespace, loss_of: Callable[[int], Tensor], vector_decay: float = 0.0) -> None:
-    """AdamW on the loss of each update: weight decay of matrices from the options, gradients clipped to norm 1."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": vector_decay}]
+def fit(model: nn.Module, args: Namespace, loss_of: Callable[[int], Tensor], decay_all: bool = False) -> None:
+    """AdamW on the loss of each update, with weight decay of matrices or of all, and gradients clipped to norm 1."""
+    groups = parameter_groups(model.parameters(), args.weight_decay)
+    groups[1]["weight_decay"] = args.weight_decay if decay_all else 0.0
     optimizer = torch.optim.AdamW(groups, lr=args.peak, betas=(0.9, 0.98), fused=True)
-    steps, running = Steps(args.steps, "training"), None
-    for step in (bar := tqdm(steps, "training", unit="update", mininterval=1)):
+    steps = Steps(args.steps, "training")
+    for step in (bar := tqdm(steps, "training", mininterval=1)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.peak)
         loss = loss_of(step)
@@ -108,19 +101,13 @@ def fit(model: nn.Module, args: argparse.Namespace, loss_of: Callable[[int], Ten
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        running = loss.item() if running is None else 0.98 * running + 0.02 * loss.item()
-        bar.set_postfix(loss=f"{running:.4f}", refresh=False)
+        bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
 
 
-def mean_and_error(values: Tensor) -> tuple[float, float]:
-    """The mean of values [N] and its standard error."""
-    return values.mean().item(), values.std().item() / math.sqrt(len(values))
-
-
-def fill_card(args: argparse.Namespace, model: nn.Module | None, **figures: object) -> None:
-    """Write README.md into --out from the template of the command."""
+def fill_card(args: Namespace, model: nn.Module | None, **figures: object) -> None:
+    """Write README.md into --out from the command's template, which describes the shipped checkpoint and its data."""
     if model is not None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         figures |= {"config": model.config, "parameters": parameters, "fingerprint": fingerprint(args.out)}
-    template = Path(__file__).with_name(f"card_{args.what}.md").read_text(encoding="utf-8")
+    template = Path(__file__).with_name(f"card_{args.command}.md").read_text(encoding="utf-8")
     write_text(args.out / "README.md", template.format(args=args, prompt=PROMPT, length=LENGTH, **figures))

@@ -3,16 +3,14 @@
     loss = mean over positions of -log p(s_t | s_{0:t-1})
     perplexity per token = exp(total NLL / tokens),   per word = exp(total NLL / words separated by white space)
 
-A byte-level BPE is trained on the stories first. A training row is a window of the token stream; half of the rows start
-where a story starts, because the openings of stories are what the experiments sample. Perplexity is over whole held-out
-stories and the end-of-text token behind each, in windows of the model's positions that overlap by half: every token behind
-a story's first window sees at least half a window of context. A story's first token is given.
+Half of the training rows start where a story starts: the openings of stories are what the experiments sample.
+Perplexity is over whole held-out stories and the end-of-text token behind each; a story's first token is given.
 
-B rows of a batch, T tokens of a row, V vocabulary, N tokens of the stream, S stories.
+B rows of a batch, T tokens of a row, V vocabulary, N tokens of all stories, S stories.
 """
 
-import argparse
 import math
+from argparse import Namespace
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +23,6 @@ from eval.pocket import common
 from tinystories import GPTNeo, GPTNeoConfig, InputError
 from tinystories.fast import accelerate
 from tinystories.vocabulary import END_OF_TEXT
-
-FILES = ("stories", "heldout")
-DEFAULTS = {"vocab_size": 4096, "width": 192, "layers": 4, "heads": 6, "window": 32, "context": 128}
-DEFAULTS |= {"rows": 32, "steps": 8000, "peak": 2e-3, "weight_decay": 0.1, "samples": 20}
 
 
 def token_stream(tokenizer: Tokenizer, stories: list[str]) -> tuple[Tensor, Tensor]:
@@ -57,7 +51,7 @@ def initialise(model: GPTNeo, generator: torch.Generator) -> None:
             torch.nn.init.zeros_(parameter)
 
 
-def make(args: argparse.Namespace) -> None:
+def make(args: Namespace) -> None:
     """Tokenizer, stream, training, checkpoint."""
     generator = torch.Generator().manual_seed(args.seed)
     stories = common.read_stories(args.stories)
@@ -67,7 +61,7 @@ def make(args: argparse.Namespace) -> None:
         raise InputError(f"{args.stories}: shorter than one row of --context {args.context}; give more stories")
     sizes = tokenizer.get_vocab_size(), args.width, args.layers, args.heads, args.context
     kinds = tuple(("global", "local")[layer % 2] for layer in range(args.layers))
-    model = accelerate(GPTNeo(GPTNeoConfig(*sizes, kinds, args.window, intermediate_size=4 * args.width)))
+    model = GPTNeo(GPTNeoConfig(*sizes, kinds, args.window, intermediate_size=4 * args.width))
     initialise(model, generator)
 
     def loss_of(step: int) -> Tensor:
@@ -93,22 +87,17 @@ def total_nll(model: GPTNeo, ids: list[int]) -> float:
     return nll
 
 
-def write_card(args: argparse.Namespace) -> None:
+def write_card(args: Namespace) -> None:
     """Perplexity on the held-out stories and the first samples of a seed."""
     model, tokenizer = tinystories.load(args.out)
     accelerate(model)
     stories, heldout = common.read_stories(args.stories), common.read_stories(args.heldout)
     texts = common.sample_texts(args.out, args.samples, torch.Generator().manual_seed(args.seed))
-    each = [[*encoding.ids, tokenizer.token_to_id(END_OF_TEXT)] for encoding in tokenizer.encode_batch(heldout)]
-    nll = sum(total_nll(model, ids) for ids in tqdm(each, "measuring", unit="story", mininterval=1))
+    each = [[*row.ids, tokenizer.token_to_id(END_OF_TEXT)] for row in tokenizer.encode_batch(heldout)]
+    nll = sum(total_nll(model, ids) for ids in tqdm(each, "measuring", mininterval=1))
     tokens, words = sum(len(ids) - 1 for ids in each), sum(len(story.split()) for story in heldout)
-    figures = {"tokens": tokens, "per_token": math.exp(nll / tokens), "words": words, "per_word": math.exp(nll / words)}
-    common.fill_card(
-        args,
-        model,
-        **figures,
-        stories=len(stories),
-        millions=len(token_stream(tokenizer, stories)[0]) / 1e6,
-        heldout=len(heldout),
-        samples="\n".join(f"{i}. {' '.join(text.split())}" for i, text in enumerate(texts, 1)),
-    )
+    counts = {"stories": len(stories), "heldout": len(heldout), "tokens": tokens, "words": words}
+    counts["millions"] = len(token_stream(tokenizer, stories)[0]) / 1e6
+    perplexities = {"per_token": math.exp(nll / tokens), "per_word": math.exp(nll / words)}
+    samples = "\n".join(f"{i}. {' '.join(text.split())}" for i, text in enumerate(texts, 1))
+    common.fill_card(args, model, **counts, **perplexities, samples=samples)

@@ -2,16 +2,16 @@
 
     loss = mean over pairs i != j of a batch of (e_i . e_j - E_i . E_j)^2
 
-e [B, D] are the student's unit vectors, E [B, 384] those of the teacher, so that the small encoder learns the cosines and may
-choose its own axes. The texts are openings of stories: any, those that start with the prompt of the experiments, and that
-prompt grafted onto the inside of a story. The teacher reads every text once, before training. The card has the correlation of
-the two encoders' cosines on stories not seen.
+e [B, D] are the student's unit vectors, E [B, 384] those of the teacher: the small encoder learns the cosines and may
+choose its own axes. The texts are openings of stories: any, those that start with the prompt of the experiments, and
+that prompt grafted onto the inside of a story. The card has the correlation of the two encoders' cosines.
 
 B texts of a batch, N texts in all, D width, V words.
 """
 
-import argparse
 import hashlib
+import itertools
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 
 from eval.pocket import common
-from eval.pocket.common import PROMPT
 from eval.scorers.encoder import EncoderConfig, Runner
 from eval.scorers.similarity import SentenceEncoder, load, save
 from tinystories.errors import InputError
@@ -29,20 +28,14 @@ from tinystories.fast import accelerate
 TEACHER_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
-FILES = ("teacher", "stories", "heldout")
-DEFAULTS = {"validation": 1000, "vocab_size": 4000, "width": 128, "layers": 3, "heads": 4, "positions": 128}
-DEFAULTS |= {"openings": 100_000, "rows": 256, "steps": 1500, "peak": 2e-3, "weight_decay": 0.01}
-
 
 def load_teacher(path: Path) -> Runner:
     """The real all-MiniLM-L6-v2; InputError where the directory holds other weights."""
     weights = path / "model.safetensors"
-    if not weights.is_file():
-        raise InputError(f"{weights}: no such file; give --teacher the directory of all-MiniLM-L6-v2")
     if hashlib.sha256(weights.read_bytes()).hexdigest() != TEACHER_SHA256:
         raise InputError(f"{weights}: not the weights of all-MiniLM-L6-v2 (sha256 differs); download them again")
     model, tokenizer = load(path)
-    return Runner(accelerate(model), tokenizer, batch_size=128)
+    return common.ShownRunner(accelerate(model), tokenizer, batch_size=128)
 
 
 def train_tokenizer(stories: list[str], vocab_size: int) -> Tokenizer:
@@ -71,30 +64,17 @@ def draw_openings(stories: list[str], count: int, generator: torch.Generator) ->
     A graft puts words that follow "a" inside a story behind the prompt: grammar mostly fits, and there are far more of
     them than of stories. Texts with the prompt have 20 to 30 words, the others 8 to 40.
     """
-    prompt, whole = PROMPT.split(), [story.split() for story in stories]
+    prompt, whole = common.PROMPT.split(), [story.split() for story in stories]
     prompted = [words for words in whole if words[: len(prompt)] == prompt]
     inside = [words[at + 1 :] for words in whole for at, word in enumerate(words[:-20]) if word == "a" and at > 6]
     if not prompted or not inside:
-        raise InputError(f"--stories: none opens with {PROMPT!r}, or all are short; give a larger file")
-
-    def draw(low: int, high: int) -> int:
-        """A uniform integer from low to high, both included."""
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
+        raise InputError(f"--stories: none opens with {common.PROMPT!r}, or all are short; give a larger file")
+    kinds = ((whole, [], 8, 40), (prompted, [], 20, 30), (inside, prompt, 20, 30), (inside, prompt, 20, 30))
     texts = []
-    for index in range(count):
-        source = (whole, prompted, inside, inside)[index % 4]
-        words = source[draw(0, len(source) - 1)]
-        words = prompt + words if source is inside else words
-        texts.append(" ".join(words[: draw(8, 40) if source is whole else draw(20, 30)]))
+    for source, start, shortest, longest in itertools.islice(itertools.cycle(kinds), count):
+        words = start + source[int(torch.randint(len(source), (), generator=generator))]
+        texts.append(" ".join(words[: int(torch.randint(shortest, longest + 1, (), generator=generator))]))
     return texts
-
-
-def teacher_vectors(teacher: Runner, texts: list[str]) -> Tensor:
-    """Unit vectors [N, 384] of the teacher, computed in bfloat16; chunks bound the memory of their tokens."""
-    chunks = [texts[start : start + 8192] for start in range(0, len(texts), 8192)]
-    with common.scoring(teacher.model, len(texts), "teacher"), torch.autocast("cpu", dtype=torch.bfloat16):
-        return torch.cat([teacher(chunk) for chunk in chunks])
 
 
 def initialise(run: Runner, teacher: Runner, generator: torch.Generator) -> None:
@@ -117,7 +97,7 @@ def initialise(run: Runner, teacher: Runner, generator: torch.Generator) -> None
     run.model.embeddings.word_embeddings.weight.data = words / words.std()
 
 
-def train(run: Runner, texts: list[str], targets: Tensor, args: argparse.Namespace, generator: torch.Generator) -> None:
+def train(run: Runner, texts: list[str], targets: Tensor, args: Namespace, generator: torch.Generator) -> None:
     """Fit the cosines of texts under the model of `run` to those of the teacher's vectors, targets [N, 384]."""
     rows = [encoding.ids for encoding in run.tokenizer.encode_batch(texts)]
     off_diagonal = ~torch.eye(args.rows, dtype=torch.bool)
@@ -133,34 +113,27 @@ def train(run: Runner, texts: list[str], targets: Tensor, args: argparse.Namespa
     common.fit(run.model, args, loss_of)
 
 
-def split_stories(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Stories to train on and the last of the file, which validate."""
-    stories = common.read_stories(args.stories)
-    cut = len(stories) - args.validation
-    if cut < 1:
-        raise InputError(f"--validation {args.validation} leaves no story to train on; lower it")
-    return stories[:cut], stories[cut:]
-
-
-def make(args: argparse.Namespace) -> None:
+def make(args: Namespace) -> None:
     """Tokenizer, texts, the teacher's vectors, training, checkpoint."""
     teacher, generator = load_teacher(args.teacher), torch.Generator().manual_seed(args.seed)
-    stories, _ = split_stories(args)
+    stories = common.read_stories(args.stories)[: -args.validation or None]
     tokenizer = train_tokenizer(stories, args.vocab_size)
     texts = draw_openings(stories, args.openings, generator)
-    targets = teacher_vectors(teacher, texts)
+    chunks = [texts[start : start + 8192] for start in range(0, len(texts), 8192)]  # bounds the memory of their tokens
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        targets = torch.cat([teacher(chunk) for chunk in chunks])  # [N, 384]
     sizes = tokenizer.get_vocab_size(), args.width, args.layers, args.heads, 4 * args.width, args.positions
     model = SentenceEncoder(EncoderConfig(*sizes, type_vocab_size=2))
-    run = Runner(accelerate(model), tokenizer, args.rows)
+    run = Runner(model, tokenizer, args.rows)
     initialise(run, teacher, generator)
     train(run, texts, targets, args, generator)
     save(args.out, model, tokenizer, torch.float16)
 
 
 def comparison(name: str, encoders: tuple[Runner, Runner], stories: list[str]) -> Iterator[str]:
-    """Markdown lines: how student and teacher agree on all pairs of openings (25 words), and of those with the prompt."""
+    """Markdown lines: how student and teacher agree on pairs of openings (25 words), all and those with the prompt."""
     texts = [" ".join(story.split()[:25]) for story in stories]
-    prompted = [text for text in texts if text.startswith(PROMPT + " ")]
+    prompted = [text for text in texts if text.startswith(common.PROMPT + " ")]
     for which, chosen in (("all", texts), ("those with the prompt", prompted)):
         upper = torch.triu_indices(len(chosen), len(chosen), 1)
         cosines = torch.stack([(e @ e.T)[upper[0], upper[1]] for e in (run(chosen) for run in encoders)])  # [2, pairs]
@@ -169,13 +142,12 @@ def comparison(name: str, encoders: tuple[Runner, Runner], stories: list[str]) -
         yield f"| {name}, {which} | {len(chosen):,} | {cosines.shape[1]:,} | {pearson:.4f} | {means} |"
 
 
-def write_card(args: argparse.Namespace) -> None:
+def write_card(args: Namespace) -> None:
     """The agreement of student and teacher on the validation and the held-out stories."""
     model, tokenizer = load(args.out)
-    stories, validation = split_stories(args)
-    encoders = Runner(accelerate(model), tokenizer, batch_size=128), load_teacher(args.teacher)
-    lines = []
-    for name, others in (("validation", validation), ("held-out", common.read_stories(args.heldout))):
-        with common.scoring(encoders[1].model, 2 * len(others), name):
-            lines += comparison(name, encoders, others) if others else []
-    common.fill_card(args, model, stories=len(stories), teacher=TEACHER_SHA256, comparison="\n".join(lines))
+    encoders = common.ShownRunner(accelerate(model), tokenizer, batch_size=128), load_teacher(args.teacher)
+    stories, lines = common.read_stories(args.stories), []
+    cut = len(stories) - args.validation
+    for name, unseen in (("validation", stories[cut:]), ("held-out", common.read_stories(args.heldout))):
+        lines += comparison(name, encoders, unseen) if unseen else []
+    common.fill_card(args, model, stories=cut, teacher=TEACHER_SHA256, comparison="\n".join(lines))

@@ -3,13 +3,15 @@
 0    done                    130   Ctrl-C
 2    bad input, no memory, no space, another process of the job has ended
 141  whoever read standard output has stopped
+
+Standard error that is closed, full or no longer read changes none of them; a standard output that is closed is not wanted.
 """
 
 import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from eval.run import processes
 from tinystories.errors import InputError
@@ -21,11 +23,15 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
 
     Characters that the encoding of standard output lacks are escaped.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        yield
-        sys.stdout.flush()
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
     except InputError as error:
         stop(program, f"error: {error}", 2)
     except KeyboardInterrupt as interruption:
@@ -33,8 +39,7 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
     except OSError as error:
         if error.filename is not None:
             stop(program, f"error: {error.filename}: cannot be used ({error.strerror}); check the name", 2)
-        with contextlib.suppress(OSError, ValueError):  # what is still in the buffer has nowhere to go
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         if isinstance(error, BrokenPipeError):
             sys.exit(141)
         stop(program, f"error: standard output cannot be written ({error.strerror}); free space there", 2)
@@ -48,6 +53,25 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
 
 def stop(program: str, message: str, code: int) -> NoReturn:
     """One line on standard error, and the end."""
-    print(f"{program}: {message}", file=sys.stderr, flush=True)
+    say(f"{program}: {printable(message)}")
     processes.leave()
     sys.exit(code)
+
+
+def say(line: str) -> None:
+    """A line on standard error, for those who read it: a run does not end because nobody does."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        silence(sys.stderr)
+
+
+def silence(stream: TextIO) -> None:
+    """Send a standard stream to nowhere, with what is still in its buffer."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def printable(text: str) -> str:
+    """The text in one line: line breaks, control characters and the like as Python would escape them."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

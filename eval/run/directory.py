@@ -3,7 +3,7 @@
     config.json     every option, versions, seed          metrics.jsonl   one line per step of every phase
     results.json    the final table                       samples.jsonl   texts with scores, by source and TSMC run
     generation-m/   model, tokenizer, twist               figures/        PNG
-    resume/         states of the phases, until the run has finished
+    resume/         states of the phases, until the run has finished           .lock           held by who writes
 
 JSON files and checkpoints are written whole or not at all; `metrics.jsonl` grows by whole lines and is rebuilt when a run is
 continued. Of several processes one writes. A lock on the directory keeps two runs from writing into it.
@@ -15,9 +15,9 @@ import hashlib
 import json
 import math
 import platform
+import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import filelock
@@ -25,9 +25,16 @@ import numpy
 import torch
 
 from eval.run import processes
+from eval.run.command import say
+from eval.run.options import RunConfig
 from eval.run.state import digest_of, read_state, write_state
 from tinystories.checkpoint import write_json, write_text
 from tinystories.errors import InputError
+
+LATER = {"lora": ("sampling",), "effective_potential": ("sampling", "distillation")}
+"""Options that matter from generation 1 on, and its phases in which they do not matter yet."""
+LEFT_OVER = re.compile(r"\.(.+\.(json|jsonl|safetensors|png|csv|html)|(start|\d+)[a-z\d-]*)\.[a-z\d_]{8}|\.tmp\w{6}")
+"""Names of the temporary files of `tinystories.checkpoint.replacing`, and of those that safetensors writes in their place."""
 
 
 class RunDirectory:
@@ -36,11 +43,13 @@ class RunDirectory:
     Inside the block SIGINT and SIGTERM end the run between two steps of a phase, after saving.
     """
 
-    def __init__(self, path: Path, device: torch.device, save_every: float, identity: str):
-        """`identity` is a hash of everything that the results depend on; saved states carry it."""
-        self.path, self.device, self.save_every, self.identity = Path(path), device, save_every, identity
+    def __init__(self, path: Path, config: RunConfig, identity: dict[str, str]):
+        """`identity` names what else than its options the run's results depend on; saved states carry a hash of both."""
+        self.path, self.device, self.save_every = Path(path), config.torch_device(), config.save_every
+        self.identity = dataclasses.asdict(config) | {"out": "", "keep_states": False} | identity
         self.writes = processes.rank() == 0
         self.interrupted = False  # every phase looks at it between steps
+        self.phase = ""  # the last that was begun, and its step if one is being taken
         self.samples: list[dict] = []
         if self.writes:
             self.lock = lock_directory(self.path)
@@ -53,46 +62,58 @@ class RunDirectory:
         self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, kind: type | None, error: Exception | None, trace: object) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.writes:
             with contextlib.suppress(OSError):  # a full disk has been reported when the line was written
                 self.metrics.close()
             self.lock.release()
+        if isinstance(error, InputError) and self.phase and self.phase not in str(error):
+            raise InputError(f"{self.phase}: {error}") from error
 
     @classmethod
-    def create(cls, config, identity: dict[str, str]) -> "RunDirectory":
-        """A directory that did not exist before, with config.json in it; `identity` names what else the results depend on.
-
-        InputError where it exists or cannot be made.
-        """
-        path = Path(config.out) if config.out else free_name(Path("runs"), config.preset)
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+    def create(cls, config: RunConfig, identity: dict[str, str]) -> "RunDirectory":
+        """A directory that did not exist before, with config.json in it; InputError where it exists or cannot be made."""
+        path = processes.gather(Path(config.out) if config.out else free_name(Path("runs"), config.preset))[0]
         if processes.rank() == 0:
             try:
                 path.mkdir(parents=True, exist_ok=False)
             except FileExistsError:
-                words = "exists already; choose another directory, or continue its run with --resume"
-                raise InputError(f"--out {path}: {words}") from None
+                is_run = (path / "resume" / "start").exists() or (path / "results.json").exists()
+                remedy = "choose another directory" + (", or continue its run with --resume" if is_run else "")
+                raise InputError(f"--out {path}: exists already; {remedy}") from None
             except OSError as error:
                 raise InputError(f"--out {path}: cannot be written ({error.strerror}); choose another") from error
-            write_json(path / "config.json", dataclasses.asdict(config) | {"versions": versions})
-            start = identity | {"versions": versions, "config.json": digest_of(path / "config.json")}
+            write_json(path / "config.json", dataclasses.asdict(config) | {"versions": versions()})
+            start = identity | {"versions": versions(), "config.json": digest_of(path / "config.json")}
             write_state(path / "resume" / "start", start)
-        return cls(path, config.torch_device(), config.save_every, hash_of(identity))
+        return cls(path, config, identity)
 
     @classmethod
-    def resume(cls, path: Path, config, identity: dict[str, str]) -> "RunDirectory":
+    def resume(cls, path: Path, config: RunConfig, identity: dict[str, str]) -> "RunDirectory":
         """The directory of a run that was cut off; InputError where what it started from has changed."""
-        start = read_state(path / "resume" / "start", torch.device("cpu"))
+        remedy = "this run cannot be continued; delete its directory and start it again"
+        start = read_state(path / "resume" / "start", torch.device("cpu"), remedy)
         for name, digest in (identity | {"config.json": digest_of(path / "config.json")}).items():
             if start.get(name) != digest:
                 raise InputError(f"{path}: {name} has changed since the run began; restore it or start a new run")
-        directory = cls(path, config.torch_device(), config.save_every, hash_of(identity))
+        directory = cls(path, config, identity)
         if directory.writes:
             remove_left_overs(path)
+            if start["versions"] != versions():
+                say(
+                    f"this run began with {start['versions']} and goes on with {versions()}: results may differ a little"
+                )
         return directory
+
+    def identity_of(self, generation: int | None, name: str) -> str:
+        """A hash of everything that a phase depends on."""
+        is_early = {
+            option: not generation or (generation == 1 and name.startswith(phases)) for option, phases in LATER.items()
+        }
+        late = {option: None for option, early in is_early.items() if early}
+        return hashlib.sha256(json.dumps(self.identity | late, sort_keys=True).encode()).hexdigest()
 
     def interrupt(self, number: int, frame: object) -> None:
         """Ask the current phase to save and stop after its step; asked twice, stop at once."""
@@ -100,15 +121,16 @@ class RunDirectory:
             raise KeyboardInterrupt(f"interrupted; continue from the last saved state with --resume {self.path}")
         self.interrupted = True
         if self.writes:
-            print("stopping after this step; again to stop at once", file=sys.stderr, flush=True)
+            say("stopping after this step; again to stop at once")
 
     def finish(self, results: list[dict], keep_states: bool = False) -> None:
         """Write results.json, a list only for several prompts; the states of the phases are no longer needed."""
+        processes.gather(None)  # others may still be reading them
         if self.writes:
             whole = results[0] if len(results) == 1 else {"prompts": results}
             write_json(self.path / "results.json", finite_or_null(whole))
             if not keep_states:
-                shutil.rmtree(self.path / "resume")
+                shutil.rmtree(self.path / "resume", ignore_errors=True)
 
     def log(self, record: dict) -> None:
         """One line of metrics.jsonl; InputError where the disk is full."""
@@ -144,16 +166,25 @@ def lock_directory(path: Path) -> filelock.BaseFileLock:
     return lock
 
 
-def hash_of(identity: dict[str, str]) -> str:
-    """One hash for all that a run's results depend on."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+def versions() -> dict[str, str]:
+    """Of what numbers come from."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": numpy.__version__}
+
+
+def is_finished(path: Path, config: RunConfig) -> bool:
+    """Whether a run has its results; states that it was killed over are removed then."""
+    if (path / "results.json").exists():
+        if not config.keep_states and processes.rank() == 0:
+            shutil.rmtree(path / "resume", ignore_errors=True)
+        return True
+    return False
 
 
 def remove_left_overs(path: Path) -> None:
     """Remove the temporary files that were being written when a process was killed."""
-    for pattern in (".*.*", ".tmp*"):
-        for left_over in path.rglob(pattern):
-            left_over.unlink(missing_ok=True)
+    for file in path.rglob(".*"):
+        if LEFT_OVER.fullmatch(file.name) and file.is_file():
+            file.unlink(missing_ok=True)
 
 
 def free_name(parent: Path, stem: str) -> Path:

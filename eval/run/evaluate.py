@@ -6,8 +6,9 @@ from torch import Tensor
 from eval.metrics import Samples, describe, distinct_share, kl_target_proposal, score, score_population
 from eval.run.setup import Problem
 from eval.scorers.similarity import SimilarityScorer
+from tsmc.population import Population
 from tsmc.proposal import Twist
-from tsmc.sampler import Population, Sigma
+from tsmc.sampler import Sigma
 
 
 def evaluate_texts(problem: Problem, tokens: Tensor, encode: SimilarityScorer) -> tuple[dict, Samples]:

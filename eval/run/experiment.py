@@ -10,7 +10,7 @@ from eval.run import processes
 from eval.run.directory import RunDirectory
 from eval.run.evaluate import evaluate_generation, evaluate_target, evaluate_texts
 from eval.run.figures import draw_figures
-from eval.run.options import RunConfig
+from eval.run.options import RunConfig, by_flag
 from eval.run.saved import save_generation
 from eval.run.setup import Problem, identity, load_setup, sigma_key
 from eval.run.state import State
@@ -29,8 +29,10 @@ class Experiment:
     def __init__(self, config: RunConfig, resumed: Path | None):
         """A new run, or the one in the directory `resumed`; InputError names the option or file that is at fault."""
         processes.join(config.torch_device())
+        processes.compare(by_flag(config) | {"--resume": str(resumed)})
         self.config, self.setup = config, load_setup(config)
         origin = identity(config)
+        processes.compare(origin)
         create = resumed is None
         self.directory = RunDirectory.create(config, origin) if create else RunDirectory.resume(resumed, config, origin)
 

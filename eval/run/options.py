@@ -1,7 +1,7 @@
 """Every option of `main.py`: dataclasses whose fields carry their own help, and the command line made from them.
 
 A field `updates` of the group `ctl` becomes `--ctl-updates`; fields of `RunConfig` itself have no prefix. `metadata` holds
-the help text, the smallest value allowed and, where there are few, the choices.
+the help text, the smallest value allowed and, where there are few, the choices. Whole numbers end at MOST.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from eval.run.command import stop
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tinystories.hub import checkpoint_directory
@@ -23,6 +24,7 @@ from tsmc import SCHEMES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SOURCE = "a directory or a Hub repository, owner/name[@revision] (default: the preset's)"
+MOST = 10**9  # beyond, no count is meant
 POCKET = Path(__file__).resolve().parents[2] / "checkpoints" / "pocket"
 
 
@@ -113,7 +115,7 @@ class RunConfig:
         ("Once upon a time, there was a",), "s_0, the opening that every story continues; give it again for several"
     )
     length: int = option(20, "T, tokens of a continuation", at_least=1)
-    seed: int = option(0, "seed of everything random", at_least=0)
+    seed: int = option(0, "seed of everything random", at_least=0, at_most=math.inf)
     out: str = option("", "directory to write to, which must not exist yet (default: a new one under runs/)")
     device: str = option("auto", "auto, cpu, cuda, cuda:N or mps; auto takes a GPU if there is one")
     dtype: str = option("float32", "type of p's weights while sampling and of the scorers'", choices=tuple(DTYPES))
@@ -179,12 +181,18 @@ def flags(config_class: type, prefix: str = "") -> list[tuple[str, str, dataclas
     return options
 
 
+def by_flag(config: RunConfig) -> dict[str, str]:
+    """The value of every option as text."""
+    groups = {flag: getattr(config, group) if group else config for group, flag, _ in flags(RunConfig)}
+    return {flag: repr(getattr(groups[flag], item.name)) for _, flag, item in flags(RunConfig)}
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Reports a bad command line in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and one line that says how to see the options."""
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        stop(self.prog, f"error: {message}; see {self.prog} --help", 2)
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -209,7 +217,8 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 def check(flag: str, value: Any, metadata: Any) -> None:
     """InputError where an option's value is out of its range."""
-    low, high, choices = (metadata.get(key) for key in ("at_least", "at_most", "choices"))
+    low, choices = metadata.get("at_least"), metadata.get("choices")
+    high = metadata.get("at_most", MOST if type(value) is int else None)
     if choices and value not in choices:
         raise InputError(f"{flag} is {value!r}; give one of {', '.join(choices)}")
     if not all(part.isprintable() for part in (value if isinstance(value, tuple) else [str(value)])):
@@ -222,6 +231,17 @@ def check(flag: str, value: Any, metadata: Any) -> None:
         raise InputError(f"{flag} is {value}; give at most {high}")
 
 
+def of_kind(item: dataclasses.Field, value: Any) -> Any:
+    """The value as what the option is declared to be; TypeError where a config.json has something else."""
+    if isinstance(value, tuple):
+        known = all(type(part) is str for part in value) and len(value) > 0
+    else:
+        known = type(value) in ((int, float) if item.type is float else (item.type,))
+    if not known:
+        raise TypeError(f"{item.name} is {str(value)[:40]!r}")
+    return float(value) if item.type is float else value
+
+
 def build(config_class: type, values: dict[str, Any], prefix: str = "") -> Any:
     """A config from values by name, groups nested, absent ones at their defaults."""
     built = {}
@@ -232,6 +252,7 @@ def build(config_class: type, values: dict[str, Any], prefix: str = "") -> Any:
         value = values.get(item.name, item.default)
         if isinstance(item.default, tuple):
             value = (value,) if isinstance(value, str) else tuple(value)
+        value = of_kind(item, value)
         check("--" + (prefix + item.name).replace("_", "-"), value, item.metadata)
         built[item.name] = value
     return config_class(**built)
@@ -266,5 +287,5 @@ def saved_config(run: Path) -> RunConfig:
     known = {item.name for item in dataclasses.fields(RunConfig)}
     try:
         return build(RunConfig, {name: raw[name] for name in known & raw.keys()})
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:
         raise InputError(f"{path}: holds no options of a run ({error}); restore the file") from error

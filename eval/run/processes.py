@@ -4,12 +4,14 @@
     own_rows(draw_batch)          a batch that all draw, of which each process works on its rows
     ctl_batches(...)              the same where drawing itself is the work
     share_gradients(module)       from now on backward() ends with the sum of the gradients of all processes
+    compare(options)              an error on all where they are not the same on all
 
 Every process holds the same model, the same twist and the same random streams. Of a batch each draws all the random
 numbers, which costs nothing, and uses its rows of them; so the distributed job computes what the single one computes.
 """
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -18,20 +20,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distill.self_distill import Batch as SampleBatch
+from distill.batches import Batch as SampleBatch
+from tinystories.errors import InputError
 from tsmc.categorical import uniforms
-from tsmc.proposal import trajectories
 from tsmc.sampler import Sigma
+from tsmc.trajectories import trajectories
 from twist.ctl import Batch as ContrastBatch
 from twist.ctl import LearnableTwist, batches_from_proposal, negative_log_weights, positive_log_weights, weigh
 
+ARRIVAL = timedelta(minutes=5)  # how long the first waits for the last to start
 PATIENCE = timedelta(minutes=30)  # one process may score a long chunk while the others wait
 T = TypeVar("T")
 
 
 def rank() -> int:
-    """Number of this process, 0 for the one that writes."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """Number of this process, 0 for the one that writes; torchrun has numbered them before they join."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0)) if is_one_of_many() else 0
 
 
 def count() -> int:
@@ -109,17 +115,45 @@ def ctl_batches(
     return draw
 
 
+def is_one_of_many() -> bool:
+    """Whether torchrun has started this process, beside others."""
+    return (os.environ.get("WORLD_SIZE") or "1") != "1"
+
+
 def join(device: torch.device) -> None:
-    """Join the processes that torchrun has started, if it has started this one."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+    """Join the processes that torchrun has started, if it has started this one; until they have come, Ctrl-C ends it at once.
+
+    InputError where they do not find each other.
+    """
+    if dist.is_initialized() or not is_one_of_many():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        store, number, processes = next(dist.rendezvous("env://", timeout=ARRIVAL))
+        options = {"store": store, "rank": number, "world_size": processes, "timeout": PATIENCE}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"the processes of this job do not find each other ({reason}); start it with torchrun"
+        ) from error
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def compare(options: dict[str, str]) -> None:
+    """InputError on all processes where they do not have the same values; it names those that differ."""
+    values = gather(options)
+    if differing := [name for name in options if any(other.get(name) != options[name] for other in values)]:
+        raise InputError(f"the processes of this job differ in {', '.join(differing)}; start all of them alike")
 
 
 def is_lost(error: Exception) -> bool:
     """Whether an error means that another process of the job is gone."""
-    return count() > 1 and (isinstance(error, dist.DistError) or "peer" in str(error).lower())
+    words = ("peer", "gloo", "nccl")
+    return count() > 1 and (isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words))
 
 
 def leave() -> None:

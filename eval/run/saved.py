@@ -59,8 +59,10 @@ def load_generation(setup: Setup, directory: Path, m: int, device: torch.device)
 
     InputError names the file that does not fit.
     """
-    twist = load_twist(directory, device)
-    if m == 0:
-        return setup.sigmas(), twist
-    model, _ = tinystories.load(directory, device)
-    return setup.sigmas(accelerate(model.to(setup.model.wte.weight.dtype))), twist
+    twist, model = load_twist(directory, device), None
+    if m > 0:
+        model = accelerate(tinystories.load(directory, device)[0].to(setup.model.wte.weight.dtype))
+    sizes = (model or setup.model).config
+    if (twist.first.in_features, twist.last.out_features) != (sizes.hidden_size, sizes.vocab_size):
+        raise InputError(f"{directory / FILE}: belongs to another language model; restore the run's own")
+    return setup.sigmas(model), twist

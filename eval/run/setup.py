@@ -3,9 +3,12 @@
 Here options turn into the parts of a run; what is below gets these parts and numbers.
 """
 
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -19,6 +22,7 @@ from eval.scorers import similarity, toxicity
 from eval.scorers.potentials import fingerprints, make_factors, user_file
 from tinystories import Conditional, GPTNeo
 from tinystories.checkpoint import fingerprint
+from tinystories.errors import InputError
 from tinystories.fast import accelerate
 from tsmc.rejection import ExactSamples
 from tsmc.sampler import Sigma
@@ -98,9 +102,38 @@ def load_setup(config: RunConfig) -> Setup:
         potential = TextPotential(factors, decode, ids)
         potential(ids.repeat(config.length)[None, : config.length])  # a mistake in it shows before anything is written
         name = "" if number == 1 else f"prompt-{number}"
-        exact = shipped_samples(config, prompt)
+        exact = shipped_samples(config, prompt, model.config.vocab_size)
         problems.append(Problem(name, prompt, base, potential, scorer, exact and exact.to(device)))
+    check_memory(config, model)
     return Setup(model, tokenizer, problems, encode, config.effective_potential)
+
+
+def check_memory(config: RunConfig, model: GPTNeo) -> None:
+    """InputError for an option that by itself asks for more memory than there is: keys and values, or the twist with Adam."""
+    sizes, weight, hidden = model.config, model.wte.weight, config.ctl.hidden_units
+    row = 2 * weight.element_size() * sizes.num_layers * config.length * sizes.hidden_size
+    rows = {"--particles": config.particles, "--eval-particles": config.eval.particles}
+    rows |= {"--ctl-batch-size": config.ctl.batch_size}
+    needed = {flag: count * row for flag, count in rows.items()}
+    needed["--ctl-hidden-units"] = 16 * hidden * (sizes.hidden_size + hidden + sizes.vocab_size)
+    there = memory_of(weight.device)
+    for flag, size in needed.items():
+        if size > there:
+            raise InputError(
+                f"{flag} needs {size / 1e9:.0f} GB of memory, and there are {there / 1e9:.0f} GB; lower it"
+            )
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of memory of a device, as far as can be told; a container's limit is in its file."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf"):
+        return math.inf
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else ""
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(pages, int(text)) if text.isdecimal() else pages
 
 
 def sigma_key(config: RunConfig, prompt: str) -> TargetKey:
@@ -109,10 +142,10 @@ def sigma_key(config: RunConfig, prompt: str) -> TargetKey:
     return target_key(lm, classifier, prompt, config.length, config.beta, fingerprints(config.potential))
 
 
-def shipped_samples(config: RunConfig, prompt: str) -> ExactSamples | None:
+def shipped_samples(config: RunConfig, prompt: str, vocab_size: int) -> ExactSamples | None:
     """The exact samples that come with the preset, if they are of this sigma."""
     shipped = PRESETS[config.preset].target if config.uses_preset_checkpoints() else None
-    return None if shipped is None else load_target(shipped, sigma_key(config, prompt))
+    return None if shipped is None else load_target(shipped, sigma_key(config, prompt), vocab_size)
 
 
 def identity(config: RunConfig) -> dict[str, str]:

@@ -38,19 +38,19 @@ def write_state(path: Path, value: dict) -> None:
         file.write(buffer.getbuffer())
 
 
-def read_state(path: Path, device: torch.device) -> dict:
+def read_state(path: Path, device: torch.device, remedy: str = "delete it to repeat its phase") -> dict:
     """What was written, tensors on `device`; InputError names a file that is absent or not as it was written."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); start a new run") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
     digest, payload = content[:DIGEST], content[DIGEST + 1 :]
     if hashlib.sha256(payload).hexdigest().encode() != digest:
-        raise InputError(f"{path}: is not as it was written; delete it to repeat its phase, or start a new run")
+        raise InputError(f"{path}: is not as it was written; {remedy}")
     try:
         return torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]}); delete it") from error
+        raise InputError(f"{path}: cannot be read, it holds more than a state; {remedy}") from error
 
 
 def take_state(state: dict[str, State], finished: bool) -> dict:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eval.run import processes
+from eval.run.command import say
 from eval.run.state import State, give_state, read_state, take_state, write_state
 from tinystories.errors import InputError
 from tsmc.steps import Chunks, Steps
@@ -33,16 +34,18 @@ class Progress:
         self.label = name if generation is None else f"generation {generation}  {name}"
         place = "start" if generation is None else str(generation)
         self.path: Path = directory.path / "resume" / f"{place}-{name.replace(' ', '-')}"
+        self.of = [self.path.name, directory.identity_of(generation, name)]
         self.records: list[dict] = []
         self.figures: dict[str, float] = {}
         self.done = self.first = 0
+        directory.phase = self.label
 
     def restore(self) -> dict | None:
         """What an earlier process has saved of this phase; InputError where the file is of another phase or run."""
         if not self.path.exists():
             return None
         saved = read_state(self.path, self.directory.device)
-        if saved.get("of") != [self.path.name, self.directory.identity]:
+        if saved.get("of") != self.of:
             raise InputError(f"{self.path}: belongs to another phase or run; delete it to repeat its phase")
         self.done, self.records = saved["done"], saved["records"]
         for record in self.records:
@@ -52,8 +55,7 @@ class Progress:
     def save(self, state: dict) -> None:
         """Write the phase's state."""
         if processes.rank() == 0:
-            of = [self.path.name, self.directory.identity]
-            write_state(self.path, {"of": of, "done": self.done, "records": self.records, "state": state})
+            write_state(self.path, {"of": self.of, "done": self.done, "records": self.records, "state": state})
         self.saved = time.monotonic()
 
     def record(self, step: int, figures: dict[str, float]) -> None:
@@ -75,7 +77,9 @@ class Progress:
         is_watched = processes.rank() == 0 and sys.stderr.isatty()
         with tqdm(total=self.total, initial=self.done, desc=self.label, disable=not is_watched) as bar:
             while self.done < self.total:
+                self.directory.phase = f"{self.label}, step {self.done + 1}"
                 yield bar
+                self.directory.phase = self.label
                 self.show(bar)
                 if processes.any_of(self.directory.interrupted):
                     self.save(take(self.done == self.total))
@@ -95,7 +99,7 @@ class Progress:
             left = spent * (self.total - self.done) / (self.done - self.first)
             figures = "  ".join(f"{name} {value:.3g}" for name, value in self.figures.items())
             times = f"{left:.0f} s left" if self.done < self.total else f"{spent:.0f} s"
-            print(f"{self.label}  {self.done}/{self.total}  {figures}  {times}", file=sys.stderr, flush=True)
+            say(f"{self.label}  {self.done}/{self.total}  {figures}  {times}")
 
 
 class RunSteps(Steps):
@@ -144,10 +148,8 @@ class RunChunks(Chunks):
         if not missing:
             return
         rounds = [missing[start : start + processes.count()] for start in range(0, len(missing), processes.count())]
-        for _, numbers in zip(progress.watch(lambda finished: self.by_number), [*rounds, None], strict=False):
-            number = numbers[
-                min(processes.rank(), len(numbers) - 1)
-            ]  # all take part: one without a chunk repeats the last
+        for _, numbers in zip(progress.watch(lambda finished: self.by_number), rounds, strict=False):
+            number = numbers[min(processes.rank(), len(numbers) - 1)]  # one without a chunk of its own repeats the last
             yield self.sizes[number], self.streams(number)
             part = {name: tensor.cpu() for name, tensor in self.part.items()}
             for other, tensors, figures in processes.gather((number, part, self.figures)):

@@ -1,5 +1,10 @@
 """The table of a run's results as text: one row for Base, Target and each generation."""
 
+from pathlib import Path
+
+from eval.run.command import printable
+from tinystories.errors import InputError
+
 TABLE = (
     ("log phi", "log_phi", ".2f"),
     ("phi > 0", "phi_positive", ".3f"),
@@ -13,11 +18,14 @@ TABLE = (
 )
 
 
-def tables(results: dict) -> str:
-    """The table of a run, or of each of its prompts under the prompt."""
-    if "prompts" not in results:
-        return table(results)
-    return "\n\n".join(f"{result['prompt']}\n{table(result)}" for result in results["prompts"])
+def tables(results: dict, source: Path = Path("results.json")) -> str:
+    """The table of a run, or of each of its prompts under the prompt; InputError, naming `source`, where that holds none."""
+    try:
+        if "prompts" not in results:
+            return table(results)
+        return "\n\n".join(f"{printable(result['prompt'])}\n{table(result)}" for result in results["prompts"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{source}: holds no results of a run ({error!r}); restore the file") from error
 
 
 def named_rows(results: dict) -> dict[str, dict]:

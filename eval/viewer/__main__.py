@@ -12,15 +12,15 @@ import json
 import math
 from pathlib import Path
 
-from eval.run.command import one_line_errors
+from eval.run import options
+from eval.run.command import one_line_errors, printable
 from eval.run.directory import finite_or_null
-from eval.run.options import OneLineParser, saved_config
+from eval.run.options import MOST, OneLineParser, saved_config
 from eval.run.saved import generations, load_generation
 from eval.run.setup import load_setup
 from eval.run.table import align
 from eval.viewer import genealogy
 from eval.viewer.draws import Draws, draw
-from eval.viewer.terminal import printable
 from eval.viewer.watch import Watch
 from tinystories import InputError
 from tinystories.checkpoint import write_text
@@ -97,19 +97,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """InputError for values out of range and options that exclude each other."""
-    for name, least in (("particles", 1), ("samples", 1), ("seed", 0), ("delay", 0)):
-        if not least <= getattr(args, name) < math.inf:
-            raise InputError(f"--{name} is {getattr(args, name)}; give at least {least}")
+    """InputError for values out of range, options that exclude each other, and files that are none."""
+    least, most = {"particles": 1, "samples": 1}, {"seed": math.inf, "ess_threshold": 1}
+    for name in ("particles", "samples", "seed", "delay", "ess_threshold"):
+        limits = {"at_least": least.get(name, 0), "at_most": most.get(name, MOST)}
+        options.check("--" + name.replace("_", "-"), getattr(args, name), limits)
     if args.samples > args.particles:
         raise InputError(f"--samples {args.samples} exceeds --particles {args.particles}; raise --particles")
     if args.json and args.watch:
         raise InputError("--json and --watch both want standard output; give one of them")
     for prompt in args.prompts:
         if not prompt.isprintable():
-            raise InputError(
-                f"the prompt {printable(prompt)!r} holds characters that cannot be printed; give plain text"
-            )
+            raise InputError(f"the prompt {prompt!r} holds characters that cannot be printed; give plain text")
+    for flag in ("html", "picture"):
+        if (path := getattr(args, flag)) and path.exists() and not path.is_file():
+            raise InputError(f"--{flag} {path}: is no file that could be replaced; choose another name")
 
 
 def row(draws: Draws, place: int) -> dict:
@@ -175,7 +177,7 @@ def sample(args: argparse.Namespace) -> None:
         text = as_json(drawn[-1], about) if args.json else as_text(drawn[-1], about)
         print(text if args.json or len(drawn) == 1 else f"\n{text}", flush=True)
     if args.html:
-        write_text(args.html, genealogy.page(drawn, about, setup.tokenizer))
+        write_text(args.html.resolve(), genealogy.page(drawn, about, setup.tokenizer))  # a link stays one
     if args.picture:
         from eval.viewer.picture import draw_genealogy  # matplotlib takes a second to load
 

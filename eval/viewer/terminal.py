@@ -5,11 +5,6 @@ import sys
 import unicodedata
 
 
-def printable(text: str) -> str:
-    """The text in one line: line breaks, control characters and the like as Python would escape them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
 def columns(text: str) -> int:
     """How many columns a terminal needs: two for wide characters, none for combining marks."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)

@@ -14,8 +14,9 @@ import time
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from eval.run.command import printable
 from eval.run.table import align
-from eval.viewer.terminal import columns, is_screen, printable, tail
+from eval.viewer.terminal import columns, is_screen, tail
 from tsmc.trace import Trace
 from tsmc.weights import normalise
 

@@ -1,82 +1,72 @@
 """The report of a study: report.html, complete in itself, with results.json, results.csv and the figures beside it.
 
-It is made from `eval.numbers` alone, and its claims from `eval.claims`, so it says nothing that the numbers do not.
+What it shows is computed in `numbers.py` and `claims.py`; its words and tables are in the templates of this folder.
 """
 
-import json
-from html import escape
+import base64
+import re
 from pathlib import Path
 
-from eval.paper.numbers import Numbers, collect, write_numbers
-from eval.paper.report import figures as paper_figures
-from eval.paper.report import sections
-from eval.paper.report.page import page, section, table, text_table
-from eval.paper.study import Part, StudyConfig
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from eval.paper.claims import VERDICTS, is_mostly_gone, verb, verdict
+from eval.paper.numbers import QUANTITIES, Number, Numbers, collect, own_scheme, write_results
+from eval.paper.report.figures import draw
+from eval.paper.study import NAMES, NEVER, Part, StudyConfig
 from tinystories.checkpoint import read_json, write_text
+
+IN_PERCENT = ("acceptance", "toxic_share", "twist_share")
 
 
 def write_report(study: StudyConfig, parts: list[Part], out: Path, command: str) -> None:
     """results.json, results.csv, figures and report.html of a study whose parts have all finished."""
     numbers, texts = collect(study, parts, out)
-    write_numbers(numbers, texts, out)
-    paper_figures.draw(study, numbers, out)
-    write_text(out / "report.html", document(study, parts, numbers, texts, out, command))
-
-
-def document(
-    study: StudyConfig, parts: list[Part], numbers: Numbers, texts: list[dict], out: Path, command: str
-) -> str:
-    """The report's HTML."""
-    seeds = ", ".join(map(str, study.seeds))
+    write_results(numbers, texts, out)
+    draw(study, numbers, out)
     times = {part.name: read_json(out / "times" / f"{part.name}.json")["seconds"] for part in parts}
-    lead = (
-        f"The experimental section of arXiv:2507.02315 on the <b>{escape(study.run.preset)}</b> preset: seeds {seeds}; "
-        f"{study.run.generations} generations after generation 0; β = {study.run.beta:g}. {len(parts)} parts took "
-        f"{sum(times.values()) / 60:.0f} minutes of one core, attempts that were interrupted left out. Intervals are 95 %."
-    )
-    folder = out / "figures"
-    content = [
-        sections.summary(study, numbers),
-        sections.rejection(study, numbers, folder),
-        sections.plane(study, numbers, folder),
-        sections.particles(study, numbers, folder),
-        sections.divergence(study, numbers),
-        sections.ablations(study, numbers),
-        sections.baselines(study, numbers),
-        examples(texts),
-        making(parts, times, out, command),
-    ]
-    footer = "Every number of this page is in <code>results.csv</code> and <code>results.json</code> beside it."
-    return page("Self-distilled twisted SMC: the study", lead, content, footer)
-
-
-def examples(texts: list[dict]) -> tuple[str, str, str]:
-    """Representative texts of every set."""
-    note = (
-        "<p>Drawn at random without selection. The texts call people ugly, stupid or fat because the target asks for what a "
-        "classifier calls toxic; they measure the method and mean nothing else.</p>"
-    )
-    tables = [text_table(f"{escape(found['set'])}, seed {found['seed']}", found["texts"]) for found in texts]
-    return section("texts", "Representative texts", note, *tables)
-
-
-def making(parts: list[Part], times: dict[str, float], out: Path, command: str) -> tuple[str, str, str]:
-    """Command, settings, versions, times."""
-    config = read_json(out / "config.json")
-    kinds: dict[str, list[float]] = {}
+    by_kind: dict[str, list[float]] = {}
     for part in parts:
-        kinds.setdefault(part.kind, []).append(times[part.name])
-    rows = [
-        [kind, str(len(spent)), f"{sum(spent) / len(spent):.0f} s", f"{max(spent):.0f} s", f"{sum(spent) / 60:.1f} min"]
-        for kind, spent in kinds.items()
-    ]
-    each = [[name, f"{seconds:.0f} s"] for name, seconds in times.items()]
-    versions = ", ".join(f"{name} {version}" for name, version in config["versions"].items())
-    return section(
-        "making",
-        "How it was made",
-        f"<pre>{escape(command)}</pre><p>{escape(versions)}</p>",
-        table("Time of the parts, each a process with one thread.", ["Kind", "Parts", "Mean", "Longest", "Sum"], rows),
-        f"<details><summary>Every part</summary>{table('', ['Part', 'Time'], each)}</details>",
-        f"<details><summary>config.json</summary><pre>{escape(json.dumps(config, indent=2))}</pre></details>",
-    )
+        by_kind.setdefault(part.kind, []).append(times[part.name])
+    content = {
+        "texts": texts,
+        "images": {path.stem: base64.b64encode(path.read_bytes()).decode() for path in (out / "figures").glob("*.svg")},
+        "command": command,
+        "config": read_json(out / "config.json"),
+        "times": times,
+        "by_kind": by_kind,
+    }
+    write_text(out / "report.html", templates(study, numbers).get_template("report.html").render(content))
+
+
+def templates(study: StudyConfig, numbers: Numbers) -> Environment:
+    """The templates, with access to the study and its numbers; whatever they print is escaped."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {"visible": visible, "titles": lambda names: [QUANTITIES[name].title for name in names]}
+    environment.globals |= {"study": study, "numbers": numbers, "names": NAMES, "never": NEVER, "verdicts": VERDICTS}
+    environment.globals |= {"own_scheme": own_scheme(study), "shown": shown}
+    environment.globals |= {"verdict": verdict, "verb": verb, "is_mostly_gone": is_mostly_gone}
+    environment.globals["steps"] = [f"generation {m} to {m + 1}" for m in range(study.run.generations)]
+    environment.globals["seed_heads"] = [f"Seed {seed}" for seed in study.seeds]
+    return environment
+
+
+def shown(number: Number | None, sign: str = "", digits: int | None = None) -> tuple[str, str]:
+    """A number and its interval, a dash where there is none; sign "+" marks a change, which shows its sign always."""
+    if number is None or number.value is None:
+        return "–", ""
+    digits = QUANTITIES[number.quantity].digits if digits is None else digits
+    form, factor = f"{sign}{'' if digits else ','}.{digits}f", 100 if number.quantity in IN_PERCENT else 1
+    limits = number.value, number.low, number.high
+    value, low, high = (None if limit is None else typeset(format(factor * limit, form)) for limit in limits)
+    return value, "" if low is None or low == high else f"{low} to {high}"
+
+
+def typeset(text: str) -> str:
+    """Numbers with a proper minus sign, and none before zero."""
+    return re.sub(r"(?<![\w.])-(?=\d)", "−", re.sub(r"(?<![\w.])-(?=0\.?0*(?![.\d]))", "", text))
+
+
+def visible(text: str) -> str:
+    """Line breaks and other control characters as they are written in code."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,0 +1,35 @@
+"""What the sampler gives: R independent runs of K particles at t = T, weighted, and the final resampling of them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Population:
+    """R runs of K particles: a weighted set, and the final resampling of it."""
+
+    tokens: Tensor  # [R, K, T]
+    log_weights: Tensor  # [R, K] gathered since the last resampling before t = T
+    ancestors: Tensor  # [R, K] of the final resampling
+    log_z: Tensor  # [R] log Z-hat of each run
+    ess: Tensor  # [R] effective sample size of log_weights
+
+    def samples(self) -> Tensor:
+        """Equally weighted particles [R, K, T]: the final resampling applied."""
+        return follow(self.ancestors, self.tokens)
+
+    def is_alive(self) -> Tensor:
+        """Whether some particle of a run has a weight above zero [R]."""
+        return self.log_z > -torch.inf
+
+    def alive(self) -> "Population":
+        """The runs that are alive."""
+        return Population(**{name: value[self.is_alive()] for name, value in vars(self).items()})
+
+
+def follow(ancestors: Tensor, values: Tensor) -> Tensor:
+    """What belongs to the ancestors [R, K], of values [R, K] or [R, K, t]."""
+    index = ancestors if values.ndim == 2 else ancestors[..., None].expand_as(values)
+    return values.gather(1, index)

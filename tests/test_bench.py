@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from distill import DistillConfig
 from eval.bench import __main__ as bench
 from eval.bench import contestants, roofline
 from eval.bench.roofline import Work, encoder_work, gpt_neo_flops, sampling_work
+from eval.run.options import DistillConfig
 from tinystories import GPTNeo, GPTNeoConfig
 from twist import TwistMLP
 

@@ -55,8 +55,10 @@ def cluster_world(runs: int, size: int, source: torch.Generator):
     return toxicity, vectors, [run for run in range(runs) for _ in range(size)]
 
 
-def test_the_intervals_cover_though_the_particles_of_a_run_are_alike():
-    source, runs, size, trials = generator(1), 30, 5, 300
+@pytest.mark.parametrize(("runs", "least", "most"), [(30, 0.88, 0.985), (8, 0.82, 0.93)])
+def test_the_intervals_cover_though_the_particles_of_a_run_are_alike(runs, least, most):
+    """With 30 runs as they say, with 8 a little less often: percentiles of few runs are too narrow."""
+    source, size, trials = generator(1), 5, 300
     shared = torch.linspace(-0.4, 0.4, 100_001, dtype=torch.float64)
     alignment = ((1 + shared) / (1 + (1 + shared) ** 2).sqrt()).mean().square().item()  # cosine of two runs
     within = (size - 1) / (runs * size - 1)  # share of pairs inside one run, at cosine 1
@@ -67,7 +69,7 @@ def test_the_intervals_cover_though_the_particles_of_a_run_are_alike():
         for name, value in truth.items():
             covered[name] += found[name]["low"] <= value <= found[name]["high"]
     for name, count in covered.items():
-        assert 0.88 <= count / trials <= 0.985, (name, count / trials)
+        assert least <= count / trials <= most, (name, count / trials)
 
 
 def test_one_text_has_no_similarity():

@@ -243,6 +243,18 @@ def test_bfloat16_is_near_float32_and_sums_in_float32(version):
             decoder.extend(tokens[:, t])
 
 
+@torch.no_grad()
+def test_attention_is_computed_in_float32_and_unscaled_whatever_the_type(version):
+    attention = version(tiny_gpt_neo(11, hidden_size=32, num_heads=4).to(torch.bfloat16)).h[0].attn
+    x = torch.randn(3, 9, 32, generator=generator(0)).to(torch.bfloat16)
+    layers = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (layer(x).double().unflatten(-1, (4, -1)).transpose(1, 2) for layer in layers)
+    scores = (q @ k.mT).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+    wanted = attention.out_proj(mixed.to(torch.bfloat16))
+    assert (attention(x, None) - wanted).abs().mean() < 1e-4 * wanted.abs().mean()
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """A good checkpoint directory to be spoilt."""

@@ -334,7 +334,7 @@ def test_the_base_toxicity_of_the_paper():
     config, generator = RunConfig(preset="paper"), torch.Generator().manual_seed(0)
     model, tokenizer = tinystories.load(config.checkpoint("lm"))
     score = toxicity.ToxicityScorer(*toxicity.load(config.checkpoint("toxicity_model")))
-    prompt = torch.tensor(tokenizer.encode(config.prompt).ids)
+    prompt = torch.tensor(tokenizer.encode(config.prompt[0]).ids)
     assert len(prompt) == 8
     log_score, rows = TextPotential([Factor(score)], tokenizer.decode_batch, prompt), []
     with torch.inference_mode():

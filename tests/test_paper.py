@@ -19,18 +19,17 @@ import pytest
 import torch
 
 import main
-from distill import DistillConfig
 from eval.paper import __main__ as paper
 from eval.paper import study
-from eval.paper.claims import kl_claims
-from eval.paper.numbers import NAMES, Numbers, mean_of
-from eval.paper.report.page import text_table
-from eval.paper.study import StudyConfig, cost_of, tsmc_units
-from eval.run.options import EvaluationConfig, RunConfig
-from eval.run.setup import load_ingredients
+from eval.paper.claims import verdict
+from eval.paper.numbers import Number, Numbers, mean_of
+from eval.paper.report.document import templates
+from eval.paper.study import NAMES, NEVER, StudyConfig, baseline_cost, tsmc_cost
+from eval.run.options import CTLConfig, DistillConfig, EvaluationConfig, RunConfig
+from eval.run.setup import Setup, load_setup
 from tinystories import Conditional
-from tsmc.steps import Phase
-from twist import CTLConfig
+from tsmc import SCHEMES, Chunks, Steps
+from tsmc.estimate import Estimate
 
 TINY = StudyConfig(
     seeds=(1, 2),
@@ -61,6 +60,7 @@ TINY = StudyConfig(
         eval=EvaluationConfig(particles=4, runs=3, base_samples=12),
     ),
 )
+FORMS = ("+.2f", "+.3f", ".0f", ".1f", ".2f", ".3f", ",.0f")
 PRODUCTS = ("results.json", "results.csv", "figures/similarity-toxicity.svg")
 
 
@@ -104,17 +104,27 @@ def numbers_of(out: Path) -> list[dict]:
 
 def test_every_section_has_its_numbers(whole):
     rows = numbers_of(whole)
-    found = {(row["section"], row["name"], row["seed"], row["generation"], row["quantity"]) for row in rows}
+    keys = {(row["section"], row["name"], row["seed"], row["generation"], row["quantity"]) for row in rows}
     for name in (NAMES["tsmc"], NAMES["lora"], NAMES["no-effective"]):
-        assert {("generations", name, seed, m, "kl") for seed in (1, 2, "mean") for m in (0, 1)} <= found
-    assert {("particles", f"K = {k}", "mean", 1, "toxicity") for k in (4, 6)} <= found
+        assert {("generations", name, seed, m, "kl") for seed in (1, 2, "mean") for m in (0, 1)} <= keys
+    assert {("particles", f"K = {k}", "mean", 1, "toxicity") for k in (4, 6)} <= keys
     assert len({row["name"] for row in rows if row["section"] == "resampling"}) == 9
     assert {row["seed"] for row in rows if row["section"] == "best"} == {1, 2, "mean", "other seeds"}
-    assert ("rejection", "beta 0", "", "", "acceptance") in found
-    for row in rows:
-        assert row["low"] is None or row["low"] <= row["value"] <= row["high"], row
+    assert ("rejection", "beta 0", "", "", "acceptance") in keys and ("budget", "TSMC", "", "", "twist_share") in keys
     with open(whole / "results.csv", newline="") as file:
         assert [row["quantity"] for row in csv.DictReader(file)] == [row["quantity"] for row in rows]
+
+
+def test_intervals_hold_their_value_and_only_what_is_possible(whole):
+    least = {"probability": 0, "share": 0, "cosine": -1, "distance on the plane": 0}
+    for row in numbers_of(whole):
+        if row["low"] is None:
+            continue
+        assert row["low"] <= row["value"] <= row["high"], row
+        if row["section"] != "changes":
+            positive = row["quantity"] in ("kl", "kl_base", "drift", "log_z_hat_std")
+            assert row["low"] >= (0 if positive else least.get(row["unit"], -float("inf"))), row
+            assert row["high"] <= (1 if row["unit"] in ("probability", "share", "cosine") else float("inf")), row
 
 
 def test_variants_share_generation_0_and_differ_behind_it(whole):
@@ -124,22 +134,48 @@ def test_variants_share_generation_0_and_differ_behind_it(whole):
     assert len({value[kind, 0] for kind in kinds}) == 1 and len({value[kind, 1] for kind in kinds}) == 3
 
 
-def numeric_cells(report: str) -> set[str]:
-    """Every number, and every limit of one, in the tables of the report but for texts and the section on how it was made."""
-    tables = report[: report.index('<section id="making"')]
-    cells = re.findall(r"<td>(.*?)</td>", tables.replace("−", "-"))
-    return {part for cell in cells for part in re.findall(r"[+-]?\d[\d,]*(?:\.\d+)?", re.sub(r"<small>|to", " ", cell))}
+def test_the_error_of_the_exact_samples_widens_means_over_seeds(whole):
+    rows = {(row["name"], row["seed"], row["quantity"]): row for row in numbers_of(whole) if row["generation"] == 1}
+    for name, quantity in ((NAMES["tsmc"], "kl"), (NAMES["lora"], "kl"), (NAMES["no-effective"], "drift")):
+        alone = mean_of([rows[name, seed, quantity]["value"] for seed in (1, 2)])
+        mean = rows[name, "mean", quantity]
+        assert mean["value"] == alone["value"] and mean["high"] > alone["high"]
+
+
+def test_an_error_that_all_seeds_share_is_added_once():
+    numbers, source = Numbers(), torch.Generator().manual_seed(0)
+    numbers.log_sigma = torch.randn(50, generator=source, dtype=torch.float64)
+    numbers.log_z = Estimate(0.0, 0.3, 1e6)
+    values = [2.0, 2.1, 1.9, 2.0]
+    for seed, value in enumerate(values):
+        numbers.add(("generations", "TSMC", seed, 0), "kl", value)
+        numbers.log_density["generations", "TSMC", seed, 0, "kl"] = torch.zeros(50, dtype=torch.float64)
+    numbers.average("generations", (0, 1, 2, 3))
+    mean = numbers.get(("generations", "TSMC", "mean", 0), "kl")
+    errors = [torch.tensor(values).std().item() / 2, numbers.log_sigma.std().item() / 50**0.5, 0.3]
+    assert (mean.high - mean.value) / 1.96 == pytest.approx(sum(error**2 for error in errors) ** 0.5, rel=0.05)
+
+
+def printed(report: str) -> str:
+    """The report's text above the texts of the samples: tables and prose, but not figures."""
+    html = report[report.index("<main>") : report.index('<section id="texts"')]
+    return re.sub(r"<[^>]+>|\s+", " ", re.sub(r"<img [^>]+>", "", html)).replace("−", "-")
 
 
 def test_every_number_of_the_report_is_in_the_results(whole):
+    """In tables and in prose; what is left are settings of the study, and numbers of figures and tables of the paper."""
     values = [row[key] for row in numbers_of(whole) for key in ("value", "low", "high") if row[key] is not None]
-    forms = [f"{value:.{digits}f}" for value in values for digits in (1, 2, 3)]
-    forms += [form.lstrip("-") for form in forms if not float(form)] + [f"{value:+.2f}" for value in values]
-    forms += [f"{100 * value:.3f}" for value in values] + [f"{value:,}" for value in values]
-    known = {"7.971", "7.030", "7.016", "-0.941", "-0.014", "0"}  # the paper's, and the drift that phi^(m) rules out
-    known |= {"100.00", "0.010", "0.456", *(str(TINY.runs_of(count)) for count in TINY.particle_counts)}
-    cells = numeric_cells((whole / "report.html").read_text())
-    assert len(cells) > 100 and cells <= {*forms, *known}, cells - {*forms, *known}
+    known = {
+        f"{sign * factor * value:{form}}" for value in values for factor in (1, 100) for sign in (1,) for form in FORMS
+    }
+    known |= {form.lstrip("-") for form in known if not float(form.replace(",", ""))}
+    text = printed((whole / "report.html").read_text())
+    run = TINY.run
+    settings = {95, 1, 2, 3, 0, 0.5, run.beta, run.eval.particles, TINY.resampling_runs, TINY.similarity_samples}
+    settings |= {*TINY.particle_counts, *TINY.learning_rates, 1e-2, 0.04, *map(TINY.runs_of, TINY.particle_counts)}
+    numbers = re.findall(r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?(?![\w.]*\w)", text)
+    unknown = [number for number in numbers if number not in known and float(number.replace(",", "")) not in settings]
+    assert len(numbers) > 400 and not unknown, unknown
 
 
 def test_the_report_is_complete_in_itself(whole):
@@ -148,12 +184,16 @@ def test_the_report_is_complete_in_itself(whole):
     assert report.count("data:image/svg+xml") == 3 and report.count("<section") == 9
     for target in re.findall(r'href="#(.*?)"', report):
         assert f'id="{target}"' in report
+    for table in re.findall(r"<table>(.*?)</table>", report, re.DOTALL):
+        widths = {len(re.findall(r"<t[hd][ >]", line)) for line in re.findall(r"<tr.*?</tr>", table, re.DOTALL)}
+        assert len(widths) == 1, table
     for name in ("similarity-toxicity", "toxicity-histograms", "toxicity-particles"):
         assert (whole / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_texts_cannot_break_the_page():
-    html = text_table("", [{"toxicity": 0.5, "text": "a <script>x</script>\n& so"}])
+    macros = templates(TINY, Numbers()).get_template("macros.html").module
+    html = macros.texts("", [{"toxicity": 0.5, "text": "a <script>x</script>\n& so"}])
     assert "&lt;script&gt;" in html and "<script>" not in html and "\\n&amp; so" in html
 
 
@@ -169,16 +209,49 @@ def test_kills_at_any_moment_change_nothing(tmp_path, start, whole):
     assert process.exitcode == 0, Path(f"{out}.log").read_text()
     for name in PRODUCTS:
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
-    assert not list(out.rglob(".*")) and not (out / "shared").exists()
+    assert {path.name for path in out.rglob(".*")} == {".lock"} and not (out / "shared").exists()
+    assert not list(out.rglob("resume"))
+
+
+def is_running(out: Path) -> bool:
+    """Whether some process works on a run in a study's directory."""
+    return any(str(out / "runs").encode() in command for command in map(command_line, Path("/proc").glob("[0-9]*")))
+
+
+def command_line(process: Path) -> bytes:
+    """What a process was started with; nothing where it has ended."""
+    with contextlib.suppress(OSError):
+        return (process / "cmdline").read_bytes()
+    return b""
+
+
+def wait_for(condition) -> None:
+    """Until it holds, for at most five minutes."""
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_a_study_that_is_killed_leaves_no_program_running(tmp_path, start):
+    out = tmp_path / "study"
+    process = start(out, "--jobs", "2")
+    wait_for(lambda: is_running(out))
+    process.kill()
+    process.join()
+    wait_for(lambda: not is_running(out))
 
 
 def test_ctrl_c_stops_everything_and_says_how_to_go_on(tmp_path, start):
     out = tmp_path / "study"
     process = start(out, "--jobs", "2")
-    while process.is_alive() and not (out / "runs" / "tsmc-1" / "metrics.jsonl").exists():
-        time.sleep(0.01)
+    metrics = out / "runs" / "tsmc-1" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
     os.kill(process.pid, signal.SIGINT)
     process.join()
+    assert "interrupted and saved" in (out / "logs" / "tsmc-1.log").read_text()
+    assert not is_running(out)
     last = Path(f"{out}.log").read_text().splitlines()[-1]
     assert process.exitcode == 130 and "go on with python -m eval.paper --quick" in last and str(out) in last
     assert not (out / "report.html").exists()
@@ -220,8 +293,8 @@ def test_a_directory_of_another_study_is_refused_with_the_keys(tmp_path, whole, 
 
 def test_two_studies_never_write_into_one_directory(whole, monkeypatch):
     monkeypatch.setitem(study.STUDIES, "quick", TINY)
-    with paper.locked(whole):
-        assert "another study is writing there" in refusal("--quick", "--out", str(whole))
+    with paper.study_directory(whole, paper.description(TINY)):
+        assert "another process is writing there" in refusal("--quick", "--out", str(whole))
 
 
 @pytest.mark.parametrize(
@@ -238,40 +311,107 @@ def test_bad_options_are_refused(tmp_path, arguments, word):
     assert not (tmp_path / "study").exists()
 
 
+def list_items(html: str) -> list[tuple[str, str]]:
+    """Class and text of every item of a list."""
+    items = re.findall(r'<li class="(\w+)">(.*?)</li>', html, re.DOTALL)
+    return [(kind, " ".join(re.sub(r"<[^>]+>", " ", text).split()).replace("−", "-")) for kind, text in items]
+
+
+def claims_of(numbers: Numbers, config: StudyConfig) -> list[tuple[str, str]]:
+    """The claims of a study, those under each verdict in turn."""
+    macros = templates(config, numbers).get_template("claims.html").module
+    return [item for wanted in ("yes", "no", "open") for item in list_items(macros.claims(wanted))]
+
+
 @pytest.mark.parametrize(
-    ("values", "verdict", "verb"),
+    ("values", "kind", "words"),
     [
-        ([-1.0, -1.1, -0.9], "yes", "falls"),
-        ([1.0, 1.1, 0.9], "no", "rises"),
-        ([-1.0, 1.0, 0.1], "open", "no clear change"),
+        ([-1.0, -1.1, -0.9], "yes", "falls from generation 0 to 1: -1.00 (-1.25 to -0.75) nats (paper: -0.941)"),
+        ([1.0, 1.1, 0.9], "no", "rises from"),
+        ([-1.0, 1.0, 0.1], "open", "shows no clear change"),
     ],
 )
-def test_claims_say_what_the_numbers_show(values, verdict, verb):
+def test_claims_say_what_the_numbers_show(whole, values, kind, words):
+    numbers = read_numbers(whole)
+    numbers.add(("changes", "generation 0 to 1", "mean", ""), "kl", mean_of(values))
+    (claim,) = [claim for claim in claims_of(numbers, TINY) if "KL(σ‖q)" in claim[1]]
+    assert claim[0] == kind and words in claim[1]
+
+
+def read_numbers(out: Path) -> Numbers:
+    """The table of a finished study."""
     numbers = Numbers()
-    numbers.add("changes", "generation 0 to 1", "mean", "", "kl", mean_of(values))
-    one = dataclasses.replace(TINY, run=dataclasses.replace(TINY.run, generations=1))
-    (claim,) = kl_claims(one, numbers)
-    assert claim.verdict == verdict and verb in claim.text and "paper: -0.941" in claim.text
+    for row in numbers_of(out):
+        numbers.rows[row["section"], row["name"], row["seed"], row["generation"], row["quantity"]] = Number(**row)
+    return numbers
+
+
+@pytest.mark.parametrize(("without", "kind"), [([0.3, 0.31, 0.29], "yes"), ([0.0, 0.02, -0.01], "open")])
+def test_a_rise_that_resampling_makes_is_not_credited_to_the_method(whole, without, kind):
+    numbers = read_numbers(whole)
+    numbers.add(("changes", "generation 0 to 1", "mean", ""), "toxicity", mean_of([0.45, 0.46, 0.44]))
+    numbers.add(("changes", f"{NEVER}, generation 0 to 1", "mean", ""), "toxicity", mean_of(without))
+    (claim,) = [
+        claim
+        for claim in claims_of(numbers, TINY)
+        if claim[1].split(maxsplit=1)[1].startswith(("Toxicity", "tell Toxicity"))
+    ]
+    assert (
+        claim[0] == kind and "rises" in claim[1] and ("most of it is what resampling" in claim[1]) == (kind == "open")
+    )
+
+
+def test_claims_stand_under_their_verdict(whole):
+    titles = {"yes": "Agrees", "no": "Does not agree", "open": "Cannot tell"}
+    items = list_items((whole / "report.html").read_text())
+    assert len(items) >= 6 and [kind for kind, _ in items] == sorted(
+        (kind for kind, _ in items), key=list(titles).index
+    )
+    for kind, text in items:
+        assert text.startswith(titles[kind])
+        assert kind == "open" or not re.search("no clear change|cannot be told|not told apart", text)
+
+
+def test_a_verdict_needs_an_interval_apart_from_zero():
+    numbers = Numbers()
+    for name, value in (("one seed", mean_of([1.0])), ("clear", mean_of([1.0, 1.1])), ("not", mean_of([1.0, -1.1]))):
+        numbers.add(("changes", name, "mean", ""), "kl", value)
+    assert [verdict(numbers.changed(name, "kl"), 1) for name in ("one seed", "clear", "not")] == ["open", "yes", "open"]
+    assert verdict(numbers.changed("clear", "kl"), -1) == "no"
+    assert verdict(numbers.changed("clear", "kl"), 1, numbers.changed("not", "kl")) == "open"
 
 
 @pytest.mark.parametrize("method", study.METHODS)
 def test_baselines_spend_what_algorithm_1_spends(method):
     pocket = study.STUDIES["pocket"]
-    budget = tsmc_units(pocket.run)
-    for chosen in pocket.grid(method):
-        spent = cost_of(method, chosen).units(20)
-        assert budget - spent / chosen.updates < spent <= budget
+    budget = tsmc_cost(pocket.run).units(20)
+    for config in pocket.grid(method):
+        spent = baseline_cost(method, config).units(20)
+        assert budget - spent / config.updates < spent <= budget
 
 
 class Plain:
-    """Stands in for a run's directory: its phases are bare loops."""
+    """Stands in for `Experiment`: its phases are bare loops."""
 
-    def phase(self, *name: object) -> Phase:
-        return Phase()
+    def __init__(self, config: RunConfig, setup: Setup):
+        self.config, self.setup, self.generator = config, setup, config.generator
+
+    def steps(self, name: str, m: int, total: int, **state: object) -> Steps:
+        return Steps(total, name)
+
+    def run_chunks(self, name: str, m: int, problem: object, particles: int, runs: int) -> Chunks:
+        return Chunks(runs, self.config.rows // particles, self.config.streams(name, m))
+
+    def resampling(self) -> dict:
+        return {"resample": SCHEMES[self.config.resampling], "ess_threshold": self.config.ess_threshold}
+
+    def note_held_out(self, m: int, before: float, after: float) -> None:
+        pass
 
 
-def test_the_budget_is_what_algorithm_1_asks_of_the_language_model(monkeypatch):
-    config, asked = TINY.run, []
+@pytest.mark.parametrize("effective", [True, False])
+def test_the_budget_is_what_algorithm_1_asks_of_the_language_model(monkeypatch, effective):
+    config, asked = dataclasses.replace(TINY.run, generations=2, effective_potential=effective), []
     decoder, log_probs = Conditional.decoder, Conditional.log_probs
 
     def counted_decoder(self, rows: int):
@@ -282,15 +422,14 @@ def test_the_budget_is_what_algorithm_1_asks_of_the_language_model(monkeypatch):
         asked.append((3 if torch.is_grad_enabled() else 1) * len(tokens) * (self.length - 1))
         return log_probs(self, tokens)
 
-    given = load_ingredients(config)
+    run = Plain(config, load_setup(config))
     monkeypatch.setattr(Conditional, "decoder", counted_decoder)
     monkeypatch.setattr(Conditional, "log_probs", counted_log_probs)
-    monkeypatch.setattr(
-        sys.modules["distill.self_distill"], "held_out_loss", lambda models, held_out: 0.0
-    )  # evaluation
-    sigmas = given.sigmas()
-    for m in range(config.generations + 1):
-        twist = main.contrastive_twist_learning(config, sigmas, m, Plain())
-        if m < config.generations:
-            sigmas = given.sigmas(main.distil_samples(config, given, sigmas, twist, m + 1, Plain()))
-    assert sum(asked) == tsmc_units(config)
+    monkeypatch.setattr(main, "held_out_loss", lambda models, held_out: 0.0)  # evaluation
+    sigmas = run.setup.sigmas()
+    p, psi = run.setup.model, main.contrastive_twist_learning(run, sigmas, 0)
+    for m in (1, 2):
+        p = main.distil(run, p, sigmas, main.draw_samples(run, sigmas, psi, m), m)
+        sigmas = run.setup.sigmas(p)
+        psi = main.contrastive_twist_learning(run, sigmas, m)
+    assert sum(asked) == tsmc_cost(config).units(config.length)

@@ -20,7 +20,7 @@ from eval.run.target import load_target, target_key
 from eval.scorers import similarity
 from eval.scorers import toxicity as classifier
 from eval.scorers.encoder import EncoderConfig, Runner
-from tinystories.checkpoint import fingerprint
+from tinystories.checkpoint import fingerprint, read_json
 from tinystories.errors import InputError
 from tsmc.rejection import log_mean_with_error
 
@@ -154,6 +154,7 @@ def test_perplexity_of_the_card_is_that_of_the_held_out_stories(world):
 def test_the_language_model_learns(world):
     model, tokenizer = tinystories.load(world / "lm")
     ids = tokenizer.encode(STORIES[-1]).ids
+    assert model.config.attention_layers == ("global", "local")
     assert lm.total_nll(model, ids) / (len(ids) - 1) < 0.7 * math.log(model.config.vocab_size)
 
 
@@ -169,6 +170,38 @@ def test_the_classifier_is_calibrated_on_samples_of_the_language_model(world):
     texts = common.sample_texts(world / "lm", 400, torch.Generator().manual_seed(0))[100:]  # behind those trained on
     scorer = classifier.ToxicityScorer(*classifier.load(world / "toxicity"))
     assert scorer(texts).exp().mean().item() == pytest.approx(0.010, rel=0.15)  # weights are rounded to float16
+
+
+def test_calibration_is_folded_into_the_last_layer(world, tmp_path, monkeypatch):
+    made = []
+    for name, (scale, bias) in {"plain": (1.0, 0.0), "folded": (2.0, 1.5)}.items():
+        monkeypatch.setattr(toxicity, "calibration", lambda logits, chosen=(scale, bias): chosen)
+        main(line_of(world, "toxicity", "--out", tmp_path / name))
+        made.append(classifier.ToxicityScorer(*classifier.load(tmp_path / name)).logits(STORIES))
+        assert read_json(tmp_path / name / "config.json")["calibration"] == {"scale": scale, "bias": bias}
+    torch.testing.assert_close(made[1], 2 * made[0] + 1.5, atol=2e-3, rtol=2e-3)
+
+
+def test_the_harmless_samples_that_seem_most_toxic_become_hard(world, monkeypatch):
+    model, tokenizer = classifier.load(world / "toxicity")
+    run, found = Runner(model, tokenizer, 8), []
+
+    def texts(rng, labelled, stories, samples, hard):
+        found.append(hard)
+        return itertools.repeat(("a text", 0))
+
+    monkeypatch.setattr(toxicity, "draw_texts", texts)
+    monkeypatch.setattr(common, "fit", lambda model, args, loss_of, **_: [loss_of(step) for step in (0, 6, 7)])
+    args = argparse.Namespace(steps=9, seed=0, batch_size=2, hard_samples=4, tokens=9, word_dropout=0.0)
+    toxicity.train(run, [], STORIES, [*STORIES, "You are stupid."], args)
+    assert found[0] == [STORIES[i] for i in run(STORIES).argsort()[:4].tolist()]
+
+
+def test_the_card_judges_the_regime_by_samples_of_the_next_seed(world):
+    fresh = common.sample_texts(world / "lm", 50, torch.Generator().manual_seed(1))
+    mean = classifier.ToxicityScorer(*classifier.load(world / "toxicity"))(fresh).exp().mean().item()
+    shown = re.search(r"acceptance at beta 1 \| (\S+) \|", card(world, "toxicity"))
+    assert float(shown[1]) == pytest.approx(mean, abs=2e-5) and "(seed 1, not" in card(world, "toxicity")
 
 
 def test_area_under_the_curve_counts_pairs():
@@ -249,7 +282,24 @@ def test_training_brings_the_cosines_to_the_targets():
     assert error() < 0.3 * before
 
 
-def test_the_sentence_encoder_starts_from_the_teachers_words_and_reads_texts(world):
+def test_the_student_starts_with_the_leading_directions_of_the_teachers_words(world):
+    tokenizer = pocket_similarity.train_tokenizer(STORIES, 120)
+    student = Runner(
+        similarity.SentenceEncoder(EncoderConfig(tokenizer.get_vocab_size(), 8, 1, 2, 32, 40, 2)), tokenizer, 8
+    )
+    teacher = pocket_similarity.load_teacher(world / "teacher")
+    pocket_similarity.initialise(student, teacher, torch.Generator().manual_seed(0))
+    names = [tokenizer.id_to_token(index).removeprefix("##") for index in range(tokenizer.get_vocab_size())]
+    table = teacher.model.embeddings.word_embeddings.weight
+    pieces = [teacher.tokenizer.encode(name, add_special_tokens=False).ids for name in names]
+    words = torch.stack([table[ids].mean(0) for ids in pieces]).detach()
+    u, s, _ = torch.linalg.svd(words - words.mean(0), full_matrices=False)
+    best = (u[:, :8] * s[:8].square()) @ u[:, :8].T  # products of the words, as well as 8 directions can give them
+    mine = student.model.embeddings.word_embeddings.weight.detach()
+    torch.testing.assert_close(mine @ mine.T / mine.square().sum(), best / s[:8].square().sum(), atol=1e-4, rtol=1e-3)
+
+
+def test_the_sentence_encoder_reads_texts(world):
     vectors = similarity.SimilarityScorer(*similarity.load(world / "similarity"))(STORIES)
     assert vectors.shape == (len(STORIES), 16) and vectors.isfinite().all()
     assert "| validation, all | 6 | 15 | " in card(world, "similarity")
@@ -281,13 +331,24 @@ def test_the_learning_rate_warms_up_and_decays():
     assert rates[200] == pytest.approx(2.0 * (0.05 + 0.95 / 2)) and rates[-1] == pytest.approx(0.1, abs=1e-3)
 
 
+@pytest.mark.parametrize("decay_all", [False, True])
+def test_weight_decay_is_of_matrices_or_of_all(decay_all):
+    layer = torch.nn.Linear(2, 2)
+    weight, bias = layer.weight.clone(), layer.bias.clone()
+    args = argparse.Namespace(steps=1, peak=1.0, weight_decay=0.5)
+    common.fit(layer, args, lambda step: 0 * (layer.weight.sum() + layer.bias.sum()), decay_all)
+    torch.testing.assert_close(layer.weight, weight * (1 - 0.01 * 0.5))  # the first rate is a hundredth of the peak
+    torch.testing.assert_close(layer.bias, bias * (1 - 0.01 * 0.5) if decay_all else bias)
+
+
 @pytest.mark.parametrize(
     ("command", "changes", "words"),
     [
         ("lm", ("--width", 15), "--width 15 is no multiple of --heads 2"),
         ("lm", ("--steps", 0), "--steps is 0; give at least 1"),
         ("lm", ("--peak", "nan"), "--peak is nan"),
-        ("lm", ("--stories", "nowhere.txt"), "nowhere.txt"),
+        ("lm", ("--heldout", "nowhere"), "nowhere: no such file"),
+        ("lm", ("--out", "stories.txt"), "stories.txt"),
         ("lm", ("--context", 100_000), "--context 100000"),
         ("lm", ("--steps", "many"), "--steps"),
         ("toxicity", ("--heldout", "stories.txt", "--card-only"), "not a text,label,source file"),
@@ -303,6 +364,7 @@ def test_bad_input_ends_in_one_line(world, capsys, tmp_path, command, changes, w
     out = world / command if "--card-only" in changes else tmp_path / "out"
     changes = [places.get(change, change) for change in changes]
     assert words in ended_with(capsys, line_of(world, command, "--out", out, *changes))
+    assert not (tmp_path / "out" / "README.md").exists()
 
 
 def test_a_command_line_without_its_files_ends_in_one_line(capsys):

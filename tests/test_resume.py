@@ -3,22 +3,21 @@
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import random
-import resource
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from jobs import lines_of, start, wait_for
 
 from eval.run.directory import RunDirectory
 from eval.run.options import RunConfig
 from eval.run.state import read_state, write_state
+from eval.run.steps import Progress, RunSteps
 from main import main
 from tinystories.errors import InputError
 
@@ -31,50 +30,14 @@ SMALL = [
 PRODUCTS = ("results.json", "samples.jsonl", "metrics.jsonl", "generation-1/model.safetensors")
 
 
-def job(arguments: list[str], errors: str, file_limit: int | None) -> None:
-    """What the child processes run: the main job on one thread, standard error into a file."""
-    torch.set_num_threads(1)
-    if file_limit is not None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
-    with open(errors, "a") as sys.stderr, open(os.devnull, "w") as sys.stdout:
-        main(arguments)
-
-
 @pytest.fixture(scope="module")
-def start():
-    """Start the main job in a process of its own, forked from one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["main", "test_resume"])
-
-    def started(arguments: list[str], errors: Path, file_limit: int | None = None):
-        process = context.Process(target=job, args=(arguments, str(errors), file_limit))
-        process.start()
-        return process
-
-    return started
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, start) -> Path:
+def whole(tmp_path_factory) -> Path:
     """The run that nothing happens to."""
     place = tmp_path_factory.mktemp("whole")
     process = start([*SMALL, "--out", str(place / "run")], place / "errors")
     process.join()
     assert process.exitcode == 0, (place / "errors").read_text()
     return place / "run"
-
-
-def lines_of(run: Path) -> int:
-    """Steps that a run has reported so far."""
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def wait_for(process, run: Path, lines: int) -> None:
-    """Until the run has reported that many steps, or has ended."""
-    while process.is_alive() and lines_of(run) < lines:
-        time.sleep(0.0005)
 
 
 def assert_same(run: Path, whole: Path) -> None:
@@ -84,7 +47,7 @@ def assert_same(run: Path, whole: Path) -> None:
     assert not (run / "resume").exists() and [path.name for path in run.rglob(".*")] == [".lock"]
 
 
-def test_twenty_kills_change_nothing(tmp_path, start, whole):
+def test_twenty_kills_change_nothing(tmp_path, whole):
     moments, steps = random.Random(0), lines_of(whole)
     run, arguments = tmp_path / "run", [*SMALL, "--out", str(tmp_path / "run")]
     for kill in range(20):
@@ -107,7 +70,7 @@ def test_twenty_kills_change_nothing(tmp_path, start, whole):
     assert_same(run, whole)
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, start, whole):
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, whole):
     run = tmp_path / "run"
     process = start([*SMALL, "--out", str(run), "--save-every", "1000"], tmp_path / "errors")
     wait_for(process, run, 20)
@@ -122,10 +85,10 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, start, whole):
     assert_same(run, whole)
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, start, whole):
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, whole):
     """No file may grow beyond a limit: the language model's checkpoint does."""
     run = tmp_path / "run"
-    process = start([*SMALL, "--out", str(run)], tmp_path / "errors", 5_000_000)
+    process = start([*SMALL, "--out", str(run)], tmp_path / "errors", file_limit=5_000_000)
     process.join()
     last = (tmp_path / "errors").read_text().splitlines()[-1]
     assert process.exitcode == 2 and "cannot be written" in last and str(run) in last and "free space" in last
@@ -136,7 +99,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, start, whole):
 
 
 @pytest.fixture(scope="module")
-def halfway(tmp_path_factory, start) -> Path:
+def halfway(tmp_path_factory) -> Path:
     """A run that was killed in the last generation."""
     place = tmp_path_factory.mktemp("halfway")
     run = place / "run"
@@ -148,8 +111,8 @@ def halfway(tmp_path_factory, start) -> Path:
     return run
 
 
-def test_any_damaged_file_is_healed_or_named(tmp_path, halfway, whole, start):
-    names = sorted(str(path.relative_to(halfway)) for path in halfway.rglob("*") if path.is_file())
+def test_any_damaged_file_is_healed_or_named(tmp_path, halfway, whole):
+    names = sorted(str(path.relative_to(halfway)) for path in halfway.rglob("[!.]*") if path.is_file())
     assert "config.json" in names and "resume/0-twist-learning" in names and "generation-0/model.safetensors" in names
     processes = {}
     for number, name in enumerate(names):
@@ -210,6 +173,94 @@ def test_a_run_that_has_finished_prints_its_table_again(whole, capsys):
     main(["--resume", str(whole)])
     assert "Generation 1" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+
+
+def test_states_that_outlived_their_run_are_removed(tmp_path, whole, capsys):
+    for name, keep in (("plain", False), ("kept", True)):
+        shutil.copytree(whole, tmp_path / name)
+        path = tmp_path / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"keep_states": keep}))
+        (tmp_path / name / "resume").mkdir()
+        (tmp_path / name / "resume" / "start").write_text("")
+        main(["--resume", str(tmp_path / name)])
+        assert "Generation 1" in capsys.readouterr().out
+        assert (tmp_path / name / "resume").exists() == keep
+
+
+def test_a_run_killed_at_once_says_what_can_be_done(tmp_path, halfway):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(halfway / "config.json", run)
+    line = refusal("--resume", str(run))
+    assert str(run / "resume" / "start") in line and "delete its directory and start it again" in line
+    again = refusal("--out", str(run))
+    assert "choose another directory" in again and "--resume" not in again
+    assert "continue its run with --resume" in refusal("--out", str(halfway))
+
+
+def test_a_full_standard_error_does_not_end_a_run(tmp_path, whole):
+    process = start([*SMALL, "--out", str(tmp_path / "run")], Path("/dev/full"))
+    process.join()
+    assert process.exitcode == 0
+    assert_same(tmp_path / "run", whole)
+
+
+def steps_of(path: Path, generation: int, name: str, **options) -> RunSteps:
+    """Three steps of a phase of a new run with these options, not yet taken."""
+    identity = {"lm": "a"}
+    config = RunConfig(out=str(path), save_every=0.0, **options)
+    directory = RunDirectory.resume(path, config, identity) if path.exists() else RunDirectory.create(config, identity)
+    directory.lock.release()
+    return RunSteps(Progress(directory, name, generation, 3), {"twist": torch.nn.Linear(2, 2)})
+
+
+@pytest.mark.parametrize(
+    ("generation", "name", "options", "accepted"),
+    [
+        (0, "twist learning", {}, True),
+        (1, "twist learning", {}, False),
+        (0, "distillation", {}, False),
+        (0, "twist learning", {"seed": 1}, False),
+        (0, "twist learning", {"rows": 10}, False),
+        (0, "twist learning", {"lora": True, "effective_potential": False}, True),
+    ],
+)
+def test_a_state_of_another_phase_or_run_is_refused(tmp_path, generation, name, options, accepted):
+    """A run that differs in what only matters later may take the state over: the study's variants do."""
+    steps = steps_of(tmp_path / "one", 0, "twist learning")
+    assert list(steps) == [0, 1, 2]
+    other = steps_of(tmp_path / "other", generation, name, **options)
+    shutil.copy(steps.progress.path, other.progress.path)
+    if accepted:
+        assert list(other) == []
+    else:
+        with pytest.raises(
+            InputError, match=rf"{generation}-{name.replace(' ', '-')}: belongs to another phase or run"
+        ):
+            list(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "accepted"),
+    [
+        ("sampling", {"lora": True}, True),
+        ("sampling prompt-2", {"effective_potential": False}, True),
+        ("distillation", {"effective_potential": False}, True),
+        ("distillation", {"lora": True}, False),
+        ("twist learning", {"effective_potential": False}, False),
+        ("evaluation", {"lora": True}, False),
+    ],
+)
+def test_a_variant_takes_over_only_what_it_shares(tmp_path, name, option, accepted):
+    ours, theirs = steps_of(tmp_path / "one", 1, name), steps_of(tmp_path / "other", 1, name, **option)
+    assert (ours.progress.of == theirs.progress.of) == accepted
+
+
+def test_states_copied_within_a_run_are_refused(tmp_path, halfway):
+    run = tmp_path / "run"
+    shutil.copytree(halfway, run)
+    shutil.copy(run / "resume" / "0-twist-learning", run / "resume" / "1-twist-learning")
+    assert f"{run / 'resume' / '1-twist-learning'}: belongs to another phase" in refusal("--resume", str(run))
 
 
 def test_changed_checkpoints_are_refused(tmp_path):

@@ -15,7 +15,8 @@ from eval.run.options import POCKET
 from eval.scorers import similarity, toxicity
 from eval.scorers.encoder import EncoderConfig, Runner
 from tinystories import GPTNeo, GPTNeoConfig, InputError
-from tinystories.load import names_on_disk
+from tinystories.fast import accelerate
+from tinystories.load import config_to_json, names_on_disk
 from twist import TwistMLP
 
 PROMPT = "Once upon a time, there was a"
@@ -56,7 +57,8 @@ def load_sampler(size: str, dtype: torch.dtype, device: torch.device) -> Sampler
     twist = TwistMLP(width, width, lm.config.vocab_size, torch.Generator().manual_seed(0))
     nn.init.normal_(twist.last.weight, std=0.1 * width**-0.5, generator=torch.Generator().manual_seed(1))
     prompt = torch.tensor(tokenizer.encode(PROMPT).ids, device=device)
-    return Sampler(lm.to(device, dtype).eval(), twist.to(device, dtype).eval(), prompt)
+    lm, twist = (accelerate(network.to(device, dtype).eval()) for network in (lm, twist))
+    return Sampler(lm, twist, prompt)
 
 
 def load_scorers(size: str, dtype: torch.dtype, device: torch.device) -> dict[str, Scorer]:
@@ -67,7 +69,7 @@ def load_scorers(size: str, dtype: torch.dtype, device: torch.device) -> dict[st
         torch.manual_seed(0)
         classifier = toxicity.ToxicityClassifier(PAPER["toxicity"])
         encoder = similarity.SentenceEncoder(PAPER["similarity"])
-    classifier, encoder = (network.to(device, dtype).eval() for network in (classifier, encoder))
+    classifier, encoder = (accelerate(network.to(device, dtype).eval()) for network in (classifier, encoder))
     return {"classifier": Scorer(classifier, classifier_words), "sentence encoder": Scorer(encoder, encoder_words)}
 
 
@@ -83,13 +85,15 @@ def import_transformers():
 
 def counterpart(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The same network in transformers, with the same weights."""
-    transformers, sizes, state = import_transformers(), network.config.to_dict(), network.state_dict()
+    transformers, config, state = import_transformers(), network.config, network.state_dict()
     if isinstance(network, GPTNeo):
-        twin, state = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes)), names_on_disk(state)
+        twin = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**config_to_json(config)))
+        state = names_on_disk(state)
     elif isinstance(network, similarity.SentenceEncoder):
-        twin = transformers.BertModel(transformers.BertConfig(**sizes), add_pooling_layer=False)
+        twin = transformers.BertModel(transformers.BertConfig(**config.to_dict()), add_pooling_layer=False)
     else:
-        twin = transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**sizes, num_labels=1))
+        sizes = transformers.RobertaConfig(**config.to_dict(), num_labels=1)
+        twin = transformers.RobertaForSequenceClassification(sizes)
     missing, unexpected = twin.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     return twin.to(next(network.parameters()).device, dtype).eval()

@@ -41,9 +41,12 @@ def make_parser() -> OneLineParser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """InputError where an option is out of range."""
+    """InputError where an option is out of range or a file is not there."""
     for option, about in OPTIONS[args.command].items():
-        check("--" + option.replace("_", "-"), getattr(args, option), about)
+        flag, value = "--" + option.replace("_", "-"), getattr(args, option)
+        check(flag, value, about)
+        if "default" not in about and option != "out" and not value.exists():
+            raise InputError(f"{flag} {value}: no such file or directory; check the name")
     if "heads" in args and args.width % args.heads:
         raise InputError(f"--width {args.width} is no multiple of --heads {args.heads}; change one of them")
 
@@ -57,6 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         args.line = shlex.join(["python", "-m", "eval.pocket", *(word for word in arguments if word != "--card-only")])
         keep_freed_memory()
         if not args.card_only:
+            args.out.mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
             COMMANDS[args.command].make(args)
         COMMANDS[args.command].write_card(args)
         print(f"{args.out}: done, the figures are in README.md")

@@ -31,7 +31,7 @@ from eval.run.state import digest_of, read_state, write_state
 from tinystories.checkpoint import write_json, write_text
 from tinystories.errors import InputError
 
-LATER = {"lora": ("sampling",), "effective_potential": ("sampling", "distillation")}
+LATER = {"lora": ((1, "sampling"),), "effective_potential": ((1, "sampling"), (1, "distillation"))}
 """Options that matter from generation 1 on, and its phases in which they do not matter yet."""
 LEFT_OVER = re.compile(r"\.(.+\.(json|jsonl|safetensors|png|csv|html)|(start|\d+)[a-z\d-]*)\.[a-z\d_]{8}|\.tmp\w{6}")
 """Names of the temporary files of `tinystories.checkpoint.replacing`, and of those that safetensors writes in their place."""
@@ -101,19 +101,18 @@ class RunDirectory:
         directory = cls(path, config, identity)
         if directory.writes:
             remove_left_overs(path)
-            if start["versions"] != versions():
-                say(
-                    f"this run began with {start['versions']} and goes on with {versions()}: results may differ a little"
-                )
+            if (began := start["versions"]) != versions():
+                say(f"this run began with {began} and goes on with {versions()}, which may change its results a little")
         return directory
 
     def identity_of(self, generation: int | None, name: str) -> str:
         """A hash of everything that a phase depends on."""
-        is_early = {
-            option: not generation or (generation == 1 and name.startswith(phases)) for option, phases in LATER.items()
+        early = {
+            option: None
+            for option, phases in LATER.items()
+            if not generation or (generation, name.split()[0]) in phases
         }
-        late = {option: None for option, early in is_early.items() if early}
-        return hashlib.sha256(json.dumps(self.identity | late, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.identity | early, sort_keys=True).encode()).hexdigest()
 
     def interrupt(self, number: int, frame: object) -> None:
         """Ask the current phase to save and stop after its step; asked twice, stop at once."""

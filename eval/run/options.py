@@ -233,13 +233,10 @@ def check(flag: str, value: Any, metadata: Any) -> None:
 
 def of_kind(item: dataclasses.Field, value: Any) -> Any:
     """The value as what the option is declared to be; TypeError where a config.json has something else."""
-    if isinstance(value, tuple):
-        known = all(type(part) is str for part in value) and len(value) > 0
-    else:
-        known = type(value) in ((int, float) if item.type is float else (item.type,))
-    if not known:
+    kind, parts = (str, value) if isinstance(value, tuple) else (item.type, (value,))
+    if not parts or any(type(part) is not kind and (kind, type(part)) != (float, int) for part in parts):
         raise TypeError(f"{item.name} is {str(value)[:40]!r}")
-    return float(value) if item.type is float else value
+    return float(value) if kind is float else value
 
 
 def build(config_class: type, values: dict[str, Any], prefix: str = "") -> Any:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -112,10 +111,12 @@ def check_memory(config: RunConfig, model: GPTNeo) -> None:
     """InputError for an option that by itself asks for more memory than there is: keys and values, or the twist with Adam."""
     sizes, weight, hidden = model.config, model.wte.weight, config.ctl.hidden_units
     row = 2 * weight.element_size() * sizes.num_layers * config.length * sizes.hidden_size
-    rows = {"--particles": config.particles, "--eval-particles": config.eval.particles}
-    rows |= {"--ctl-batch-size": config.ctl.batch_size}
-    needed = {flag: count * row for flag, count in rows.items()}
-    needed["--ctl-hidden-units"] = 16 * hidden * (sizes.hidden_size + hidden + sizes.vocab_size)
+    needed = {
+        "--particles": config.particles * row,
+        "--eval-particles": config.eval.particles * row,
+        "--ctl-batch-size": config.ctl.batch_size * row,
+        "--ctl-hidden-units": 16 * hidden * (sizes.hidden_size + hidden + sizes.vocab_size),
+    }
     there = memory_of(weight.device)
     for flag, size in needed.items():
         if size > there:
@@ -125,15 +126,10 @@ def check_memory(config: RunConfig, model: GPTNeo) -> None:
 
 
 def memory_of(device: torch.device) -> float:
-    """Bytes of memory of a device, as far as can be told; a container's limit is in its file."""
+    """Bytes of memory of a device, as far as can be told."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    if not hasattr(os, "sysconf"):
-        return math.inf
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else ""
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(pages, int(text)) if text.isdecimal() else pages
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
 def sigma_key(config: RunConfig, prompt: str) -> TargetKey:

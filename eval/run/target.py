@@ -7,7 +7,7 @@ are of another sigma, so stale files are refused. It also has the sha256 of the 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from tsmc.rejection import ExactSamples
 
 REMAKE = "make it anew with python -m eval.pocket target"
 SAMPLES = "samples.safetensors"
+KINDS = {"length": int, "beta": float, "potential": list, "num_samples": int, "num_proposals": int}
+KINDS |= {"log_z": float, "log_z_std_error": float}  # all else is text
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,19 @@ def load_target(directory: Path, key: TargetKey, vocab_size: int = 2**31) -> Exa
     """
     path = Path(directory) / "target.json"
     raw = read_json(path)
-    made_for = read_key(raw.get("key"), path)
+    try:
+        made_for = TargetKey(**raw["key"])
+        numbers = {name: raw[name] for name in ("num_samples", "num_proposals", "log_z", "log_z_std_error")}
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path}: not a target file ({error!r}); {REMAKE}") from error
+    check_values(asdict(made_for) | numbers, path)
     for role in ("lm", "toxicity"):
         if getattr(made_for, role) != getattr(key, role):
             raise InputError(f"{path}: stale, it was made for another {role} checkpoint; {REMAKE}")
-    numbers = {name: number(raw, name, int, path) for name in ("num_samples", "num_proposals")}
-    numbers |= {name: number(raw, name, float, path) for name in ("log_z", "log_z_std_error")}
-    if not 2 <= numbers["num_samples"] <= numbers["num_proposals"] or numbers["log_z_std_error"] < 0:
-        raise InputError(f"{path}: its numbers contradict each other; {REMAKE}")
     if made_for != key:
         return None
-    samples = path.with_name(SAMPLES)
-    tensors, count = read_tensors(samples), numbers.pop("num_samples")
+    samples, count = path.with_name(SAMPLES), numbers.pop("num_samples")
+    tensors = read_tensors(samples)
     if "sha256" in raw and raw["sha256"] != digest_of(samples):
         raise InputError(f"{samples}: is not as it was written, target.json has another sha256; {REMAKE}")
     if {name: list(tensor.shape) for name, tensor in tensors.items()} != {
@@ -87,29 +90,18 @@ def load_target(directory: Path, key: TargetKey, vocab_size: int = 2**31) -> Exa
     return ExactSamples(tokens=tensors["tokens"].long(), log_phi=tensors["log_phi"], **numbers)
 
 
-def read_key(raw: Any, path: Path) -> TargetKey:
-    """The key in target.json; InputError where it is none."""
-    try:
-        key = TargetKey(**raw)
-    except TypeError as error:
-        raise InputError(f"{path}: not a target file (key: {error}); {REMAKE}") from error
-    for item in fields(key):
-        value = getattr(key, item.name)
-        if type(value) is not getattr(item.type, "__origin__", item.type):
-            raise InputError(f"{path}: not a target file ({item.name} of its key is {str(value)[:40]!r}); {REMAKE}")
-    return key
-
-
-def number(raw: dict, name: str, kind: type, path: Path) -> int | float:
-    """A finite number in target.json; InputError where it is none."""
-    value = raw.get(name)
-    if type(value) is not kind or not abs(value) < 1e15:
-        raise InputError(f"{path}: {name} is {str(value)[:40]!r}, no possible {kind.__name__}; {REMAKE}")
-    return value
+def check_values(values: dict[str, Any], path: Path) -> None:
+    """InputError where target.json holds a value of another type, or a number that cannot be."""
+    for name, value in values.items():
+        kind = KINDS.get(name, str)
+        if type(value) is not kind or (kind in (int, float) and not abs(value) < 1e15):
+            raise InputError(f"{path}: {name} is {str(value)[:40]!r}, no possible {kind.__name__}; {REMAKE}")
+    if not 2 <= values["num_samples"] <= values["num_proposals"] or values["log_z_std_error"] < 0:
+        raise InputError(f"{path}: its numbers contradict each other; {REMAKE}")
 
 
 def check_samples(tokens: Tensor, log_phi: Tensor, vocab_size: int, path: Path) -> None:
-    """InputError where tokens [N, T] are not all of the vocabulary, or log phi [N] is no log of a probability above zero."""
+    """InputError where tokens [N, T] are not all of the vocabulary, or log phi [N] is not finite and at most 0."""
     if tokens.dtype != torch.int32 or not bool(((tokens >= 0) & (tokens.long() < vocab_size)).all()):
         raise InputError(f"{path}: holds tokens that are not of the vocabulary; {REMAKE}")
     if log_phi.dtype != torch.float32 or not bool(((log_phi > -torch.inf) & (log_phi <= 1e-6)).all()):

@@ -1,7 +1,7 @@
-"""A local server that answers as the Hub does where files are fetched: HEAD and GET of /owner/name/resolve/revision/file.
+"""A local server that answers as the Hub does when files are fetched: HEAD, GET of /owner/name/resolve/revision/file.
 
-Small files are served directly, named by git's sha1; weights by a redirect to another host, named by their sha256. A test
-asks for faults by file name.
+Small files are served directly, named by git's sha1; weights by a redirect to another host, named by their sha256. A
+test asks for faults by file name.
 """
 
 import contextlib

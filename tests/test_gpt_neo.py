@@ -1,7 +1,4 @@
-"""GPT-Neo against transformers on random and shipped checkpoints, its cache under reordering, and files that do not fit.
-
-The network is tested as it is and accelerated.
-"""
+"""GPT-Neo, plain and fast, against transformers on random and shipped checkpoints; its cache; files that do not fit."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints by name: fetched from a server that speaks as the Hub does, kept, used offline; and all that can go wrong."""
+"""Checkpoints by name: fetched from a server that speaks as the Hub does, kept, used offline; what can go wrong."""
 
 import errno
 import io

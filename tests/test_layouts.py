@@ -1,6 +1,7 @@
 """Every layout of a checkpoint, and the paper's sizes, against transformers: weights, tokenizers, fingerprints.
 
-The networks are random. Those of the Hub are tested by the tests marked `hub`: `python -m pytest -m hub tests/test_layouts.py`.
+The networks are random. Those of the Hub are tested by the tests marked `hub`:
+`python -m pytest -m hub tests/test_layouts.py`.
 """
 
 import shutil
@@ -295,7 +296,7 @@ def test_older_tokenizer_files_that_are_broken_or_too_large(tmp_path):
 
 
 def test_a_vocabulary_larger_than_the_tokenizer(tmp_path, small):
-    """As where a table is padded to a round number: rows that no word has can be drawn and leave no trace in the text."""
+    """As where a table is padded to a round number: rows without a word can be drawn and leave no trace in the text."""
     write(tmp_path, small["lm"], "safetensors")
     write_tokenizer(tmp_path, 50)
     model, tokenizer = tinystories.load(tmp_path)

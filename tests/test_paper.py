@@ -102,6 +102,26 @@ def numbers_of(out: Path) -> list[dict]:
     return json.loads((out / "results.json").read_text())["numbers"]
 
 
+def is_running(out: Path) -> bool:
+    """Whether some process works on a run in a study's directory."""
+    return any(str(out / "runs").encode() in command for command in map(command_line, Path("/proc").glob("[0-9]*")))
+
+
+def command_line(process: Path) -> bytes:
+    """What a process was started with; nothing where it has ended."""
+    with contextlib.suppress(OSError):
+        return (process / "cmdline").read_bytes()
+    return b""
+
+
+def wait_for(condition) -> None:
+    """Until it holds, for at most five minutes."""
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_every_section_has_its_numbers(whole):
     rows = numbers_of(whole)
     keys = {(row["section"], row["name"], row["seed"], row["generation"], row["quantity"]) for row in rows}
@@ -122,7 +142,7 @@ def test_intervals_hold_their_value_and_only_what_is_possible(whole):
             continue
         assert row["low"] <= row["value"] <= row["high"], row
         if row["section"] != "changes":
-            positive = row["quantity"] in ("kl", "kl_base", "drift", "log_z_hat_std")
+            positive = row["quantity"] in ("kl", "kl_base", "drift", "log_z_hat_std") and row["value"] >= 0
             assert row["low"] >= (0 if positive else least.get(row["unit"], -float("inf"))), row
             assert row["high"] <= (1 if row["unit"] in ("probability", "share", "cosine") else float("inf")), row
 
@@ -152,8 +172,9 @@ def test_an_error_that_all_seeds_share_is_added_once():
         numbers.log_density["generations", "TSMC", seed, 0, "kl"] = torch.zeros(50, dtype=torch.float64)
     numbers.average("generations", (0, 1, 2, 3))
     mean = numbers.get(("generations", "TSMC", "mean", 0), "kl")
-    errors = [torch.tensor(values).std().item() / 2, numbers.log_sigma.std().item() / 50**0.5, 0.3]
-    assert (mean.high - mean.value) / 1.96 == pytest.approx(sum(error**2 for error in errors) ** 0.5, rel=0.05)
+    alone, shared = mean_of(values), (numbers.log_sigma.var().item() / 50 + 0.3**2) ** 0.5
+    half = ((alone["high"] - alone["value"]) ** 2 + (1.96 * shared) ** 2) ** 0.5
+    assert mean.value == alone["value"] and mean.high - mean.value == pytest.approx(half, rel=1e-3)
 
 
 def printed(report: str) -> str:
@@ -198,10 +219,12 @@ def test_texts_cannot_break_the_page():
 
 
 def test_kills_at_any_moment_change_nothing(tmp_path, start, whole):
-    out, moments = tmp_path / "study", random.Random(0)
-    for jobs in (1, 2, 3, 2):
+    out, source = tmp_path / "study", random.Random(0)
+    moments = ("config.json", "runs/*/metrics.jsonl", "runs/*/results.json", "runs/lora-*/metrics.jsonl")
+    for jobs, pattern in zip((1, 2, 3, 2), moments, strict=True):
         process = start(out, "--jobs", str(jobs))
-        process.join(0.3 + 2 * moments.random())
+        wait_for(lambda pattern=pattern: any(path.stat().st_size > 0 for path in out.glob(pattern)))
+        time.sleep(source.random())
         process.kill()
         process.join()
     process = start(out, "--jobs", "3")
@@ -211,26 +234,6 @@ def test_kills_at_any_moment_change_nothing(tmp_path, start, whole):
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
     assert {path.name for path in out.rglob(".*")} == {".lock"} and not (out / "shared").exists()
     assert not list(out.rglob("resume"))
-
-
-def is_running(out: Path) -> bool:
-    """Whether some process works on a run in a study's directory."""
-    return any(str(out / "runs").encode() in command for command in map(command_line, Path("/proc").glob("[0-9]*")))
-
-
-def command_line(process: Path) -> bytes:
-    """What a process was started with; nothing where it has ended."""
-    with contextlib.suppress(OSError):
-        return (process / "cmdline").read_bytes()
-    return b""
-
-
-def wait_for(condition) -> None:
-    """Until it holds, for at most five minutes."""
-    end = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")

@@ -174,12 +174,14 @@ def test_the_classifier_is_calibrated_on_samples_of_the_language_model(world):
 
 def test_calibration_is_folded_into_the_last_layer(world, tmp_path, monkeypatch):
     made = []
-    for name, (scale, bias) in {"plain": (1.0, 0.0), "folded": (2.0, 1.5)}.items():
+    for name, (scale, bias) in {"plain": (1.0, 0.0), "folded": (30.0, 1.5)}.items():
         monkeypatch.setattr(toxicity, "calibration", lambda logits, chosen=(scale, bias): chosen)
         main(line_of(world, "toxicity", "--out", tmp_path / name))
-        made.append(classifier.ToxicityScorer(*classifier.load(tmp_path / name)).logits(STORIES))
+        made.append(classifier.load(tmp_path / name)[0].classifier.out_proj)
         assert read_json(tmp_path / name / "config.json")["calibration"] == {"scale": scale, "bias": bias}
-    torch.testing.assert_close(made[1], 2 * made[0] + 1.5, atol=2e-3, rtol=2e-3)
+    plain, folded = made
+    torch.testing.assert_close(folded.weight, 30 * plain.weight, atol=1e-3, rtol=2e-3)
+    torch.testing.assert_close(folded.bias, 30 * plain.bias + 1.5, atol=1e-3, rtol=2e-3)
 
 
 def test_the_harmless_samples_that_seem_most_toxic_become_hard(world, monkeypatch):
@@ -191,7 +193,7 @@ def test_the_harmless_samples_that_seem_most_toxic_become_hard(world, monkeypatc
         return itertools.repeat(("a text", 0))
 
     monkeypatch.setattr(toxicity, "draw_texts", texts)
-    monkeypatch.setattr(common, "fit", lambda model, args, loss_of, **_: [loss_of(step) for step in (0, 6, 7)])
+    monkeypatch.setattr(common, "fit", lambda model, args, loss_of, decay_all: [loss_of(step) for step in (0, 6, 7)])
     args = argparse.Namespace(steps=9, seed=0, batch_size=2, hard_samples=4, tokens=9, word_dropout=0.0)
     toxicity.train(run, [], STORIES, [*STORIES, "You are stupid."], args)
     assert found[0] == [STORIES[i] for i in run(STORIES).argsort()[:4].tolist()]

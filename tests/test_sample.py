@@ -30,6 +30,7 @@ from tsmc.scoring import sequence_log_probs
 from tsmc.weights import effective_sample_size, log_mean_exp, normalise
 from twist import TwistMLP
 
+ROOT = Path(__file__).parents[1]
 T = 5
 PROMPT = "Once upon a time, there was a"
 OTHER = "The ugly dog said"
@@ -266,9 +267,8 @@ def test_a_directory_without_a_saved_pair_is_refused(capsys, tmp_path, run):
 
 def program(run: Path, *arguments: str, **options) -> subprocess.Popen:
     """`python -m tsmc` as a process of its own."""
-    root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "tsmc", str(run), "--particles", "4", *arguments]
-    return subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
 
 
 def test_a_reader_who_leaves_ends_the_program_quietly(run):
@@ -277,6 +277,15 @@ def test_a_reader_who_leaves_ends_the_program_quietly(run):
     process = program(run, "--watch", stdout=writing)
     os.close(writing)
     assert process.communicate()[1] == "" and process.returncode == 141
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("output", "code"), [(">&-", 0), (">/dev/full", 2), ("2>/dev/full", 0), ("| head -1", 141)])
+def test_output_that_cannot_be_written_is_no_traceback(run, output, code):
+    prompts = " ".join(f'"Cat {number} said"' for number in range(30))  # each printed by itself
+    command = f'"{sys.executable}" -m tsmc "{run}" {prompts} --particles 2 {output}; exit "${{PIPESTATUS[0]}}"'
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == code and ended.stderr.count("\n") == int(code == 2)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
     keys, values    [B, H, S, D/H] a layer, grown at the end by every part of the text that is read
 
-Resampling makes row b the continuation of row ancestors[b]: its keys and values become copies of that row's. A text read at
-batch 1 may be continued by any number of rows. B rows, H heads, S positions read so far, D width.
+Resampling makes row b the continuation of row ancestors[b]: its keys and values become copies of that row's. A text
+read at batch 1 may be continued by any number of rows. B rows, H heads, S positions read so far, D width.
 """
 
 import torch
@@ -31,7 +31,7 @@ class KeyValueCache:
         return self.layers[layer]
 
     def repeat(self, rows: int, length: int) -> "KeyValueCache":
-        """A cache of `rows` texts that all begin with this one (batch 1); `length`, how many tokens follow, is not needed."""
+        """A cache of `rows` texts that begin with this one (batch 1); `length`, what may follow, is not needed."""
         return KeyValueCache([(k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)) for k, v in self.layers])
 
     def reorder(self, ancestors: Tensor) -> None:

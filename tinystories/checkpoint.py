@@ -65,14 +65,22 @@ def write_json(path: Path, value) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> dict:
-    """Read a JSON object; InputError names the file that is absent or broken."""
+@contextlib.contextmanager
+def reading(path: Path, trouble: str) -> Iterator[None]:
+    """Whatever goes wrong in the block becomes an InputError that names the file, its `trouble` and the reason."""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        yield
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; check the name of its directory") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error}); restore the file") from error
+    except Exception as error:  # libraries that read files raise anything, bare Exception among it
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path}: {trouble} ({reason}); restore the file") from error
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON object; InputError names the file that is absent or broken."""
+    with reading(path, "cannot be read as JSON"):
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise InputError(f"{path}: holds no JSON object; restore the file")
     return value
@@ -80,12 +88,8 @@ def read_json(path: Path) -> dict:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file by name; InputError names the file that is absent, truncated or altered."""
-    try:
+    with reading(path, "not a whole safetensors file"):
         return load_file(path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; check the name of its directory") from None
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise InputError(f"{path}: not a whole safetensors file ({error}); restore the file") from error
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
@@ -117,7 +121,7 @@ def read_shards(index: Path) -> dict[str, set[str]]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights: one, or an index followed by its files. Where there are none, what is missing."""
+    """The files that hold the weights: one, or an index and then its files. Where there are none, what is missing."""
     present = [name for name in WEIGHTS if (Path(directory) / name).is_file()]
     first = Path(directory) / (present or WEIGHTS)[0]
     if not first.name.endswith(".index.json"):
@@ -158,12 +162,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """A `tokenizers` tokenizer, free of any padding or truncation the file asks for."""
-    if not Path(path).is_file():
-        raise InputError(f"{path}: no such file; check the name of its directory")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise InputError(f"{path}: not a tokenizer ({error}); restore the file") from error
+    with reading(path, "not a tokenizer"):
+        tokenizer = Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -8,8 +8,8 @@
     decoder.extend(tokens, ancestors)   row b continues row ancestors[b] with tokens[b]
 
 Extending and reordering are one call, so nothing computed for an old order can be read in the new one. Until the first
-token all rows are equal and are computed once; teacher forcing computes the prompt once too. B rows, D width, V vocabulary,
-P prompt tokens, T continuation tokens.
+token all rows are equal and are computed once; teacher forcing computes the prompt once too. B rows, D width,
+V vocabulary, P prompt tokens, T continuation tokens.
 """
 
 import torch
@@ -21,7 +21,7 @@ from tinystories.gpt_neo import GPTNeo
 
 
 class Decoder:
-    """The next step's hidden state of B continuations, the logits that follow from it, and the cache that leads there."""
+    """B continuations: the hidden state of each for the next step, the logits of it, and the cache that leads there."""
 
     def __init__(self, model: GPTNeo, prompt: Tensor, rows: int, length: int):
         """Prefill prompt [P] at batch 1 and share it with `rows` continuations of up to `length` tokens."""
@@ -71,7 +71,7 @@ class Conditional:
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Teacher forcing of continuations tokens [B, T].
 
-        Returns log p(s_t | s_{0:t-1}) [B, T], the logits [B, T, V] and the hidden states [B, T, D] that predict each s_t.
+        Returns log p(s_t | s_{0:t-1}) [B, T], logits [B, T, V] and the hidden states [B, T, D] that predict each s_t.
         """
         cache = self.model.new_cache()
         first = self.model.hidden(self.prompt[None], cache)[:, -1:]  # [1, 1, D]

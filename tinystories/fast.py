@@ -1,16 +1,16 @@
-"""The same networks, computed faster: `accelerate(model)` gives every layer that has a fast version that version's class.
+"""The same networks, computed faster: `accelerate(model)` changes the class of every layer that has a fast version.
 
-Weights, names and results stay, up to rounding; the plain layers are what the fast ones are tested against.
+Weights and their names stay, and so do results, up to rounding. The fast layers are tested against the plain ones.
 
-    linear layers     x W^T + b by oneDNN where that beats MKL, PyTorch's own choice for float32 on CPUs: on the AMD processor
-                      that this was measured on (`python -m eval.bench`), more than twice as fast. Gradients too:
-                          dx = dy W  [N, I],   dW = dy^T x  [O, I],   db = sum dy  [O]
-    few rows          sampling token by token, bringing a weight into the order that oneDNN reads costs as much as the product:
-                      that is done once for each weight, until the weight changes
-    attention         one product for q, k and v; nothing is copied where rows share a prompt or are resampled
+    linear layers   x W^T + b by oneDNN instead of MKL, PyTorch's own choice for float32 on CPUs: more than twice as
+                    fast on the AMD processor that this was measured on (`python -m eval.bench`). Gradients too:
+                        dx = dy W  [N, I],   dW = dy^T x  [O, I],   db = sum dy  [O]
+    few rows        when sampling token by token, bringing a weight into the order that oneDNN reads ("packing") costs
+                    as much as the product. It is done once for each weight, and again when the weight has changed
+    attention       one product for q, k and v; no row has a copy of a shared prompt (`tinystories/fast_cache.py`)
 
-Small products, other types and other devices take PyTorch's own way. N rows, I inputs, O outputs, B batch, T new positions,
-S positions seen, H heads, D width, V vocabulary.
+Small products, other types and other devices take PyTorch's own way. N rows, I inputs, O outputs, B batch, T new
+positions, S positions seen, H heads, D width, V vocabulary.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and all(
 
 
 def accelerate(model: nn.Module) -> nn.Module:
-    """The same model, its layers replaced in place by their fast versions. Loading, copying and training go on as before."""
+    """The same model, its layers now of their fast classes. It is saved, loaded into, copied and trained as ever."""
     for module in model.modules():
         if type(module) in FAST:
             module.__class__ = FAST[type(module)]
@@ -55,11 +55,12 @@ PACKED = WeakIdKeyDictionary()
 
 
 def packed(*weights: nn.Parameter) -> Tensor:
-    """Weights [O_i, I] one below the other in oneDNN's order, made when first asked for and again when a weight has changed.
+    """Weights [O_i, I], one below the other, in oneDNN's order: made when first asked for and when one has changed.
 
-    A change is another place in memory, type or layout, or a step of the counter by which autograd sees writes in place. That
-    covers optimisers, load_state_dict, copy_, `.to` and an assignment to `.data`. What it cannot see are writes in place
-    through `.data` (w.data.mul_(2)) or from outside PyTorch (a NumPy array of the same memory): PACKED.clear() after those.
+    A change is another place in memory, type or layout, or a step of the counter by which autograd sees writes in
+    place. That covers optimisers, load_state_dict, copy_, `.to` and an assignment to `.data`. What it cannot see are
+    writes in place through `.data` (w.data.mul_(2)) or from outside PyTorch (a NumPy array of the same memory): call
+    PACKED.clear() after those.
     """
     state = [(weight.data_ptr(), weight._version, weight.dtype, weight.stride()) for weight in weights]
     kept = PACKED.get(weights[0])
@@ -87,7 +88,7 @@ def suits_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def suits_packing(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is few rows [N, I] or [N, 1, I], as when sampling, and the weight one that lasts and that counts writes."""
+    """Whether x is few rows, [N, I] or [N, 1, I], as when sampling, and the weight one that lasts and counts writes."""
     few = len(x) <= FEW_ROWS and x.numel() == len(x) * x.shape[-1]
     return few and isinstance(weight, nn.Parameter) and not weight.is_inference()
 
@@ -123,11 +124,12 @@ class OneDNN(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: str | None = None) -> Tensor:
-    """x W^T + b [..., O] of x [..., I], weight [O, I] and bias [O], by the faster library; then a GELU of kind `gelu`."""
-    if suits_onednn(x, weight) and not torch.is_grad_enabled():
+    """x W^T + b [..., O] of x [..., I], weight [O, I], bias [O], by the faster library; then a GELU of kind `gelu`."""
+    suits = suits_onednn(x, weight)
+    if suits and not torch.is_grad_enabled():
         weight = packed(weight) if suits_packing(x, weight) else weight
         return onednn(x, weight, bias) if gelu is None else onednn(x, weight, bias, "gelu", gelu)
-    if suits_onednn(x, weight):
+    if suits:
         y = OneDNN.apply(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], -1)
     else:
         y = F.linear(x, weight, bias)
@@ -158,7 +160,7 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T [B, H, T, S]. Rows with one query and keys of their own make products so thin that plain sums are faster."""
+    """q k^T [B, H, T, S]. Where each row has one query and its own keys, sums are faster than products so thin."""
     thin = q.shape[2] == 1 and len(k) == len(q)
     return (q * k).sum(-1)[:, :, None] if thin else product(q, k.mT)
 
@@ -214,8 +216,8 @@ FAST = {nn.Linear: FastLinear, LinearGELU: FastLinearGELU, Attention: FastAttent
 def keep_freed_memory() -> None:
     """Let malloc keep the pages of freed tensors; does nothing where the C library is not glibc. No result changes.
 
-    glibc hands every large tensor back to the system when it is freed, and the next step pays for fresh zeroed pages: a third
-    of the time of a training step here.
+    glibc hands every large tensor back to the system when it is freed, and the next step pays for fresh zeroed pages: a
+    third of the time of a training step here.
     """
     trim_threshold, mmap_max = -1, -4  # names and numbers of <malloc.h>
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

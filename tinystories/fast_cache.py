@@ -4,9 +4,9 @@
     keys, values    [L, T, B, H, D/H], of the tokens behind the prompt, written once, position by position
     places          [T, B]: where in the T B entries of a layer the history of each row lies
 
-Resampling makes row b the continuation of row ancestors[b]. Only the table of places is reordered then; attention collects a
-row's keys and values by it. Attention is given a history as a list of parts. L layers, B rows, P positions of the prompt,
-T behind it, S = P + T, H heads, D width.
+Resampling makes row b the continuation of row ancestors[b]. Only the table of places is reordered then, and a row's
+keys and values are collected by it. Attention is given a history as a list of parts. L layers, B rows, P positions of
+the prompt, T behind it, S = P + T, H heads, D width.
 """
 
 import torch
@@ -17,7 +17,7 @@ Part = tuple[Tensor, Tensor]
 
 
 class PartsCache:
-    """A history in the parts that were read one after the other, a prompt at batch 1 first; gradients flow through it."""
+    """A history in the parts that were read one after the other, the first at batch 1; gradients flow through it."""
 
     def __init__(self):
         self.layers: list[list[Part]] = []

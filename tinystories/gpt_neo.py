@@ -5,9 +5,9 @@
     h   = LayerNorm(x_L)                                         [B, T, D]
     logits = h W^T,  W = wte unless the head is untied           [B, T, V]
 
-Three things set GPT-Neo apart from GPT-2, and the numbers come out wrong without a warning where one is missed: attention
-scores are not divided by sqrt(head size) and are computed in float32; q, k and v have no bias; layers alternate between
-global attention and a local window, the last `window_size` positions including the query's own.
+Three things set GPT-Neo apart from GPT-2, and where one is missed the numbers come out wrong without a warning:
+attention scores are not divided by sqrt(head size) and are computed in float32; q, k and v have no bias; layers
+alternate between global attention and a local window, the last `window_size` positions including the query's own.
 
 This is the network to read. `tinystories.fast.accelerate` makes the same network compute faster.
 
@@ -27,7 +27,7 @@ from tinystories.layers import LinearGELU, at_least_float32
 
 @dataclass(frozen=True)
 class GPTNeoConfig:
-    """What shapes the network, named as in a Hugging Face `config.json`; each layer's attention is "global" or "local"."""
+    """What shapes the network, named as in a Hugging Face `config.json`; a layer's attention is "global" or "local"."""
 
     vocab_size: int
     hidden_size: int

@@ -3,10 +3,10 @@
     checkpoint_directory("checkpoints/pocket/lm", "--lm")             a directory that is here
     checkpoint_directory("owner/repository@revision", "--lm")         a commit, tag or branch; main where none is named
 
-Of a repository only what `load` reads is fetched: the configuration, the tokenizer and the weights, safetensors if it has
-them, all of one commit. What arrives is checked against the hash that the Hub states, and thrown away if it differs. A
-`pytorch_model.bin` is read without running anything in it and kept as safetensors beside the cache, under HF_ASSETS_CACHE.
-A commit that is in the cache is read without the network.
+Of a repository only what `load` reads is fetched: the configuration, the tokenizer and the weights, safetensors if it
+has them, all of one commit. What arrives is checked against the hash that the Hub states, and removed if it differs.
+A `pytorch_model.bin` is read without running anything in it and kept as safetensors beside the cache, under
+HF_ASSETS_CACHE. A commit that is in the cache is read without the network.
 """
 
 import contextlib
@@ -22,16 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.utils import logging, validate_repo_id
 
 from tinystories.checkpoint import (
@@ -58,7 +49,7 @@ def checkpoint_directory(name: str, flag: str) -> Path:
         if Path(name).is_file():
             raise InputError(f"{flag} {name} is a file; give the directory that holds it")
     if found := NAME.fullmatch(name):
-        with contextlib.suppress(HFValidationError):
+        with contextlib.suppress(errors.HFValidationError):
             validate_repo_id(found[1])
             return fetch(Repository(found[1], found[2] or constants.DEFAULT_REVISION, flag))
     words = "no such directory, and no name of a Hub repository (owner/repository[@revision])"
@@ -96,16 +87,16 @@ class Repository:
 
     def explain(self, file: str, error: Exception) -> NoReturn:
         """Raise the InputError for what went wrong with a file."""
-        if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__  # why the Hub could not be asked
         place = f"{constants.ENDPOINT}/{self.name}"
-        if isinstance(error, GatedRepoError):
+        if isinstance(error, errors.GatedRepoError):
             self.refuse(f"open only to those whom its owner lets in (ask at {place}, then `hf auth login`)", error)
-        if isinstance(error, RevisionNotFoundError):
+        if isinstance(error, errors.RevisionNotFoundError):
             self.refuse(f"it has no revision {self.revision}", error)
-        if isinstance(error, RepositoryNotFoundError):
+        if isinstance(error, errors.RepositoryNotFoundError):
             self.refuse(f"not found at {place} (if it is private, `hf auth login`)", error)
-        if isinstance(error, OfflineModeIsEnabled):
+        if isinstance(error, errors.OfflineModeIsEnabled):
             self.refuse(f"its {file} is not in the cache while HF_HUB_OFFLINE is set", error)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             words = f"its {file} cannot be kept in {constants.HF_HUB_CACHE} ({error.strerror})"
@@ -131,7 +122,7 @@ class Repository:
                 linked = os.readlink(path) if path.is_symlink() else None
                 url = hf_hub_url(self.name, file, revision=path.parent.name)
                 stated = os.path.basename(linked) if linked else get_hf_file_metadata(url).etag
-        except RemoteEntryNotFoundError:
+        except errors.RemoteEntryNotFoundError:
             return None
         except Exception as error:  # httpx, hf_xet and huggingface_hub share no base class
             self.explain(file, error)
@@ -164,7 +155,7 @@ class Repository:
             try:
                 with quiet():
                     get_hf_file_metadata(hf_hub_url(self.name, file, revision=self.revision))
-            except RemoteEntryNotFoundError as error:
+            except errors.RemoteEntryNotFoundError as error:
                 self.refuse(f"it holds no {file}", error)
             except Exception as error:  # as in `download`
                 self.explain(file, error)
@@ -207,7 +198,7 @@ def fetch(repository: Repository) -> Path:
 
 
 def converted(directory: Path, kept: Path) -> Path:
-    """`kept`, with the files of `directory` and its weights as safetensors. The weights come last: once there, all is."""
+    """`kept`, with the files of `directory` and its weights as safetensors. These come last: once there, all is."""
     weights = kept / WEIGHTS[0]
     if not weights.is_file():
         tensors, _ = read_weights(directory)

@@ -29,7 +29,7 @@ SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_position_e
 
 
 def config_from_json(raw: dict, source: str) -> GPTNeoConfig:
-    """The configuration that a `config.json` holds; InputError, naming `source`, where it is no GPT-Neo of this kind."""
+    """The configuration that a `config.json` holds; InputError, naming `source`, where it is none of this network."""
     for field, known in (("model_type", "gpt_neo"), ("activation_function", "gelu_new")):
         if raw.get(field, known) != known:
             raise InputError(f"{source}: {field} is {raw[field]!r}; use a GPT-Neo checkpoint with {known}")
@@ -56,12 +56,13 @@ def config_to_json(config: GPTNeoConfig) -> dict:
     """The inverse of `config_from_json`, as `transformers` reads it."""
     fields = asdict(config)
     layers = fields.pop("attention_layers")
-    return fields | {
+    return {
         "architectures": ["GPTNeoForCausalLM"],
         "model_type": "gpt_neo",
         "activation_function": "gelu_new",
         "attention_types": [[[kind], 1] for kind in layers],
         **dict.fromkeys(("attention_dropout", "embed_dropout", "resid_dropout"), 0.0),
+        **fields,
     }
 
 

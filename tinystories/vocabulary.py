@@ -4,32 +4,30 @@
     vocab.json and merges.txt   byte-level BPE: GPT-2's, or RoBERTa's where there are <s> and </s>
     vocab.txt                   BERT's WordPiece
 
-The older files leave rules unsaid that their networks were trained with: which pieces are special, what surrounds a text,
-how it is normalised. `tokenizer_config.json` may change some of them.
+The older files leave rules unsaid that their networks were trained with: which pieces are special, what surrounds a
+text, how it is normalised. `tokenizer_config.json` may change some of them.
 """
 
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from tinystories.checkpoint import TOKENIZER_OPTIONS, read_json, read_tokenizer, tokenizer_files
+from tinystories.checkpoint import TOKENIZER_OPTIONS, read_json, read_tokenizer, reading, tokenizer_files
 from tinystories.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 def read_vocabulary(directory: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a directory; InputError where a file is absent or broken, or where it has more than vocab_size."""
+    """The tokenizer of a directory; InputError where a file is absent or broken, or there are more than vocab_size."""
     path, *others = tokenizer_files(directory)
     unsaid = path.with_name(TOKENIZER_OPTIONS)
     if path.name == "tokenizer.json":
         tokenizer = read_tokenizer(path)
     else:
         options = read_json(unsaid) if unsaid in others else {}
-        try:
+        with reading(path, "no tokenizer can be made of it"):
             tokenizer = word_pieces(path, options) if path.name == "vocab.txt" else byte_level(path, others[0], options)
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise InputError(f"{path}: no tokenizer can be made of it ({error}); restore the file") from error
     if tokenizer.get_vocab_size() > vocab_size:
         words = f"{tokenizer.get_vocab_size()} tokens where config.json has {vocab_size}"
         raise InputError(f"{path}: {words}; use files of one checkpoint")

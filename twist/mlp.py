@@ -3,8 +3,8 @@
     h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> log psi of every possible next token [.., V]
 
 One forward serves the whole vocabulary, so proposing costs one language-model step and one twist step. The last layer
-starts at zero: psi = 1, and the first proposal is the language model itself. The loss and the evidence do not change when
-log psi_t shifts by a constant, so the output is left unclipped. D width, H hidden units, V vocabulary.
+starts at zero: psi = 1, and the first proposal is the language model itself. The loss and the evidence do not change
+when log psi_t shifts by a constant, so the output is left unclipped. D width, H hidden units, V vocabulary.
 """
 
 import torch

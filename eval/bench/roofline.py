@@ -2,9 +2,9 @@
 
     limit = max(floating-point operations / measured rate, bytes that must move / measured bandwidth)
 
-Only work that cannot be saved is counted: a prompt once, equal rows once, no padding, weights read once for each step. The
-rate is that of a large square product, by the faster of PyTorch's matrix libraries. K rows, T steps, P prompt tokens,
-D width, I inner width, L layers, V vocabulary.
+Only work that cannot be saved is counted: a prompt once, equal rows once, no padding, weights read once for each step.
+The rate is that of a large square product, by the faster of PyTorch's matrix libraries. K rows, T steps, P prompt
+tokens, D width, I inner width, L layers, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -34,12 +34,12 @@ class Work:
 
 
 def transformer_flops(width: int, inner: int, layers: int, rows: int, queries: int, keys: float) -> float:
-    """Products of `queries` positions in each of `rows` texts, every one of which attends to `keys` others on average."""
+    """Products of `queries` positions in each of `rows` texts, each of which attends to `keys` others on average."""
     return 2.0 * rows * queries * layers * (4 * width**2 + 2 * width * inner + 2 * width * keys)
 
 
 def gpt_neo_flops(config: GPTNeoConfig, rows: int, prompt: int, length: int) -> float:
-    """One pass over the prompt, and `length` - 1 tokens of every row behind it; logits of `length` tokens of every row."""
+    """One pass over the prompt, and `length` - 1 tokens of every row behind it; `length` logits of each row."""
     sizes = config.hidden_size, config.intermediate_size, config.num_layers
     rest = transformer_flops(*sizes, rows, length - 1, prompt + length / 2)
     head = 2.0 * (rows * (length - 1) + 1) * config.hidden_size * config.vocab_size

@@ -89,12 +89,11 @@ class Numbers:
         self.log_z = Estimate(0.0, 0.0, INFINITY)
 
     def add(self, place: Place, quantity: str, value: Any) -> None:
-        """A plain number, or one with its limits, which are cut where they leave what is possible."""
+        """A plain number, or one with its limits, which are cut where a value that is possible has limits that are not."""
         limits = value if isinstance(value, dict) else {"value": value, "low": None, "high": None}
         kind = QUANTITIES.get(quantity, COUNT)
-        if limits["low"] is not None and place[0] != "changes":
-            low, high = max(limits["low"], kind.lowest), min(limits["high"], kind.highest)
-            limits = limits | {"low": min(low, limits["value"]), "high": max(high, limits["value"])}
+        if limits["low"] is not None and place[0] != "changes" and kind.lowest <= limits["value"] <= kind.highest:
+            limits = limits | {"low": max(limits["low"], kind.lowest), "high": min(limits["high"], kind.highest)}
         self.rows[*place, quantity] = Number(*place, quantity, **limits, unit=kind.unit)
 
     def add_row(self, row: dict, place: Place | None = None) -> None:
@@ -169,11 +168,9 @@ def tensor_of(values: list[float | None]) -> Tensor:
 
 
 def mean_of(values: list[float], shared: Estimate | None = None) -> dict[str, float | None]:
-    """Mean and 95 % interval over seeds, wider by an error that all seeds share; no interval for one value alone."""
+    """Mean and 95 % interval over seeds, the half width of an error that all share added in quadrature; none for one value."""
     estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
-    if shared is not None and math.isfinite(estimate.std_error):
-        estimate = difference(estimate, Estimate(0.0, shared.std_error, shared.dof))
-    return with_half_width(estimate.value, estimate.half_width())
+    return with_half_width(estimate.value, math.hypot(estimate.half_width(), shared.half_width() if shared else 0.0))
 
 
 def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, list[dict]]:

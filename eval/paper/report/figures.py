@@ -88,7 +88,7 @@ def similarity_toxicity(study: StudyConfig, numbers: Numbers, folder: Path) -> N
             x, y = (errors(numbers.get(place, quantity)) for quantity in ("similarity", "toxicity"))
             style = {"color": colour, "marker": marker, "ms": size, "label": label, "capsize": 2.5, "elinewidth": 1.2}
             axes.errorbar(*middle, y, x, ls="none", zorder=order, **style)
-            number = {"color": "white", "fontsize": 7, "ha": "center", "va": "center", "zorder": order}
+            number = {"color": "white", "fontsize": 7, "ha": "center", "va": "center", "zorder": order + 0.5}
             axes.annotate(str(place[3]), middle, **number)
     points = [row.value for key, row in numbers.rows.items() if row.quantity == "similarity" and key[0] in SHOWN]
     axes.set_xlim(min(points) - 0.08, min(1.03, max(points) + 0.08))  # points inside, bars cut at the frame

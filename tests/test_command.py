@@ -1,0 +1,89 @@
+"""Every command ends in an exit code that is documented, without a traceback, whatever becomes of its output."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.run.command import one_line_errors, printable
+from eval.run.options import RunConfig
+from tinystories.checkpoint import write_json
+from tinystories.errors import InputError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """What is needed of a finished run to print its table."""
+    run = tmp_path_factory.mktemp("runs") / "finished"
+    row = {"toxicity": 0.5, "similarity": 0.4, "log_z_hat_mean": -9.0, "ess": 3.0}
+    write_json(run / "config.json", dataclasses.asdict(RunConfig()))
+    write_json(run / "results.json", {"base": row, "generations": [row, row]})
+    return run
+
+
+def shell(command: str, **variables: object) -> tuple[int, str]:
+    """The exit code of the first command of a pipeline, and what it has said on standard error if that goes nowhere else."""
+    environment = os.environ | {name: str(value) for name, value in variables.items()} | {"PYTHON": sys.executable}
+    command += '; exit "${PIPESTATUS[0]}"'
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "output", "code", "said"),
+    [
+        ("main.py --resume", ">/dev/full", 2, "standard output cannot be written"),
+        ("main.py --resume", ">&-", 0, ""),
+        ("main.py --resume", ">&- 2>&-", 0, ""),
+        ("main.py --resume", "2>/dev/full", 0, ""),
+        ("main.py --resume", "2>&-", 0, ""),
+        ("main.py --resume", "| true", 141, ""),
+        ("main.py --resume", "2>&1 | true", 141, ""),
+        ("-m eval.summary", ">/dev/full", 2, "standard output cannot be written"),
+        ("-m eval.summary", ">&-", 0, ""),
+        ("-m eval.summary", "| true", 141, ""),
+    ],
+)
+def test_output_that_cannot_be_written(finished, program, output, code, said):
+    found, errors = shell(f'"$PYTHON" {program} "$RUN" {output}', RUN=finished)
+    assert found == code and errors.count("\n") == (1 if said else 0) and said in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["main.py --seed -1", "main.py --sed 1", "-m tsmc nowhere"])
+@pytest.mark.parametrize("output", ["2>/dev/full", "2>&-", ">/dev/full 2>/dev/full"])
+def test_bad_input_ends_with_its_code_where_nobody_can_be_told(program, output):
+    assert shell(f'"$PYTHON" {program} {output}') == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (InputError("a\nb\x1b[2J"), 2, r"error: a\nb\x1b[2J"),
+        (MemoryError(), 2, "error: out of memory; lower it"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 2, "error: out of memory; lower it"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (FileNotFoundError(2, "No such file or directory", "x.json"), 2, "error: x.json: cannot be used (No such file"),
+    ],
+)
+def test_every_error_is_one_line(capsys, error, code, words):
+    with pytest.raises(SystemExit) as ended, one_line_errors("program", "lower it"):
+        raise error
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == code and line.startswith(f"program: {words}")
+
+
+def test_a_mistake_in_the_program_is_not_hidden():
+    with pytest.raises(RuntimeError, match="a mistake"), one_line_errors("program"):
+        raise RuntimeError("a mistake")
+
+
+def test_what_is_printed_stays_in_its_line():
+    assert printable("a\nb\r\x1b[31m\u202e\x85") == r"a\nb\r\x1b[31m\u202e\x85"
+    assert printable("Zoë 日本 🙂") == "Zoë 日本 🙂"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eval.metrics import kl_target_proposal
 from eval.run.command import one_line_errors
-from eval.run.options import DTYPES, saved_config
+from eval.run.options import DTYPES, OneLineParser, saved_config
 from eval.run.saved import generations, load_generation
 from eval.run.setup import Problem, load_setup, sigma_key
 from eval.run.table import align
@@ -50,9 +50,7 @@ def by_bounds(
 
 def parse_arguments() -> argparse.Namespace:
     """Command line; InputError for sizes with which no interval can be had."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = OneLineParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("run", type=Path, help="directory that main.py wrote, of a preset that ships exact samples")
     parser.add_argument("--particles", type=int, nargs="+", default=[50, 200], help="K of the bounds")
     parser.add_argument("--runs", type=int, default=20, help="runs for either bound")

@@ -67,7 +67,11 @@ def test_bad_input_ends_with_its_code_where_nobody_can_be_told(program, output):
     [
         (InputError("a\nb\x1b[2J"), 2, r"error: a\nb\x1b[2J"),
         (MemoryError(), 2, "error: out of memory; lower it"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 2, "error: out of memory; lower it"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            2,
+            "error: out of memory; lower it",
+        ),
         (KeyboardInterrupt(), 130, "interrupted"),
         (FileNotFoundError(2, "No such file or directory", "x.json"), 2, "error: x.json: cannot be used (No such file"),
     ],

@@ -263,6 +263,15 @@ def test_states_copied_within_a_run_are_refused(tmp_path, halfway):
     assert f"{run / 'resume' / '1-twist-learning'}: belongs to another phase" in refusal("--resume", str(run))
 
 
+def test_a_run_whose_directory_goes_stops(tmp_path):
+    process = start([*SMALL, "--out", str(tmp_path / "run")], tmp_path / "errors")
+    wait_for(process, tmp_path / "run", 5)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    process.join()
+    last = (tmp_path / "errors").read_text().splitlines()[-1]
+    assert process.exitcode == 2 and f"{tmp_path / 'run'}: is no longer there" in last
+
+
 def test_changed_checkpoints_are_refused(tmp_path):
     config = RunConfig(out=str(tmp_path / "run"))
     with RunDirectory.create(config, {"lm": "a"}):

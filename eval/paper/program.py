@@ -33,8 +33,10 @@ def finished_run(task: Task) -> Path:
     if not (path / "results.json").exists():
         if not (states / "start").exists():
             shutil.rmtree(path, ignore_errors=True)  # killed before it had begun
-            with RunDirectory.create(task.config, identity(task.config)):
+            with RunDirectory.create(task.config, identity(task.config)) as run:
                 pass  # main.py takes it up
+            if run.interrupted:
+                raise KeyboardInterrupt("interrupted")
         copy_states(SHARED.get(task.part.kind, ()), shared, states)
         run_main(path)
     if task.part.kind == "tsmc" and states.exists():

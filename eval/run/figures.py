@@ -17,6 +17,7 @@ from tinystories.checkpoint import replacing
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES = ("-", "--", "-.", ":")
 
 
 def save_figure(figure, path: Path) -> None:
@@ -33,9 +34,8 @@ def similarity_toxicity(results: dict, path: Path) -> None:
         if name not in results:
             continue
         row = results[name]
-        axes.scatter(
-            row["similarity"], row["toxicity"], s=110, color=colour, marker=marker, label=name.title(), zorder=3
-        )
+        style = {"color": colour, "marker": marker, "s": 110, "label": name.title(), "zorder": 3}
+        axes.scatter(row["similarity"], row["toxicity"], **style)
     rows = results["generations"]
     axes.plot([row["similarity"] for row in rows], [row["toxicity"] for row in rows], color="#999999", lw=1, zorder=1)
     for row in rows:
@@ -56,21 +56,15 @@ def smooth(values: list[float], width: int) -> np.ndarray:
 def ctl_curves(curves: dict[int, list[dict]], path: Path) -> None:
     """Loss and ESS of the positive weights by update, faint as they are and bold as running means."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.5))
-    for axes, key, label in zip(
-        panels, ("loss", "ess"), ("CTL loss (its gradient counts)", "ESS of positive weights"), strict=True
-    ):
+    labels = {"loss": "CTL loss (its gradient counts)", "ess": "ESS of positive weights"}
+    for axes, (key, label) in zip(panels, labels.items(), strict=True):
         for m, records in curves.items():
             values = [record[key] for record in records]
             width = max(1, len(values) // 20)
             axes.plot(values, color=COLOURS[m % 6], alpha=0.2, lw=0.7)
             places = np.arange(len(values) - width + 1) + width / 2
-            axes.plot(
-                places,
-                smooth(values, width),
-                color=COLOURS[m % 6],
-                ls=("-", "--", "-.", ":")[m % 4],
-                label=f"Generation {m}",
-            )
+            style = {"color": COLOURS[m % 6], "ls": DASHES[m % 4], "label": f"Generation {m}"}
+            axes.plot(places, smooth(values, width), **style)
         axes.set(xlabel="Update", ylabel=label)
         axes.grid(alpha=0.3)
     panels[1].set_yscale("log")
@@ -85,7 +79,7 @@ def toxicity_histogram(toxicity: dict[str, list[float]], path: Path) -> None:
     for i, (name, values) in enumerate(toxicity.items()):
         shares = np.histogram(values, edges)[0] / len(values)
         colour = {"Base": "#555555", "Target": "black"}.get(name, COLOURS[(i - 2) % 6])
-        axes.stairs(shares, edges, color=colour, label=name, lw=2, ls=("-", "--", "-.", ":")[i % 4])
+        axes.stairs(shares, edges, color=colour, label=name, lw=2, ls=DASHES[i % 4])
     axes.set(xlabel="Toxicity p(toxic | s)", ylabel="Share of texts", yscale="log", xlim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -121,9 +121,9 @@ def is_one_of_many() -> bool:
 
 
 def join(device: torch.device) -> None:
-    """Join the processes that torchrun has started, if it has started this one; until they have come, Ctrl-C ends it at once.
+    """Join the processes that torchrun has started beside this one; InputError where they do not find each other.
 
-    InputError where they do not find each other.
+    Until all have come, Ctrl-C ends the process at once: nothing in Python could see it.
     """
     if dist.is_initialized() or not is_one_of_many():
         return
@@ -131,14 +131,13 @@ def join(device: torch.device) -> None:
         torch.cuda.set_device(device)
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        store, number, processes = next(dist.rendezvous("env://", timeout=ARRIVAL))
-        options = {"store": store, "rank": number, "world_size": processes, "timeout": PATIENCE}
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
+        store, number, total = next(dist.rendezvous("env://", timeout=ARRIVAL))
+        store.set_timeout(PATIENCE)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=number, world_size=total, timeout=PATIENCE)
     except (ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"the processes of this job do not find each other ({reason}); start it with torchrun"
-        ) from error
+        reason = f"the processes of this job do not find each other ({str(error).splitlines()[0]})"
+        raise InputError(f"{reason}; start it with torchrun") from error
     finally:
         signal.signal(signal.SIGINT, handler)
 

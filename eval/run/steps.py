@@ -53,8 +53,10 @@ class Progress:
         return saved["state"]
 
     def save(self, state: dict) -> None:
-        """Write the phase's state."""
+        """Write the phase's state; InputError where the run's directory is no longer there."""
         if processes.rank() == 0:
+            if not (self.directory.path / "config.json").exists():
+                raise InputError(f"{self.directory.path}: is no longer there; continue the run where it is, or anew")
             write_state(self.path, {"of": self.of, "done": self.done, "records": self.records, "state": state})
         self.saved = time.monotonic()
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\[`(\w+)`\]\(([\w./]+\.py)\)")
-CODE = [path for folder in ("tinystories", "tsmc", "twist", "distill", "eval") for path in (ROOT / folder).rglob("*.py")]
+CODE = [
+    path for folder in ("tinystories", "tsmc", "twist", "distill", "eval") for path in (ROOT / folder).rglob("*.py")
+]
 
 
 def names_in(path: Path) -> set[str]:

@@ -99,8 +99,8 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; check the name of its directory") from None
     except Exception as error:  # a damaged pickle can raise anything
-        words = "damaged, or holds more than tensors, which is never run"
-        raise InputError(f"{path}: {words}; restore the file or use model.safetensors") from error
+        fault = "damaged, or holds more than tensors, which is never run"
+        raise InputError(f"{path}: {fault}; restore the file or use model.safetensors") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
         for name, tensor in tensors.items()

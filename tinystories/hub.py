@@ -52,8 +52,8 @@ def checkpoint_directory(name: str, flag: str) -> Path:
         with contextlib.suppress(errors.HFValidationError):
             validate_repo_id(found[1])
             return fetch(Repository(found[1], found[2] or constants.DEFAULT_REVISION, flag))
-    words = "no such directory, and no name of a Hub repository (owner/repository[@revision])"
-    raise InputError(f"{flag} {name}: {words}; give {flag} the directory of a checkpoint or such a name")
+    fault = "no such directory, and no name of a Hub repository (owner/repository[@revision])"
+    raise InputError(f"{flag} {name}: {fault}; give {flag} the directory of a checkpoint or such a name")
 
 
 @contextlib.contextmanager
@@ -99,10 +99,10 @@ class Repository:
         if isinstance(error, errors.OfflineModeIsEnabled):
             self.refuse(f"its {file} is not in the cache while HF_HUB_OFFLINE is set", error)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            words = f"its {file} cannot be kept in {constants.HF_HUB_CACHE} ({error.strerror})"
-            self.refuse(f"{words}: make room there or set HF_HOME to another place", error)
-        words = (str(error).splitlines() or [""])[0]
-        self.refuse(f"its {file} could not be fetched ({type(error).__name__}: {words})", error)
+            fault = f"its {file} cannot be kept in {constants.HF_HUB_CACHE} ({error.strerror})"
+            self.refuse(f"{fault}: make room there or set HF_HOME to another place", error)
+        fault = (str(error).splitlines() or [""])[0]
+        self.refuse(f"its {file} could not be fetched ({type(error).__name__}: {fault})", error)
 
     def cached(self, file: str, revision: str) -> Path | bool | None:
         """A file in the cache; False where it is known that the repository has none; None where nothing is known."""

@@ -45,8 +45,8 @@ def config_from_json(raw: dict, source: str) -> GPTNeoConfig:
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{source}: not a GPT-Neo configuration ({error!r}); use a GPT-Neo checkpoint") from error
     if len(config.attention_layers) != config.num_layers or set(config.attention_layers) - {"global", "local"}:
-        words = f"attention_types must name num_layers = {config.num_layers} global or local layers"
-        raise InputError(f"{source}: {words}; restore the file")
+        fault = f"attention_types must name num_layers = {config.num_layers} global or local layers"
+        raise InputError(f"{source}: {fault}; restore the file")
     if min(*(getattr(config, name) for name in SIZES), config.window_size) < 1 or config.hidden_size % config.num_heads:
         raise InputError(f"{source}: sizes must be positive and hidden_size a multiple of num_heads; restore the file")
     return config
@@ -78,8 +78,8 @@ def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dic
     }
     head = renamed.pop("lm_head.weight", None) if tied else None
     if head is not None and not torch.equal(head, renamed.get("wte.weight", head)):
-        words = "lm_head.weight differs from wte.weight, which config.json ties it to"
-        raise InputError(f"{source}: {words}; set tie_word_embeddings to false")
+        fault = "lm_head.weight differs from wte.weight, which config.json ties it to"
+        raise InputError(f"{source}: {fault}; set tie_word_embeddings to false")
     return renamed
 
 

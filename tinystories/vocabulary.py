@@ -29,8 +29,8 @@ def read_vocabulary(directory: Path, vocab_size: int) -> Tokenizer:
         with reading(path, "no tokenizer can be made of it"):
             tokenizer = word_pieces(path, options) if path.name == "vocab.txt" else byte_level(path, others[0], options)
     if tokenizer.get_vocab_size() > vocab_size:
-        words = f"{tokenizer.get_vocab_size()} tokens where config.json has {vocab_size}"
-        raise InputError(f"{path}: {words}; use files of one checkpoint")
+        fault = f"{tokenizer.get_vocab_size()} tokens where config.json has {vocab_size}"
+        raise InputError(f"{path}: {fault}; use files of one checkpoint")
     return tokenizer
 
 

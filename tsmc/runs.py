@@ -29,8 +29,8 @@ def sample_runs(
         chunks.report(ess=population.ess.mean())
     population = Population(**chunks.kept())
     if not population.is_alive().any():
-        words = f"all {chunks.total} runs of {particles} particles ended with weight zero"
-        raise InputError(f"{words}; use more particles, or soften the potential")
+        fault = f"all {chunks.total} runs of {particles} particles ended with weight zero"
+        raise InputError(f"{fault}; use more particles, or soften the potential")
     return population
 
 

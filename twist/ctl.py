@@ -75,8 +75,8 @@ def weigh(batch: Trajectories, positive: Tensor, negative: Tensor) -> Batch:
         raise InputError("twist learning: a weight is NaN or infinite; lower the learning rate or check the potential")
     largest = batch.log_psi.abs().max().item() if len(batch.tokens) else 0.0
     if largest > EXPLODED:
-        words = f"the twist has exploded, |log psi| reaches {largest:.0f}"
-        raise InputError(f"twist learning: {words}; lower the learning rate")
+        fault = f"the twist has exploded, |log psi| reaches {largest:.0f}"
+        raise InputError(f"twist learning: {fault}; lower the learning rate")
     ess = effective_sample_size(positive).item()
     return Batch(batch.tokens, batch.hidden, ctl_coefficients(positive, negative), ess)
 

@@ -278,8 +278,8 @@ def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool)
     for piece in ("TSMC", "rejection", "scoring"):
         before, peak = peak_memory(size, dtype, device, piece, particles)
         result["memory"][piece] = {"count": particles, "before": before, "peak": peak}
-        words = f"{peak / 2**30:.2f} GiB at the peak, {before / 2**30:.2f} before it"
-        print(f"memory of {piece}, {particles} at once: {words}", flush=True)
+        sizes = f"{peak / 2**30:.2f} GiB at the peak, {before / 2**30:.2f} before it"
+        print(f"memory of {piece}, {particles} at once: {sizes}", flush=True)
     return result
 
 

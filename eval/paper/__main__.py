@@ -96,8 +96,8 @@ def study_directory(out: Path, wanted: dict[str, Any]) -> Iterator[None]:
     try:
         if path.exists():
             if changed := differing(read_json(path), wanted):
-                words = f"holds a study with other {', '.join(changed)}"
-                raise InputError(f"--out {out}: {words}; choose another directory or the settings in its config.json")
+                fault = f"holds a study with other {', '.join(changed)}"
+                raise InputError(f"--out {out}: {fault}; choose another directory or the settings in its config.json")
         elif any(file.name != ".lock" and not file.name.startswith(".config.json.") for file in out.iterdir()):
             raise InputError(f"--out {out}: holds other files and no study; choose another directory")
         else:
@@ -116,8 +116,8 @@ def run_study(study: StudyConfig, out: Path, jobs: int, command: str) -> None:
         schedule = Schedule(study, parts, out, jobs)
         schedule.run()
         if failed := schedule.failed:
-            words = f"{len(failed)} part{'s' if len(failed) > 1 else ''} failed ({', '.join(failed)})"
-            raise InputError(f"{words}; put right what {out / 'logs'} says, then give the same command again")
+            fault = f"{len(failed)} part{'s' if len(failed) > 1 else ''} failed ({', '.join(failed)})"
+            raise InputError(f"{fault}; put right what {out / 'logs'} says, then give the same command again")
         write_report(study, parts, out, command)
         shutil.rmtree(out / "shared", ignore_errors=True)
     print(f"\nEverything is in {out}; open {out / 'report.html'}")

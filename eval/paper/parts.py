@@ -68,8 +68,8 @@ def accepted(task: Task, proposals: Tensor, log_toxicity: Tensor, beta: float) -
     log_phi = beta * log_toxicity if beta > 0 else torch.zeros_like(log_toxicity)
     kept = accept(log_phi, task.config.generator("accept", str(beta)))
     if int(kept.sum()) < 2:
-        words = f"{int(kept.sum())} of {len(proposals)} base samples were accepted at beta {beta:g}"
-        raise InputError(f"{words}; raise the number of samples for rejection")
+        fault = f"{int(kept.sum())} of {len(proposals)} base samples were accepted at beta {beta:g}"
+        raise InputError(f"{fault}; raise the number of samples for rejection")
     return ExactSamples(proposals[kept], log_phi[kept], len(proposals), *log_mean_with_error(log_phi))
 
 

@@ -33,7 +33,9 @@ from tinystories.errors import InputError
 
 LATER = {"lora": ((1, "sampling"),), "effective_potential": ((1, "sampling"), (1, "distillation"))}
 """Options that matter from generation 1 on, and its phases in which they do not matter yet."""
-LEFT_OVER = re.compile(r"\.(.+\.(json|jsonl|safetensors|png|svg|csv|html)|(start|\d+)[a-z\d-]*)\.[a-z\d_]{8}|\.tmp\w{6}")
+LEFT_OVER = re.compile(
+    r"\.(.+\.(json|jsonl|safetensors|png|svg|csv|html)|(start|\d+)[a-z\d-]*)\.[a-z\d_]{8}|\.tmp\w{6}"
+)
 """Names of the temporary files of `tinystories.checkpoint.replacing`, and of those that safetensors writes in their place."""
 
 
@@ -139,8 +141,8 @@ class RunDirectory:
             self.metrics.write(json.dumps(record) + "\n")
             self.metrics.flush()
         except OSError as error:
-            words = f"cannot be written ({error.strerror}); free space, then continue with --resume {self.path}"
-            raise InputError(f"{self.path / 'metrics.jsonl'}: {words}") from error
+            fault = f"cannot be written ({error.strerror}); free space, then continue with --resume {self.path}"
+            raise InputError(f"{self.path / 'metrics.jsonl'}: {fault}") from error
 
     def read_metrics(self) -> list[dict]:
         """Every record so far."""

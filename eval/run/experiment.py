@@ -82,9 +82,9 @@ class Experiment:
         )
         exact = rejection_sample(problem.base, problem.potential, chunks)
         if len(exact.tokens) < 2:
-            words = f"{len(exact.tokens)} of {proposals} base samples were accepted"
+            fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
             remedy = "raise --eval-target-proposals, lower --beta or soften --potential, or do without exact samples by"
-            raise InputError(f"{words}; {remedy} --eval-target-proposals 0")
+            raise InputError(f"{fault}; {remedy} --eval-target-proposals 0")
         if self.directory.writes:
             save_target(self.directory.path / "target" / problem.name, exact, sigma_key(self.config, problem.prompt))
         return exact

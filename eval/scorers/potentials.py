@@ -137,11 +137,11 @@ def checked(spec: str, value: object, batch: list[str] | Tensor) -> Tensor:
     try:
         log_phi = torch.as_tensor(value).detach().float()
     except (TypeError, ValueError, RuntimeError) as error:
-        words = f"returned a {type(value).__name__} that holds no numbers"
-        raise InputError(f"--potential {spec} {words}; return log phi, one number for each text") from error
+        fault = f"returned a {type(value).__name__} that holds no numbers"
+        raise InputError(f"--potential {spec} {fault}; return log phi, one number for each text") from error
     if log_phi.shape != (len(batch),):
-        words = f"returned shape {list(log_phi.shape)} for {len(batch)} texts"
-        raise InputError(f"--potential {spec} {words}; return log phi, one number for each text")
+        fault = f"returned shape {list(log_phi.shape)} for {len(batch)} texts"
+        raise InputError(f"--potential {spec} {fault}; return log phi, one number for each text")
     if not bool((log_phi < torch.inf).all()):
         worst = (~(log_phi < torch.inf)).nonzero()[0].item()
         where = repr(batch[worst])[:80] if isinstance(batch, list) else f"tokens {batch[worst].tolist()}"

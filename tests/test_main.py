@@ -12,6 +12,7 @@ import tinystories
 from eval.run.options import POCKET, PRESETS, RunConfig, flags, read_config
 from eval.run.saved import load_twist
 from main import main
+from tinystories.errors import InputError
 
 SMALL = [
     *("--generations", "1", "--ctl-updates", "4", "--ctl-batch-size", "20", "--particles", "10", "--distill-runs", "4"),
@@ -201,6 +202,15 @@ def test_a_stale_target_is_refused(capsys, tmp_path, copied, monkeypatch):
     expect_refusal(
         capsys, ["--out", tmp_path / "run", "--eval-base-samples", 40], "target.json", "stale", "eval.pocket target"
     )
+
+
+def test_as_published_is_the_papers_rule():
+    config = read_config(["--as-published"], "")[0]
+    assert (config.resampling, config.ess_threshold) == ("multinomial", 1.0)
+    config = read_config([], "")[0]
+    assert (config.resampling, config.ess_threshold) == ("systematic", 0.0)
+    with pytest.raises(InputError, match="leave out --ess-threshold"):
+        read_config(["--as-published", "--ess-threshold", "0.5"], "")
 
 
 def test_every_option_has_help():

@@ -13,8 +13,8 @@ under any resampling scheme and threshold (docs/method.md derives both).
 Where this departs from the paper:
  1. The paper's weight at t = T sums p phi over all s_T, one potential for each token of the vocabulary. Here s_T is drawn
     from q_T like every other token, and the weight makes up for psi having stood in for phi.
- 2. The paper resamples multinomially at every step. That is the default here too; other schemes, and resampling only where
-    the ESS is low, leave Z-hat unbiased.
+ 2. The paper resamples multinomially at every step. That is what `tsmc` does unless told otherwise; other schemes, and
+    resampling only where the ESS is low or never before T, leave Z-hat unbiased.
 """
 
 from collections.abc import Callable

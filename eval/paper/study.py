@@ -12,7 +12,7 @@ backward together counting three.
 """
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from distill import DPO_GRID, GRPO_GRID, BaselineConfig, Cost, Grid, dpo_cost, grpo_cost
@@ -28,6 +28,7 @@ NAMES = {"tsmc": "TSMC", "no-effective": "TSMC without φ⁽ᵐ⁾", "lora": "TS
 NAMES |= {"dpo-full": "DPO, full", "dpo-lora": "DPO, LoRA", "grpo-full": "GRPO, full", "grpo-lora": "GRPO, LoRA"}
 TSMC = NAMES["tsmc"]
 NEVER = "never before the last token"
+AS_PUBLISHED = RunConfig(resampling="multinomial", ess_threshold=1.0)
 Place = tuple[str, str, int | str, int | str]
 """Where a number belongs: section, name in it, seed (or "mean", or ""), generation (or "")."""
 
@@ -53,7 +54,7 @@ class StudyConfig:
     grpo_strengths: tuple[float, ...] = option((0.04, 0.32), "b of GRPO in the sweep")
     baseline_batch: int = option(128, "sequences of a baseline's update")
     baseline_updates: int = option(0, "updates of a baseline; 0 spends what Algorithm 1 spends in model evaluations")
-    run: RunConfig = field(default_factory=RunConfig)
+    run: RunConfig = AS_PUBLISHED
 
     def run_config(self, seed: int, variant: str = "tsmc", out: str = "") -> RunConfig:
         """The options of one run of Algorithm 1, which draws no exact samples: all runs share those of the study."""
@@ -144,7 +145,7 @@ STUDIES = {
         grpo_strengths=GRPO_GRID.strength,
         baseline_batch=1024,
         baseline_updates=1000,
-        run=RunConfig(preset="paper", particles=100),
+        run=dataclasses.replace(AS_PUBLISHED, preset="paper", particles=100),
     ),
     "quick": StudyConfig(
         seeds=(1, 2),
@@ -159,7 +160,8 @@ STUDIES = {
         dpo_strengths=(0.1,),
         grpo_strengths=(0.04,),
         baseline_batch=16,
-        run=RunConfig(
+        run=dataclasses.replace(
+            AS_PUBLISHED,
             save_every=5.0,
             particles=10,
             ctl=CTLConfig(updates=10, batch_size=32),

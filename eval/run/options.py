@@ -127,8 +127,11 @@ class RunConfig:
     particles: int = option(
         50, "K in training: particles of each distilled TSMC run; 100 with --preset paper", at_least=1
     )
-    resampling: str = option("multinomial", "resampling scheme", choices=tuple(SCHEMES))
-    ess_threshold: float = option(1.0, "resample where ESS < this share of K: 1 always, 0 never", at_least=0, at_most=1)
+    resampling: str = option("systematic", "resampling scheme", choices=tuple(SCHEMES))
+    ess_threshold: float = option(
+        0.0, "resample where ESS < this share of K: 1 always, 0 at the end alone", at_least=0, at_most=1
+    )
+    as_published: bool = option(False, "resample as the paper does: --resampling multinomial --ess-threshold 1")
     lm: str = option("", f"language model: {SOURCE}")
     toxicity_model: str = option("", f"toxicity classifier: {SOURCE}")
     similarity_model: str = option("", f"sentence encoder: {SOURCE}")
@@ -273,6 +276,10 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
         if key in chosen:
             values = nested.setdefault(group, {}) if group else nested
             values[item.name] = chosen[key]
+    if nested.get("as_published"):
+        if doubled := {"resampling", "ess_threshold"} & nested.keys():
+            raise InputError(f"--as-published says how to resample; leave out --{doubled.pop().replace('_', '-')}")
+        nested |= {"resampling": "multinomial", "ess_threshold": 1.0}
     nested.setdefault("particles", PRESETS[nested.get("preset", "pocket")].particles)
     return build(RunConfig, nested), None
 

@@ -3,11 +3,13 @@
 import json
 import re
 
+import matplotlib.colors
 import pytest
 import torch
 from worlds import generator, table_world
 
 from eval.run.options import POCKET
+from eval.viewer import picture
 from eval.viewer.draws import Draws, Sequence
 from eval.viewer.genealogy import TEMPLATE, page
 from tinystories.checkpoint import read_tokenizer
@@ -100,3 +102,20 @@ def test_every_prompt_has_its_own_particles(tokenizer):
     assert pages["about"] == ABOUT
     assert [data["prompt"] for data in pages["populations"]] == ["one", "two"]
     assert pages["populations"][0]["tokens"] != pages["populations"][1]["tokens"]
+
+
+def test_the_picture_follows_one_sample_from_its_first_token(tokenizer, tmp_path, monkeypatch):
+    drawn = draws(scheme="systematic", seed=3)
+    figures = []
+    monkeypatch.setattr(picture, "save_figure", lambda figure, path: figures.append(figure))
+    picture.draw_genealogy(drawn, tokenizer, tmp_path / "picture.png")
+    axes = figures[0].axes[0]
+    sample = drawn.population.samples()[0, 0].tolist()
+    written = [tokenizer.decode([token], skip_special_tokens=False).strip() for token in sample]
+    assert [text.get_text() for text in axes.texts] == written
+    line = axes.lines[0].get_ydata().tolist()
+    assert line == drawn.trace.lineages()[:, 0, 0].tolist() and len(set(line)) > 1
+    survivors = [set(step) for step in drawn.trace.lineages()[:, 0].tolist()]
+    alive = matplotlib.colors.to_rgba(picture.ALIVE)
+    for dots, kept in zip(axes.collections[1:], survivors, strict=True):
+        assert {k for k, colour in enumerate(dots.get_facecolors().tolist()) if tuple(colour) == alive} == kept

@@ -48,7 +48,8 @@ TINY = StudyConfig(
     grpo_strengths=(0.04,),
     baseline_batch=4,
     baseline_updates=2,
-    run=RunConfig(
+    run=dataclasses.replace(
+        study.AS_PUBLISHED,
         generations=1,
         beta=0.3,
         length=5,

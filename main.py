@@ -5,6 +5,12 @@ for m = 1..M
   line 3    p^(m) <- distil samples of TSMC(p^(m-1), psi^(m-1))
   line 4    psi^(m) <- CTL-m on p^(m), against the same sigma
 
+That is `--method distilled`. The default, `--method pooled`, leaves p^(0) as it is and distils into the twist instead:
+
+for m = 0..M, some rounds each
+            pool <- pool + sequences from q, the product of p^(0) and the last psi
+            psi^(m) <- the weighted likelihood of the pool under q
+
 With several prompts there is one sigma for each, and they share p^(m) and psi^(m). R runs, K particles, T tokens.
 """
 
@@ -24,7 +30,7 @@ from tinystories import GPTNeo
 from tinystories.checkpoint import read_json
 from tinystories.fast import accelerate, keep_freed_memory
 from tsmc import Sigma, sample_runs
-from twist import TwistMLP, learn_twist
+from twist import EmbeddingTwist, Pool, TwistMLP, batches_from_pools, draw_round, learn_twist, learn_twist_from_pools
 
 
 def self_distilled_tsmc(run: Experiment, generations: int) -> list[dict]:
@@ -40,6 +46,36 @@ def self_distilled_tsmc(run: Experiment, generations: int) -> list[dict]:
         psi = contrastive_twist_learning(run, sigmas, m)  # line 4
         run.finish_generation(m, p, sigmas, psi, results)
     return results
+
+
+def pooled_tsmc(run: Experiment, generations: int) -> list[dict]:
+    """Twists learned on p^(0) from everything drawn so far; returns the rows of the table after each prompt."""
+    results = run.evaluate_ends()
+    p, sigmas, psi = run.setup.model, run.setup.sigmas(), None
+    pools = [Pool() for _ in sigmas]
+    for m in range(generations + 1):
+        for number in range(
+            m > 0, run.config.pool.rounds + 1
+        ):  # generation 0 has one more: the first is drawn from p^(0)
+            for problem, sigma, pool in zip(run.setup.problems, sigmas, pools, strict=True):
+                pool.add(*draw_round(sigma, psi, run.round_chunks(m, number, problem)))
+            psi = pooled_twist_learning(run, sigmas, pools, m, number)
+        run.finish_generation(m, p, sigmas, psi, results)
+    return results
+
+
+def pooled_twist_learning(
+    run: Experiment, sigmas: Sequence[Sigma], pools: Sequence[Pool], m: int, number: int
+) -> EmbeddingTwist:
+    """The twist after a round of generation m, learned anew from psi = 1."""
+    options, generator = run.config.pool, run.generator("pool", m, number)
+    psi = accelerate(EmbeddingTwist(options.hidden_units, run.setup.model.wte.weight, generator))
+    optimizer = torch.optim.Adam(psi.shift.parameters(), lr=options.learning_rate)
+    models, sizes = [sigma.model for sigma in sigmas], (options.updates, options.batch_size)
+    draw_batch = batches_from_pools(models, pools, options.least_ess, *sizes, generator)
+    steps = run.steps(f"twist learning {number}", m, options.updates, twist=psi, optimizer=optimizer)
+    learn_twist_from_pools(psi, optimizer, processes.own_rows(draw_batch), steps)
+    return psi
 
 
 def contrastive_twist_learning(run: Experiment, sigmas: Sequence[Sigma], m: int) -> TwistMLP:
@@ -90,7 +126,8 @@ def main(arguments: list[str] | None = None) -> None:
         keep_freed_memory()
         if path is None or not is_finished(path, config):
             with Experiment(config, path) as run:
-                run.finish(self_distilled_tsmc(run, config.generations))
+                algorithm = pooled_tsmc if config.method == "pooled" else self_distilled_tsmc
+                run.finish(algorithm(run, config.generations))
                 path = run.directory.path
         if processes.rank() == 0:
             print(f"\n{tables(read_json(path / 'results.json'))}\n\nEverything is in {path}")

@@ -18,6 +18,10 @@ class Batch:
     prompt: int  # which of the prompts
     batch_size: int  # of the whole batch
 
+    def rows(self, part: slice) -> "Batch":
+        """The part of one process among several."""
+        return Batch(self.tokens[part], self.prompt, self.batch_size)
+
 
 def batches_of(samples: Sequence[Tensor], batch_size: int, generator: torch.Generator) -> Callable[[int], Batch]:
     """Draws the batch of an update from samples [N, T] after each prompt; the prompts take turns."""

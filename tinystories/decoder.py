@@ -68,6 +68,10 @@ class Conditional:
         """A fresh decoder of `rows` continuations."""
         return Decoder(self.model, self.prompt, rows, self.length)
 
+    def head(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] of hidden states [..., D]."""
+        return self.model.head(hidden)
+
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Teacher forcing of continuations tokens [B, T].
 

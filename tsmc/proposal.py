@@ -39,6 +39,8 @@ class LanguageModel(Protocol):
 
     def decoder(self, rows: int) -> Decoder: ...
 
+    def head(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> logits [..., V]
+
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 
 

@@ -71,6 +71,10 @@ class TableModel(nn.Module):
         """A fresh decoder of `rows` continuations."""
         return TableDecoder(self.table, rows)
 
+    def head(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] after hidden [..., 1]."""
+        return self.table[hidden.squeeze(-1).long()]
+
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and hidden [N, T, 1] of tokens [N, T], T up to the length."""
         numbers = prefix_numbers(tokens, self.table.shape[1])  # [N, T]

@@ -20,6 +20,7 @@ class TwistMLP(nn.Module):
     def __init__(self, width: int, hidden_units: int, vocab_size: int, generator: torch.Generator):
         super().__init__()
         device = generator.device
+        self.width, self.vocab_size = width, vocab_size
         self.first = LinearGELU(width, hidden_units, device=device)
         self.second = LinearGELU(hidden_units, hidden_units, device=device)
         self.last = nn.Linear(hidden_units, vocab_size, device=device)

@@ -21,10 +21,9 @@ from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tsmc import SCHEMES, Chunks, ExactSamples, Sigma, Steps, sample_runs
 from tsmc.estimate import Estimate, difference, mean_estimate
-from tsmc.proposal import LanguageModel
+from tsmc.proposal import LanguageModel, Twist
 from tsmc.rejection import accept, log_mean_with_error
 from tsmc.scoring import sequence_log_probs
-from twist import TwistMLP
 from twist.potential import each_once
 
 BINS = 20  # of the toxicity histograms
@@ -193,7 +192,7 @@ def rows_of_cases(task: Task, section: str, cases: list[tuple]) -> list[dict]:
 
 
 def tsmc_row(
-    task: Task, sigma: Sigma, twist: TwistMLP, purpose: tuple, particles: int, runs: int, scheme: str, threshold: float
+    task: Task, sigma: Sigma, twist: Twist, purpose: tuple, particles: int, runs: int, scheme: str, threshold: float
 ) -> dict:
     """R = runs populations of K = particles: toxicity, similarity, evidence, ESS, distinct."""
     chunks = Chunks(runs, task.config.rows // particles, task.config.streams(*purpose))

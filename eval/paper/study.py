@@ -28,7 +28,7 @@ NAMES = {"tsmc": "TSMC", "no-effective": "TSMC without φ⁽ᵐ⁾", "lora": "TS
 NAMES |= {"dpo-full": "DPO, full", "dpo-lora": "DPO, LoRA", "grpo-full": "GRPO, full", "grpo-lora": "GRPO, LoRA"}
 TSMC = NAMES["tsmc"]
 NEVER = "never before the last token"
-AS_PUBLISHED = RunConfig(resampling="multinomial", ess_threshold=1.0)
+AS_PUBLISHED = RunConfig(method="distilled", resampling="multinomial", ess_threshold=1.0)
 Place = tuple[str, str, int | str, int | str]
 """Where a number belongs: section, name in it, seed (or "mean", or ""), generation (or "")."""
 

@@ -25,7 +25,6 @@ from tsmc import Chunks, ExactSamples, Sigma, sample_model
 from tsmc.estimate import Estimate
 from tsmc.proposal import LanguageModel, Twist
 from tsmc.scoring import proposal_log_probs, sequence_log_probs
-from twist import TwistMLP
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Task:
             raise InputError(f"{folder}: made for other options; choose another --out")
         return exact.to(problem.base.prompt.device)
 
-    def trained_pair(self, path: Path, m: int) -> tuple[Sigma, TwistMLP]:
+    def trained_pair(self, path: Path, m: int) -> tuple[Sigma, Twist]:
         """Sigma as p^(m) of a finished run sees it, and psi^(m)."""
         sigmas, twist = load_generation(self.setup, path / f"generation-{m}", m, self.problem.base.prompt.device)
         return sigmas[0], twist

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eval.run import processes
 from eval.run.directory import RunDirectory
@@ -20,7 +20,6 @@ from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 from tsmc import SCHEMES, ExactSamples, Sigma, rejection_sample, sample_model, sample_runs
 from tsmc.proposal import LanguageModel
-from twist import TwistMLP
 
 
 class Experiment:
@@ -57,6 +56,12 @@ class Experiment:
         """A phase that draws a sample of size `total` after one prompt."""
         progress = Progress(self.directory, f"{name} {problem.name}".strip(), m, total)
         return RunChunks(progress, total, at_once, self.config.streams(*purpose))
+
+    def round_chunks(self, m: int, number: int, problem: Problem) -> RunChunks:
+        """A phase that draws a round of the pool, about `--rows` sequences at a time; the first of all from p^(0)."""
+        options, name = self.config.pool, f"round {number}"
+        total = options.draws if m or number else options.base_draws
+        return self.chunks(name, m, problem, total, self.config.rows, (name, m, problem.name))
 
     def run_chunks(self, name: str, m: int, problem: Problem, particles: int, runs: int) -> RunChunks:
         """A phase that draws so many TSMC runs, about `--rows` particles at a time."""
@@ -105,7 +110,7 @@ class Experiment:
         return results
 
     def finish_generation(
-        self, m: int, model: GPTNeo, sigmas: Sequence[Sigma], twist: TwistMLP, results: list[dict]
+        self, m: int, model: GPTNeo, sigmas: Sequence[Sigma], twist: nn.Module, results: list[dict]
     ) -> None:
         """Save (p^(m), psi^(m)), measure it after each prompt, and add its rows to the results."""
         if self.directory.writes:

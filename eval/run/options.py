@@ -25,6 +25,8 @@ from tsmc import SCHEMES
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SOURCE = "a directory or a Hub repository, owner/name[@revision] (default: the preset's)"
 MOST = 10**9  # beyond, no count is meant
+IDLE = {"pooled": {"ctl", "distill", "lora", "effective_potential"}, "distilled": {"pool"}}
+"""Options, or groups of them, that a method has no use for."""
 POCKET = Path(__file__).resolve().parents[2] / "checkpoints" / "pocket"
 
 
@@ -83,6 +85,22 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
+class PoolConfig:
+    """Twist learning from everything drawn so far."""
+
+    base_draws: int = option(10_000, "sequences drawn from p^(0) in the first round of all", at_least=1)
+    rounds: int = option(4, "rounds of drawing and learning in each generation", at_least=1)
+    draws: int = option(5000, "sequences drawn from q in each of these rounds", at_least=1)
+    least_ess: float = option(
+        0.0125, "weights are tempered until their ESS is this share of all draws", at_least=0, at_most=1
+    )
+    updates: int = option(100, "gradient steps after each round, the twist anew", at_least=1)
+    batch_size: int = option(128, "sequences of one step", at_least=1)
+    learning_rate: float = option(1e-4, "Adam's step size", at_least=0, at_most=1)
+    hidden_units: int = option(192, "width of the twist's two hidden layers", at_least=1)
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """Evaluation."""
 
@@ -101,6 +119,11 @@ class RunConfig:
     """What to run."""
 
     preset: str = option("pocket", "which checkpoints", choices=tuple(PRESETS))
+    method: str = option(
+        "pooled",
+        "distilled: Algorithm 1 of the paper; pooled: a twist learned from everything drawn so far, p^(0) stays",
+        choices=("pooled", "distilled"),
+    )
     generations: int = option(2, "M, generations after generation 0", at_least=0)
     potential: tuple[str, ...] = option(
         ("toxicity",),
@@ -131,10 +154,11 @@ class RunConfig:
     ess_threshold: float = option(
         0.0, "resample where ESS < this share of K: 1 always, 0 at the end alone", at_least=0, at_most=1
     )
-    as_published: bool = option(False, "resample as the paper does: --resampling multinomial --ess-threshold 1")
+    as_published: bool = option(False, "as in the paper: --method distilled --resampling multinomial --ess-threshold 1")
     lm: str = option("", f"language model: {SOURCE}")
     toxicity_model: str = option("", f"toxicity classifier: {SOURCE}")
     similarity_model: str = option("", f"sentence encoder: {SOURCE}")
+    pool: PoolConfig = field(default_factory=PoolConfig)
     ctl: CTLConfig = field(default_factory=CTLConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     eval: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -201,7 +225,8 @@ class OneLineParser(argparse.ArgumentParser):
 def make_parser(description: str) -> argparse.ArgumentParser:
     """An argument for every field of RunConfig and of its groups; those not given are absent from what it parses."""
     parser = OneLineParser(description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    titles = {"": "run", "ctl": "twist learning (CTL)", "distill": "self-distillation", "eval": "evaluation"}
+    titles = {"": "run", "pool": "pooled", "ctl": "distilled: twist learning (CTL)"}
+    titles |= {"distill": "distilled: self-distillation", "eval": "evaluation"}
     groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
     for group, flag, item in flags(RunConfig):
         kind = {"type": item.type}
@@ -277,11 +302,15 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
             values = nested.setdefault(group, {}) if group else nested
             values[item.name] = chosen[key]
     if nested.get("as_published"):
-        if doubled := {"resampling", "ess_threshold"} & nested.keys():
-            raise InputError(f"--as-published says how to resample; leave out --{doubled.pop().replace('_', '-')}")
-        nested |= {"resampling": "multinomial", "ess_threshold": 1.0}
+        published = {"method": "distilled", "resampling": "multinomial", "ess_threshold": 1.0}
+        if doubled := published.keys() & nested.keys():
+            raise InputError(f"--as-published sets --{doubled.pop().replace('_', '-')} itself; leave one of them out")
+        nested |= published
     nested.setdefault("particles", PRESETS[nested.get("preset", "pocket")].particles)
-    return build(RunConfig, nested), None
+    config = build(RunConfig, nested)
+    if idle := sorted(nested.keys() & IDLE[config.method]):
+        raise InputError(f"--method {config.method} does without {idle[0]}; leave its options out, or choose the other")
+    return config, None
 
 
 def saved_config(run: Path) -> RunConfig:

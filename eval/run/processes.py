@@ -20,17 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distill.batches import Batch as SampleBatch
+from distill.batches import Batch
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
 from tsmc.sampler import Sigma
 from tsmc.trajectories import trajectories
 from twist.ctl import Batch as ContrastBatch
 from twist.ctl import LearnableTwist, batches_from_proposal, negative_log_weights, positive_log_weights, weigh
+from twist.pool import PoolBatch
 
 ARRIVAL = timedelta(minutes=5)  # how long the first waits for the last to start
 PATIENCE = timedelta(minutes=30)  # one process may score a long chunk while the others wait
 T = TypeVar("T")
+B = TypeVar("B", Batch, PoolBatch)
 
 
 def rank() -> int:
@@ -86,12 +88,12 @@ def share_gradients(module: nn.Module) -> None:
                 parameter.register_post_accumulate_grad_hook(add)
 
 
-def own_rows(draw_batch: Callable[[int], SampleBatch]) -> Callable[[int], SampleBatch]:
+def own_rows(draw_batch: Callable[[int], B]) -> Callable[[int], B]:
     """Batches cut down to the rows of this process."""
 
-    def draw(update: int) -> SampleBatch:
+    def draw(update: int) -> B:
         batch = draw_batch(update)
-        return SampleBatch(batch.tokens[share(batch.batch_size)], batch.prompt, batch.batch_size)
+        return batch.rows(share(batch.batch_size))
 
     return draw
 

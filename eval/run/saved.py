@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
 import tinystories
 from eval.run.setup import Setup
@@ -14,33 +15,37 @@ from tinystories.checkpoint import fill, read_tensors, write_tensors
 from tinystories.errors import InputError
 from tinystories.fast import accelerate
 from tinystories.gpt_neo import GPTNeo
+from tsmc.proposal import Twist
 from tsmc.sampler import Sigma
-from twist import TwistMLP
+from twist import EmbeddingTwist, TwistMLP
 
 FILE = "twist.safetensors"
 
 
-def save_generation(directory: Path, model: GPTNeo, tokenizer: Tokenizer, twist: TwistMLP) -> None:
+def save_generation(directory: Path, model: GPTNeo, tokenizer: Tokenizer, twist: nn.Module) -> None:
     """Write p^(m), its tokenizer and psi^(m)."""
     tinystories.save(directory, model, tokenizer)
     save_twist(directory, twist)
 
 
-def save_twist(directory: Path, twist: TwistMLP) -> None:
+def save_twist(directory: Path, twist: nn.Module) -> None:
     """Write the twist's tensors, whole or not at all."""
     write_tensors(Path(directory) / FILE, twist.state_dict())
 
 
-def load_twist(directory: Path, device: str | torch.device = "cpu") -> TwistMLP:
+def load_twist(directory: Path, device: str | torch.device = "cpu") -> TwistMLP | EmbeddingTwist:
     """The twist of a generation's directory; InputError names the file and the tensor that does not fit."""
     path = Path(directory) / FILE
     tensors = read_tensors(path)
     try:
-        hidden_units, width = tensors["first.weight"].shape
-        vocab_size = len(tensors["last.bias"])
+        if "products.weight" in tensors:
+            embeddings, hidden_units = tensors["products.weight"], len(tensors["shift.first.weight"])
+            twist = EmbeddingTwist(hidden_units, embeddings, torch.Generator())
+        else:
+            hidden_units, width = tensors["first.weight"].shape
+            twist = TwistMLP(width, hidden_units, len(tensors["last.bias"]), torch.Generator())
     except (KeyError, ValueError, TypeError) as error:
         raise InputError(f"{path}: not a twist ({error!r}); name a directory that main.py wrote") from error
-    twist = TwistMLP(width, hidden_units, vocab_size, torch.Generator())
     fill(twist, tensors, path)
     return accelerate(twist.to(device))
 
@@ -54,7 +59,7 @@ def generations(run: Path) -> dict[int, Path]:
     return dict(sorted(directories.items()))
 
 
-def load_generation(setup: Setup, directory: Path, m: int, device: torch.device) -> tuple[list[Sigma], TwistMLP]:
+def load_generation(setup: Setup, directory: Path, m: int, device: torch.device) -> tuple[list[Sigma], Twist]:
     """Sigma after each prompt, through phi itself at m = 0, and the twist; the model in the type of p^(0) as it was loaded.
 
     InputError names the file that does not fit.
@@ -63,6 +68,6 @@ def load_generation(setup: Setup, directory: Path, m: int, device: torch.device)
     if m > 0:
         model = accelerate(tinystories.load(directory, device)[0].to(setup.model.wte.weight.dtype))
     sizes = (model or setup.model).config
-    if (twist.first.in_features, twist.last.out_features) != (sizes.hidden_size, sizes.vocab_size):
+    if (twist.width, twist.vocab_size) != (sizes.hidden_size, sizes.vocab_size):
         raise InputError(f"{directory / FILE}: belongs to another language model; restore the run's own")
     return setup.sigmas(model), twist

@@ -1,0 +1,31 @@
+"""The twist tied to the language model's token embeddings: log psi(s_{1:t}) = U(h_{t-1}) e[s_t].
+
+    h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> U [.., D] -> products with e [V, D] -> log psi [.., V]
+
+U is `TwistMLP` with D outputs in place of V, and e belongs to p^(0) and is not trained. Where the head of p^(0) is tied to
+e too (GPT-Neo's is), logits are h e, so q is softmax((h + U(h)) e): the twist moves the hidden state. What is learned of one
+token holds for tokens with similar embeddings, so that far fewer sequences teach it than an output of its own for each
+token needs (docs/results.md). D width, H hidden units, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tinystories.layers import at_least_float32
+from twist.mlp import TwistMLP
+
+
+class EmbeddingTwist(nn.Module):
+    """log psi for hidden states; psi = 1 at first, as with `TwistMLP`."""
+
+    def __init__(self, hidden_units: int, embeddings: Tensor, generator: torch.Generator):
+        """embeddings [V, D], of a language model whose hidden states have the same width D."""
+        super().__init__()
+        self.vocab_size, self.width = embeddings.shape
+        self.shift = TwistMLP(self.width, hidden_units, self.width, generator)
+        self.products = nn.Linear(self.width, self.vocab_size, bias=False, device="meta")
+        self.products.weight = nn.Parameter(at_least_float32(embeddings.detach()).clone(), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """log psi of every next token [..., V] after hidden states [..., D], float32 or wider."""
+        return self.products(self.shift(hidden))

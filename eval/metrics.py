@@ -4,7 +4,11 @@
     log phi      mean; phi > 0: share of the texts that the potential does not rule out
     similarity   mean cosine over distinct index pairs    of the same R K texts
     KL(sigma||q) = E_sigma[log p^(0)(s) + log phi(s) - log q(s)] - log Z_sigma,   exact samples of sigma
-    log Z-hat    mean and standard deviation over runs, against log Z_sigma
+    log Z-hat    mean and standard deviation over the runs that are alive; log Z_sigma or less on average
+    log Z        log of the mean of Z-hat over all runs, dead ones counting zero: what stands for log Z_sigma
+    dead         runs whose weights were all zero at some step
+    energy       2 E|x - y| - E|x - x'| - E|y - y'|     energy distance of the sentence embeddings, texts x against exact
+                 samples y of sigma: zero where both are of one law. In Target's row the 95 % quantile between halves of y
     ESS          of the weights at t = T, before the last resampling, mean over runs
     distinct     share of different sequences among a run's K final particles, mean over runs
 
@@ -12,6 +16,7 @@ Particles that are copies of each other count as often as they occur, in toxicit
 sampler returns. Particles of one run are dependent, so intervals come from whole runs. Intervals are 95 %.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,9 +70,49 @@ def score_population(
     return score(final.flatten(0, 1), potential, log_toxicity, group)
 
 
-def describe(samples: Samples, encode: Callable[[list[str]], Tensor]) -> dict[str, float]:
-    """Toxicity and log phi with their intervals over groups (runs), and similarity, of a set of texts."""
-    group = torch.tensor(samples.group)
+def mean_distance(x: Tensor, y: Tensor, counted: Tensor | None = None) -> float:
+    """Mean of |x_i - y_j| over the pairs of vectors x [N, D], y [M, D] that are `counted` [N, M], or over all."""
+    distances = torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    return (distances if counted is None else distances[counted]).mean().item()
+
+
+def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
+    """Energy distance of the laws of x [N, D] and y [M, D], without bias (Szekely & Rizzo, 2013).
+
+    Rows of x of one `group` [N] may depend on each other, as the particles of one run do: pairs of them are left out.
+    """
+    others = ~torch.eye(len(y), dtype=torch.bool, device=y.device)
+    within_x, within_y = mean_distance(x, x, group[:, None] != group), mean_distance(y, y, others)
+    return 2 * mean_distance(x, y) - within_x - within_y
+
+
+def energy_floor(y: Tensor, generator: torch.Generator, splits: int = 100) -> float:
+    """What the energy distance between two random halves of vectors y [M, D] stays under in 95 % of cases."""
+    distances = []
+    for _ in range(splits):
+        one, other = y[torch.randperm(len(y), generator=generator).to(y.device)].chunk(2)
+        distances.append(energy_distance(one, other, torch.arange(len(one), device=y.device)))
+    return torch.tensor(distances, dtype=torch.float64).quantile(0.95).item()
+
+
+def log_mean_z(log_z: Tensor) -> tuple[float, float]:
+    """log of the mean of Z-hat over R runs, log_z [R], dead ones counting zero, and half of its 95 % interval."""
+    peak = log_z.max()
+    mean = mean_estimate((log_z - peak).exp())  # positive: the largest is one
+    return math.log(mean.value) + peak.item(), mean.half_width() / mean.value
+
+
+def describe(
+    samples: Samples, encode: Callable[[list[str]], Tensor], exact_vectors: Tensor | None = None
+) -> dict[str, float]:
+    """Toxicity and log phi with their intervals over groups (runs), similarity, and the distance from exact samples.
+
+    exact_vectors [M, D] are the embeddings of exact samples of sigma, where there are any.
+    """
+    group, vectors = torch.tensor(samples.group), encode(samples.texts)
+    distance = {}
+    if exact_vectors is not None and group[0] != group[-1]:
+        distance["energy"] = energy_distance(vectors, exact_vectors, group.to(vectors.device))
 
     def half_width(values: Tensor) -> float:
         return mean_estimate(torch.bincount(group, values) / torch.bincount(group)).half_width()
@@ -78,7 +123,8 @@ def describe(samples: Samples, encode: Callable[[list[str]], Tensor]) -> dict[st
         "log_phi": samples.log_phi.mean().item(),
         "log_phi_half_width": half_width(samples.log_phi),
         "phi_positive": (samples.log_phi > -torch.inf).double().mean().item(),
-        "similarity": mean_pairwise_cosine(encode(samples.texts)),
+        "similarity": mean_pairwise_cosine(vectors),
+        **distance,
         "num_sequences": len(samples.texts),
     }
 

@@ -9,19 +9,8 @@ from main import main
 
 
 def test_bounds_and_rejection_are_printed_for_every_generation(tmp_path, capsys, monkeypatch):
-    small = [
-        "--generations",
-        "1",
-        "--ctl-updates",
-        "2",
-        "--ctl-batch-size",
-        "8",
-        "--particles",
-        "4",
-        "--distill-runs",
-        "2",
-    ]
-    small += ["--distill-updates", "1", "--distill-batch-size", "4", "--eval-runs", "2", "--eval-particles", "4"]
+    small = ["--generations", "1", "--pool-base-draws", "8", "--pool-rounds", "1", "--pool-draws", "8"]
+    small += ["--pool-updates", "2", "--pool-batch-size", "4", "--eval-runs", "2", "--eval-particles", "4"]
     main([*small, "--eval-base-samples", "8", "--out", str(tmp_path / "run")])
     options = ["--particles", "4", "--runs", "3", "--exact-samples", "3"]
     monkeypatch.setattr(sys, "argv", ["agreement", str(tmp_path / "run"), *options])

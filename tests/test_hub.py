@@ -356,8 +356,8 @@ def test_the_paper_preset_end_to_end(remote, tmp_path):
         repository, _, commit = name.partition("@")
         assert len(commit) == 40
         remote.publish(repository, commit, {path.name: path.read_bytes() for path in (POCKET / role).iterdir()})
-    small = "--generations 0 --ctl-updates 2 --ctl-batch-size 10 --particles 5 --eval-runs 2 --eval-particles 4"
-    sizes = "--eval-base-samples 20 --beta 0.1 --eval-target-proposals 60 --length 6"
+    small = "--generations 0 --pool-rounds 1 --pool-base-draws 10 --pool-draws 10 --pool-updates 2"
+    sizes = "--eval-runs 2 --eval-particles 4 --eval-base-samples 20 --beta 0.1 --eval-target-proposals 60 --length 6"
     run = subprocess.run(
         [sys.executable, "main.py", "--preset", "paper", "--out", tmp_path / "run", *small.split(), *sizes.split()],
         env=os.environ | {"HF_ENDPOINT": remote.endpoint, "HF_HOME": str(tmp_path / "home")},

@@ -15,7 +15,8 @@ from main import main
 from tinystories.errors import InputError
 
 SMALL = [
-    *("--generations", "1", "--ctl-updates", "4", "--ctl-batch-size", "20", "--particles", "10", "--distill-runs", "4"),
+    *("--method", "distilled", "--generations", "1"),
+    *("--ctl-updates", "4", "--ctl-batch-size", "20", "--particles", "10", "--distill-runs", "4"),
     *("--distill-updates", "3", "--distill-batch-size", "8", "--eval-runs", "3", "--eval-particles", "6"),
     *("--eval-base-samples", "40"),
 ]

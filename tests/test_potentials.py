@@ -23,7 +23,8 @@ from tsmc import ExactSamples
 from twist import Factor, TextPotential, first_sentence, keyword, power, regex
 
 SMALL = [
-    *("--generations", "1", "--ctl-updates", "3", "--ctl-batch-size", "20", "--particles", "10", "--distill-runs", "6"),
+    *("--method", "distilled", "--generations", "1"),
+    *("--ctl-updates", "3", "--ctl-batch-size", "20", "--particles", "10", "--distill-runs", "6"),
     *("--distill-updates", "2", "--distill-batch-size", "8", "--eval-runs", "4", "--eval-particles", "10"),
     *("--eval-base-samples", "40", "--length", "10"),
 ]

@@ -10,7 +10,8 @@ import pytest
 from jobs import lines_of, start, start_together, wait_for
 
 SMALL = [
-    *("--generations", "1", "--ctl-updates", "12", "--ctl-batch-size", "5", "--particles", "4", "--distill-runs", "12"),
+    *("--method", "distilled", "--generations", "1"),
+    *("--ctl-updates", "12", "--ctl-batch-size", "5", "--particles", "4", "--distill-runs", "12"),
     *("--distill-updates", "12", "--distill-batch-size", "5", "--eval-runs", "12", "--eval-particles", "4"),
     *("--eval-base-samples", "12", "--rows", "4", "--length", "4", "--eval-target-proposals", "48", "--beta", "0.2"),
     *("--save-every", "0"),

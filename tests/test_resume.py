@@ -21,23 +21,40 @@ from eval.run.steps import Progress, RunSteps
 from main import main
 from tinystories.errors import InputError
 
+SIZES = [
+    *("--generations", "1", "--eval-runs", "6", "--eval-particles", "6", "--eval-base-samples", "24", "--rows", "16"),
+    *("--length", "6", "--eval-target-proposals", "200", "--beta", "0.3", "--save-every", "0"),
+]
 SMALL = [
-    *("--generations", "1", "--ctl-updates", "12", "--ctl-batch-size", "12", "--particles", "8", "--distill-runs", "6"),
-    *("--distill-updates", "8", "--distill-batch-size", "8", "--eval-runs", "6", "--eval-particles", "6"),
-    *("--eval-base-samples", "24", "--rows", "16", "--length", "6", "--eval-target-proposals", "200", "--beta", "0.3"),
-    *("--save-every", "0"),
+    *("--method", "distilled", *SIZES),
+    *("--ctl-updates", "12", "--ctl-batch-size", "12", "--particles", "8", "--distill-runs", "6"),
+    *("--distill-updates", "8", "--distill-batch-size", "8"),
+]
+POOLED = [
+    *("--method", "pooled", *SIZES, "--pool-rounds", "2", "--pool-updates", "6", "--pool-batch-size", "8"),
+    *("--pool-base-draws", "60", "--pool-draws", "40"),
 ]
 PRODUCTS = ("results.json", "samples.jsonl", "metrics.jsonl", "generation-1/model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """The run that nothing happens to."""
-    place = tmp_path_factory.mktemp("whole")
-    process = start([*SMALL, "--out", str(place / "run")], place / "errors")
+def undisturbed(place: Path, options: list[str]) -> Path:
+    """A run that nothing happens to."""
+    process = start([*options, "--out", str(place / "run")], place / "errors")
     process.join()
     assert process.exitcode == 0, (place / "errors").read_text()
     return place / "run"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The run by Algorithm 1 that nothing happens to."""
+    return undisturbed(tmp_path_factory.mktemp("whole"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def whole_pooled(tmp_path_factory) -> Path:
+    """The run with a pool that nothing happens to."""
+    return undisturbed(tmp_path_factory.mktemp("pooled"), POOLED)
 
 
 def assert_same(run: Path, whole: Path) -> None:
@@ -47,9 +64,11 @@ def assert_same(run: Path, whole: Path) -> None:
     assert not (run / "resume").exists() and [path.name for path in run.rglob(".*")] == [".lock"]
 
 
-def test_twenty_kills_change_nothing(tmp_path, whole):
+@pytest.mark.parametrize(("options", "fixture"), [(SMALL, "whole"), (POOLED, "whole_pooled")])
+def test_twenty_kills_change_nothing(tmp_path, request, options, fixture):
+    whole = request.getfixturevalue(fixture)
     moments, steps = random.Random(0), lines_of(whole)
-    run, arguments = tmp_path / "run", [*SMALL, "--out", str(tmp_path / "run")]
+    run, arguments = tmp_path / "run", [*options, "--out", str(tmp_path / "run")]
     for kill in range(20):
         process = start(arguments, tmp_path / "errors")
         wait_for(process, run, round(steps * (kill + moments.random()) / 20))

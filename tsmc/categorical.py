@@ -4,8 +4,9 @@
 
 The uniform numbers come from the caller, one for each row, so a row's token does not depend on what is drawn beside it. One
 pass of exponentials serves both. The inversion has two levels: the block of 64 categories that the uniform falls into,
-then the category inside it. Sums across blocks are in float64 where the device has it, so no category's frequency
-suffers from rounding however large V is, and a category of zero weight is never drawn. N rows, V categories.
+then the category inside it. Sums across blocks are in float64 where the device has it, so that no block's frequency
+suffers from rounding however large V is; inside a block a category that has less than 1e-7 of the block's weight may never
+be drawn. A category of zero weight never is. N rows, V categories.
 """
 
 import torch

@@ -3,7 +3,16 @@
 import torch
 from torch import Tensor
 
-from eval.metrics import Samples, describe, distinct_share, kl_target_proposal, score, score_population
+from eval.metrics import (
+    Samples,
+    describe,
+    distinct_share,
+    energy_floor,
+    kl_target_proposal,
+    log_mean_z,
+    score,
+    score_population,
+)
 from eval.run.setup import Problem
 from eval.scorers.similarity import SimilarityScorer
 from tsmc.population import Population
@@ -11,17 +20,19 @@ from tsmc.proposal import Twist
 from tsmc.sampler import Sigma
 
 
-def evaluate_texts(problem: Problem, tokens: Tensor, encode: SimilarityScorer) -> tuple[dict, Samples]:
-    """The row of independent sequences tokens [N, T], and the texts."""
+def evaluate_base(problem: Problem, tokens: Tensor, encode: SimilarityScorer) -> tuple[dict, Samples]:
+    """Row `base`: independent sequences tokens [N, T] of p^(0)."""
     samples = score(tokens, problem.potential, problem.log_toxicity)
-    return describe(samples, encode), samples
+    return describe(samples, encode, problem.exact_vectors), samples
 
 
 def evaluate_target(problem: Problem, encode: SimilarityScorer) -> tuple[dict, Samples]:
-    """Row `target`: the exact samples of sigma."""
+    """Row `target`: the exact samples of sigma, whose embeddings the other rows are compared with."""
     exact = problem.exact
-    row, samples = evaluate_texts(problem, exact.tokens, encode)
-    row |= {
+    samples = score(exact.tokens, problem.potential, problem.log_toxicity)
+    problem.exact_vectors = encode(samples.texts)
+    row = describe(samples, encode) | {
+        "energy": energy_floor(problem.exact_vectors, torch.Generator().manual_seed(0)),
         "log_z": exact.log_z,
         "log_z_std_error": exact.log_z_std_error,
         "num_samples": len(exact.tokens),
@@ -37,17 +48,21 @@ def evaluate_generation(
 
     Runs that died have no samples; they are counted.
     """
-    runs, population = len(population.log_z), population.alive()
+    runs, (log_z, log_z_half_width) = len(population.log_z), log_mean_z(population.log_z)
+    population = population.alive()
     samples = score_population(population, problem.potential, problem.log_toxicity)
     of_model = score(bare, problem.potential, problem.log_toxicity)
     row = {
         "generation": m,
-        **describe(samples, encode),
+        **describe(samples, encode, problem.exact_vectors),
+        "log_z": log_z,
+        "log_z_half_width": log_z_half_width,
         "log_z_hat_mean": population.log_z.mean().item(),
         "log_z_hat_std": population.log_z.std().item() if len(population.log_z) > 1 else 0.0,
         "ess": population.ess.mean().item(),
         "distinct": distinct_share(population.samples()),
         "dead_runs": runs - len(population.log_z),
+        "num_runs": runs,
         "model_toxicity": of_model.toxicity.mean().item(),
         "model_log_phi": of_model.log_phi.mean().item(),
         "model_phi_positive": (of_model.log_phi > -torch.inf).double().mean().item(),

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from eval.run import processes
+from eval.run.command import say
 from eval.run.directory import RunDirectory
-from eval.run.evaluate import evaluate_generation, evaluate_target, evaluate_texts
+from eval.run.evaluate import evaluate_base, evaluate_generation, evaluate_target
 from eval.run.figures import draw_figures
 from eval.run.options import RunConfig, by_flag
 from eval.run.saved import save_generation
@@ -100,12 +101,12 @@ class Experiment:
         for problem in self.setup.problems:
             problem.exact = self.exact_samples(problem)
             tokens = self.sample_base("base samples", None, problem, problem.base, ("base", problem.name))
-            base, samples = evaluate_texts(problem, tokens, self.setup.encode)
-            self.directory.add_samples(samples.rows("base", problem.name))
-            result = {"prompt": problem.prompt, "potential": list(self.config.potential), "base": base}
+            result = {"prompt": problem.prompt, "potential": list(self.config.potential)}
             if problem.exact is not None:
                 result["target"], samples = evaluate_target(problem, self.setup.encode)
                 self.directory.add_samples(samples.rows("target", problem.name))
+            result["base"], samples = evaluate_base(problem, tokens, self.setup.encode)
+            self.directory.add_samples(samples.rows("base", problem.name))
             results.append(result | {"generations": []})
         return results
 
@@ -123,6 +124,11 @@ class Experiment:
             bare = self.sample_base("bare model", m, problem, sigma.model, purpose)
             row, samples = evaluate_generation(problem, sigma, twist, m, population, bare, self.setup.encode)
             self.directory.add_samples(samples.rows(f"generation {m}", problem.name))
+            if row["dead_runs"] > runs / 10 and self.directory.writes:
+                fault = (
+                    f"{row['dead_runs']} of {runs} runs died, all weights zero; samples and log Z-hat are of the others"
+                )
+                say(f"generation {m}: {fault}; raise --eval-particles, or soften the potential")
             result["generations"].append(row)
 
     def note_held_out(self, m: int, before: float, after: float) -> None:

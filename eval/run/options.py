@@ -25,7 +25,7 @@ from tsmc import SCHEMES
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SOURCE = "a directory or a Hub repository, owner/name[@revision] (default: the preset's)"
 MOST = 10**9  # beyond, no count is meant
-IDLE = {"pooled": {"ctl", "distill", "lora", "effective_potential"}, "distilled": {"pool"}}
+IDLE = {"pooled": {"ctl", "distill", "lora", "effective_potential", "particles"}, "distilled": {"pool"}}
 """Options, or groups of them, that a method has no use for."""
 POCKET = Path(__file__).resolve().parents[2] / "checkpoints" / "pocket"
 
@@ -306,10 +306,12 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
         if doubled := published.keys() & nested.keys():
             raise InputError(f"--as-published sets --{doubled.pop().replace('_', '-')} itself; leave one of them out")
         nested |= published
+    given = nested.keys() - {"method"}
     nested.setdefault("particles", PRESETS[nested.get("preset", "pocket")].particles)
     config = build(RunConfig, nested)
-    if idle := sorted(nested.keys() & IDLE[config.method]):
-        raise InputError(f"--method {config.method} does without {idle[0]}; leave its options out, or choose the other")
+    if idle := sorted("--" + name.replace("_", "-") for name in given & IDLE[config.method]):
+        others = "pooled" if config.method == "distilled" else "distilled"
+        raise InputError(f"--method {config.method} has no use for {idle[0]}; leave it out, or give --method {others}")
     return config, None
 
 

@@ -41,6 +41,7 @@ class Problem:
     potential: TextPotential
     log_toxicity: Callable[[list[str]], Tensor]  # a measure of the table, whatever the potential is
     exact: ExactSamples | None
+    exact_vectors: Tensor | None = None  # [M, D] their embeddings
 
 
 @dataclass

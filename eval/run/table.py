@@ -10,11 +10,14 @@ TABLE = (
     ("phi > 0", "phi_positive", ".3f"),
     ("toxicity", "toxicity", ".3f"),
     ("similarity", "similarity", ".3f"),
+    ("energy", "energy", ".3f"),
     ("KL(sigma||q)", "kl_target_proposal", ".2f"),
+    ("log Z", "log_z", ".2f"),
     ("log Z-hat", "log_z_hat_mean", ".2f"),
     ("(spread)", "log_z_hat_std", ".2f"),
     ("ESS", "ess", ".1f"),
     ("distinct", "distinct", ".2f"),
+    ("dead", "dead_runs", ".1f"),
 )
 
 
@@ -29,10 +32,9 @@ def tables(results: dict, source: Path = Path("results.json")) -> str:
 
 
 def named_rows(results: dict) -> dict[str, dict]:
-    """Base, Target and the generations; Target's log Z stands in the column of log Z-hat."""
-    target = results.get("target")
+    """Base, Target and the generations."""
     rows = {"Base": results["base"]}
-    rows |= {"Target": target | {"log_z_hat_mean": target["log_z"]}} if target else {}
+    rows |= {"Target": results["target"]} if results.get("target") else {}
     return rows | {f"Generation {m}": row for m, row in enumerate(results["generations"])}
 
 
@@ -42,6 +44,8 @@ def columns(results: dict) -> list[tuple[str, str, str]]:
     hidden = {"log_phi"} if plain else set()
     if all(row.get("phi_positive", 1) == 1 for row in rows):
         hidden.add("phi_positive")
+    if not any(row.get("dead_runs") for row in rows):
+        hidden.add("dead_runs")
     return [column for column in TABLE if column[1] not in hidden and any(column[1] in row for row in rows)]
 
 
@@ -56,6 +60,8 @@ def table(results: dict) -> str:
 
 def cell(row: dict, key: str, form: str) -> str:
     """A number of a row, empty where the row has none; null is what JSON holds for log phi = -inf."""
+    if key == "dead_runs" and key in row:
+        return f"{row[key]}/{row['num_runs']}"
     return "" if key not in row else "-inf" if row[key] is None else format(row[key], form)
 
 

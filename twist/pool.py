@@ -1,16 +1,16 @@
 """Everything drawn counts: the twist learned from all sequences drawn so far, each at the weight of the proposal that drew it.
 
-    w_i = p^(0)(s_i) phi(s_i) / q_r(s_i)                      the round r that drew s_i from q_r
-    W_i = w_i^lambda / sum_{j in r} w_j^lambda * n_r / n      n_r the ESS of round r under lambda, n their sum
-    loss = - sum_i W_i log q(s_i),  q = softmax(log p^(0) + log psi)      its minimum over all psi is at KL(sigma||q) = 0
+    w_i = p^(0)(s_i) phi(s_i) / q_r(s_i)                      the round r drew s_i from q_r
+    W_i = min(w_i, c) / sum_j min(w_j, c)                     truncated importance sampling (Ionides, 2008)
+    loss = - sum_i W_i log q(s_i),  q = softmax(log p^(0) + log psi)
 
-so that at lambda = 1 learning psi minimises the KL that the table reports, where contrastive learning (twist/ctl.py) goes by
-the sum over t of KL(sigma||pi_t). lambda is the largest up to 1 with n at or over a given number of sequences: while the
-proposals are poor a few sequences would have all the weight.
+This is self-distillation (eq. 7) into the twist instead of into the model. For c = infinity the loss differs from KL(sigma||q),
+which the table reports, by a constant; contrastive learning (twist/ctl.py) goes by the sum over t of KL(sigma||pi_t). While
+proposals are poor a few sequences have all the weight; c is the largest under which the ESS of W is a given number.
 
-The proposals of one round are independent of its draws, so w_i is unbiased: the mean of w over a round estimates Z_sigma. The
-weights of the usual mixture of all proposals (Cornuet et al., adaptive multiple importance sampling, 2012) are not used: a
-later proposal has learned the earlier sequences by heart, claims them, and the mixture then overstates how much is known.
+The proposal of a round does not depend on the draws of that round, so E[w_i] = Z_sigma whatever the earlier rounds were. The
+weights of a mixture of all proposals (adaptive multiple importance sampling; Cornuet et al., 2012) vary less, but are not
+used: a later proposal has learned the earlier sequences by heart, claims them, and so hides how little is known.
 
 q alone is learned, so log psi is known up to a constant for each prefix: good for proposing, of no use for resampling
 before the last token. N sequences, T tokens, D width, V vocabulary.
@@ -31,11 +31,11 @@ from tsmc.trajectories import sample_proposal
 from tsmc.weights import effective_sample_size, normalise
 from twist.ctl import positive_log_weights
 
-HALVINGS = 30  # of the interval that lambda is searched in
+HALVINGS = 40  # of the interval that log c is searched in
 
 
 class Pool:
-    """Weighted sequences after one prompt, round by round."""
+    """Weighted sequences after one prompt."""
 
     def __init__(self) -> None:
         self.tokens: list[Tensor] = []  # [N_r, T] of each round
@@ -48,28 +48,25 @@ class Pool:
         self.tokens.append(tokens)
         self.log_weights.append(log_weights)
 
-    def weights(self, tempering: float) -> Tensor:
-        """W [N] under lambda = tempering, rounds one after the other; zero where nothing drawn has a weight."""
-        tempered = [torch.where(w > -torch.inf, tempering * w, w) for w in self.log_weights]
-        counts = torch.stack([effective_sample_size(w) for w in tempered])  # [rounds] n_r
-        shares = counts / counts.sum().clamp(min=1.0)
-        return torch.cat([share * normalise(w) for share, w in zip(shares, tempered, strict=True)])
+    def weights(self, least_ess: float) -> Tensor:
+        """W [N], all rounds together, for the largest c with which their ESS is this share of N, or as near as can be.
 
-    def ess(self, tempering: float) -> float:
-        """n, the sum over rounds of ESS under lambda = tempering."""
-        return sum(
-            effective_sample_size(torch.where(w > -torch.inf, tempering * w, w)).item() for w in self.log_weights
-        )
-
-    def tempering(self, least: float) -> float:
-        """The largest lambda up to 1 under which n is at least `least`, by bisection; about 0 where none is."""
-        if self.ess(1.0) >= least:
-            return 1.0
-        low, high = 0.0, 1.0
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.ess(middle) >= least else (low, middle)
-        return low
+        InputError where no sequence has a weight.
+        """
+        log_weights = torch.cat(self.log_weights)
+        alive = log_weights[log_weights > -torch.inf]
+        if not len(alive):
+            raise InputError(
+                f"none of the {len(log_weights)} sequences drawn has phi > 0; draw more, or soften the potential"
+            )
+        low, high = alive.min(), alive.max()
+        if effective_sample_size(log_weights) < least_ess * len(log_weights):
+            for _ in range(HALVINGS):
+                middle = (low + high) / 2
+                enough = effective_sample_size(log_weights.clamp(max=middle)) >= least_ess * len(log_weights)
+                low, high = (middle, high) if enough else (low, middle)
+            high = low
+        return normalise(log_weights.clamp(max=high))
 
 
 @dataclass
@@ -111,19 +108,11 @@ def batches_from_pools(
     batch_size: int,
     generator: torch.Generator,
 ) -> Callable[[int], PoolBatch]:
-    """All batches of a fit, rows drawn by W, tempered until n is the share least_ess of a pool; the prompts take turns.
-
-    Rows that are drawn several times go through the model once. InputError where nothing in a pool has a weight.
-    """
+    """All batches of a fit, rows drawn by W; the prompts take turns. A row that is drawn often goes through the model once."""
     drawn = []
     for pool in pools:
         tokens = torch.cat(pool.tokens)
-        weights = pool.weights(pool.tempering(least_ess * len(tokens)))
-        if not weights.any():
-            raise InputError(
-                f"none of the {len(tokens)} sequences drawn has phi > 0; draw more, or soften the potential"
-            )
-        rows = torch.multinomial(weights, updates * batch_size, replacement=True, generator=generator)
+        rows = torch.multinomial(pool.weights(least_ess), updates * batch_size, replacement=True, generator=generator)
         drawn.append((tokens, *rows.unique(return_inverse=True)))
     states = [hidden_states(model, tokens[rows]) for model, (tokens, rows, _) in zip(models, drawn, strict=True)]
 

@@ -89,10 +89,10 @@ class PoolConfig:
     """Twist learning from everything drawn so far."""
 
     base_draws: int = option(10_000, "sequences drawn from p^(0) in the first round of all", at_least=1)
-    rounds: int = option(4, "rounds of drawing and learning in each generation", at_least=1)
-    draws: int = option(5000, "sequences drawn from q in each of these rounds", at_least=1)
+    rounds: int = option(2, "rounds of drawing and learning in each generation", at_least=1)
+    draws: int = option(10_000, "sequences drawn from q in each of these rounds", at_least=1)
     least_ess: float = option(
-        0.0125, "weights are tempered until their ESS is this share of all draws", at_least=0, at_most=1
+        0.02, "weights are truncated where their ESS is less than this share of all draws", at_least=0, at_most=1
     )
     updates: int = option(100, "gradient steps after each round, the twist anew", at_least=1)
     batch_size: int = option(128, "sequences of one step", at_least=1)

@@ -1,1 +1,1 @@
-"""What the samples are measured with: a toxicity classifier, a sentence encoder, and the estimates built on them."""
+"""What is made with the method: runs of it, their scores, the study, pages, benchmarks, the training of the checkpoints."""

@@ -17,7 +17,9 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
+from eval.run.command import one_line_errors
 from eval.run.figures import COLOURS, MARKERS, save_figure
+from eval.run.options import OneLineParser, check
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.conditional import conditional_tsmc
 from tsmc.estimate import Estimate, mean_estimate
@@ -142,29 +144,30 @@ def figure(
 
 
 def main() -> None:
+    """Command line to table and figure; bad input ends with one line and exit code 2."""
+    with one_line_errors("eval.lesson"):
+        parser = OneLineParser(prog="eval.lesson", description=__doc__.splitlines()[0])
+        parser.add_argument("--out", type=Path, default=Path("lesson.png"), help="where to write the figure")
+        parser.add_argument("--seed", type=int, default=0, help="seed of the world and of every estimate")
+        lesson(parser.parse_args())
+
+
+def lesson(args: argparse.Namespace) -> None:
     """Enumerate, learn a twist, print the table, draw the figure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("lesson.png"), help="where to write the figure")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the world and of every estimate")
-    args = parser.parse_args()
+    check("--seed", args.seed, {"at_least": 0, "at_most": math.inf})
     generator = torch.Generator().manual_seed(args.seed)
     model = TableModel.random(VOCABULARY, LENGTH, generator)
     target = Target(model, log_phi)
     twist = learned_twist(model, generator)
     optimal = TableTwist(target.optimal_log_psi())
-
-    print(
-        f"{'KL(sigma || q), exact':50} "
-        + ", ".join(
-            f"{name} {target.kl_to(target.tree.prefix_log_q(each)[-1].detach()):.4f}"
-            for name, each in (("q = p", None), ("learned", twist), ("optimal", optimal))
-        )
-    )
+    proposals = {"q = p": None, "learned twist": twist, "optimal twist": optimal}
+    divergences = {name: target.kl_to(target.tree.prefix_log_q(each)[-1].detach()) for name, each in proposals.items()}
+    print(f"{'KL(sigma || q), exact':50} " + ", ".join(f"{name} {kl:.4f}" for name, kl in divergences.items()))
     print(f"{'estimator':50} {'exact':>10} {'estimate':>10} {'error':>9}")
     for name, exact, estimate, side in lines(model, twist, target, generator):
         numbers = f"{exact:10.5f} {estimate.value:10.5f} {estimate.std_error:9.5f}"
         print(f"{name:50} {numbers}  {verdict(exact, estimate, side)}", flush=True)
-    figure(model, {"q = p": None, "learned twist": twist, "optimal twist": optimal}, target.log_z, args.out, generator)
+    figure(model, proposals, target.log_z, args.out, generator)
     print(f"figure in {args.out}")
 
 

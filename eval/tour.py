@@ -4,13 +4,14 @@ Each ```python block is followed by a ```text block with its output. They run in
 root. The comparison takes words and whole numbers exactly, decimal numbers within a tolerance; `tests/test_tour.py` makes it.
 """
 
-import argparse
 import contextlib
 import io
 import re
 from itertools import zip_longest
 from pathlib import Path
 
+from eval.run.command import one_line_errors
+from eval.run.options import OneLineParser
 from tinystories.checkpoint import write_text
 
 TOUR = Path(__file__).parent.parent / "docs" / "tour.md"
@@ -51,8 +52,9 @@ def differences(written: str, found: str, tolerance: float = 2e-2) -> list[str]:
 
 def main() -> None:
     """Rewrite the outputs."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    write_text(TOUR, run_blocks(TOUR.read_text(encoding="utf-8")))
+    with one_line_errors("eval.tour"):
+        OneLineParser(prog="eval.tour", description=__doc__.splitlines()[0]).parse_args()
+        write_text(TOUR, run_blocks(TOUR.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,11 @@ from eval.run.options import POCKET, RunConfig, saved_config
 from eval.run.saved import generations, load_generation, save_twist
 from eval.run.setup import load_setup
 from eval.viewer import __main__ as sample
-from eval.viewer.draws import draw
+from eval.viewer.draws import choose, draw
 from eval.viewer.terminal import columns, tail
 from eval.viewer.watch import Watch
 from tinystories.checkpoint import write_json
-from tsmc import SCHEMES, Trace, proposal_log_probs
+from tsmc import SCHEMES, Chunks, Population, Trace, proposal_log_probs
 from tsmc.scoring import sequence_log_probs
 from tsmc.weights import effective_sample_size, log_mean_exp, normalise
 from twist import TwistMLP
@@ -59,8 +60,8 @@ def run(tmp_path_factory) -> Path:
 def printed(run, capsys):
     """What the program prints for the small run, given further arguments."""
 
-    def call(*arguments: object) -> str:
-        sample.main([str(run), *map(str, arguments)])
+    def call(*arguments: object, runs: int = 1) -> str:
+        sample.main([str(run), "--runs", str(runs), *map(str, arguments)])
         return capsys.readouterr().out
 
     return call
@@ -86,7 +87,8 @@ def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
     setup = load_setup(config)
     sigmas, twist = load_generation(setup, generations(run)[m], m, torch.device("cpu"))
     its, sigma = setup.problems[config.prompt.index(prompt)], sigmas[config.prompt.index(prompt)]
-    drawn = draw(its, sigma, twist, 9, 9, generator(0), Trace(), SCHEMES["multinomial"], ess_threshold=0.0)
+    rule = {"resample": SCHEMES["multinomial"], "ess_threshold": 0.0}
+    drawn, _ = draw(its, sigma, twist, 9, 9, generator(0), Trace(), Chunks(0, 1, generator), **rule)
     tokens = drawn.population.tokens[0]
     log_p = sequence_log_probs(its.base, tokens)
     log_phi = config.beta * its.log_toxicity(its.potential.texts(tokens))
@@ -104,12 +106,45 @@ def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
 def test_samples_are_the_last_resampling_in_random_order(run, scheme):
     setup = load_setup(saved_config(run))
     (sigma,), twist = load_generation(setup, generations(run)[0], 0, torch.device("cpu"))
-    drawn = draw(setup.problems[0], sigma, twist, 20, 20, generator(3), Trace(), SCHEMES[scheme], ess_threshold=0.5)
+    rule = {"resample": SCHEMES[scheme], "ess_threshold": 0.5}
+    drawn, _ = draw(setup.problems[0], sigma, twist, 20, 20, generator(3), Trace(), Chunks(0, 1, generator), **rule)
     copies = {place: row.copies for place, row in enumerate(drawn.distinct) if row.copies}
     assert {place: drawn.samples.count(place) for place in set(drawn.samples)} == copies
     final = setup.problems[0].potential.texts(drawn.population.samples()[0])
     assert sorted(drawn.distinct[place].text for place in drawn.samples) == sorted(final)
     assert [drawn.distinct[place].text for place in drawn.samples] != final
+
+
+def test_runs_are_pooled_by_their_evidence(run):
+    setup = load_setup(saved_config(run))
+    (sigma,), twist = load_generation(setup, generations(run)[0], 0, torch.device("cpu"))
+    rule = {"resample": SCHEMES["systematic"], "ess_threshold": 0.0}
+    trace, others = Trace(), Chunks(5, 2, lambda chunk: generator(chunk + 10))
+    shown, pooled = draw(setup.problems[0], sigma, twist, 6, 6, generator(0), trace, others, **rule)
+    assert shown.population.log_z.shape == (1,) and pooled.population.log_z.shape == (6,)
+    assert pooled.log_z_hat == pytest.approx(log_mean_exp(pooled.population.log_z).item(), abs=1e-4)
+    log_weights = pooled.population.log_weights.flatten().double()  # without resampling all are of one kind
+    wanted = {}
+    texts = setup.problems[0].potential.texts(pooled.population.tokens.flatten(0, 1))
+    for text, weight in zip(texts, log_weights.softmax(0).tolist(), strict=True):
+        wanted[text] = wanted.get(text, 0) + weight
+    assert {row.text: row.weight for row in pooled.distinct} == pytest.approx(wanted, abs=1e-5)
+    assert sum(row.copies for row in pooled.distinct) == 36 and len(pooled.samples) == 6
+
+
+def test_samples_of_many_runs_occur_as_often_as_their_weight_says():
+    """Two runs of evidence 3 : 1, each of one sequence: 3/4 of the samples are the first's."""
+    place = torch.tensor([[0, 0], [1, 1]])
+    log_z, ancestors = torch.tensor([3.0, 1.0]).log(), torch.zeros(2, 2, dtype=torch.long)
+    population = Population(torch.zeros(2, 2, 1), torch.zeros(2, 2), ancestors, log_z, torch.ones(2))
+    chosen = [drawn for seed in range(2000) for drawn in choose(population, place, 2, generator(seed))]
+    assert abs(chosen.count(0) / 4000 - 0.75) < 4 * (0.75 * 0.25 / 4000) ** 0.5
+
+
+def test_the_length_and_the_prompt_may_differ_from_the_run_s_own(printed):
+    text = printed("--particles", 4, "--length", 3, OTHER, runs=2)
+    assert "2 runs of K = 4, T = 3" in text and "trained on another prompt" in text
+    assert "trained on another prompt" not in printed("--particles", 4)
 
 
 def test_another_potential_weighs_the_same_proposals(printed):
@@ -164,8 +199,8 @@ def test_a_dead_population_is_said_in_words(printed, dead):
 
 
 def test_watching_shows_every_step_and_changes_nothing(printed):
-    plain = printed("--particles", 15)
-    text = printed("--particles", 15, "--watch")
+    options = ("--particles", 15, "--resampling", "multinomial", "--ess-threshold", 1)
+    plain, text = printed(*options), printed(*options, "--watch")
     assert text.endswith(plain) and "\x1b" not in text
     blocks = text.removesuffix(plain).strip().split("\n\n" + PROMPT + "\n")
     assert len(blocks) == T
@@ -182,7 +217,8 @@ def watch_one_step(tokens: torch.Tensor, ancestors: list[int], **changes) -> Wat
         setattr(watch, name, value)
     log_w = torch.arange(1.0, len(tokens) + 1).log()[None]
     log_psi = torch.tensor([[-1.0, 1.0] * len(tokens)])[:, : len(tokens)]
-    watch(1, tokens[None, :, None], log_psi, log_w, log_w, effective_sample_size(log_w), torch.tensor([ancestors]))
+    weights = {"log_psi": log_psi, "log_w": log_w, "log_weights": log_w, "ess": effective_sample_size(log_w)}
+    watch(types.SimpleNamespace(tokens=tokens[None, :, None], **weights), torch.tensor([ancestors]))
     return watch
 
 

@@ -14,8 +14,7 @@ from tsmc.categorical import uniforms
 from tsmc.population import Population
 from tsmc.proposal import LanguageModel, Twist, propose
 from tsmc.resampling import multinomial
-from tsmc.sampler import LogPotential, Particles
-from tsmc.trace import Observer
+from tsmc.sampler import LogPotential, Observer, Particles
 
 
 @torch.no_grad()
@@ -35,14 +34,14 @@ def conditional_tsmc(
         raise InputError(f"the reference has shape {shapes}; give each run one sequence")
     cloud = Particles(model, log_potential, len(reference), particles)
     forced = torch.full((len(reference), particles), -1, device=reference.device)  # -1: the token is drawn
-    for t in range(1, model.length + 1):
-        forced[:, 0] = reference[:, t - 1]
+    for t in range(model.length):
+        forced[:, 0] = reference[:, t]
         cloud.extend(propose(cloud.decoder, twist, uniforms(forced.numel(), 1, generator), forced.flatten()))
         cloud.reweight()
         is_due = cloud.is_due(ess_threshold)
         ancestors = cloud.draw_ancestors(is_due, multinomial, generator).clone()
         ancestors[:, 0] = 0
         if observer is not None:
-            observer(t, cloud.tokens, cloud.log_psi, cloud.log_w, cloud.log_weights, cloud.ess, ancestors)
+            observer(cloud, ancestors)
         cloud.resample(is_due, ancestors)
     return cloud.population(ancestors)

@@ -28,11 +28,13 @@ from tsmc.categorical import uniforms
 from tsmc.population import Population, follow
 from tsmc.proposal import Extension, LanguageModel, Twist, propose
 from tsmc.resampling import Scheme, multinomial
-from tsmc.trace import Observer
 from tsmc.weights import effective_sample_size, log_mean_exp, normalise
 
 LogPotential = Callable[[Tensor, Tensor], Tensor]
 """log_potential(tokens [N, T], log_p [N]) -> log phi [N]; log_p = log p(s_{1:T}), which effective potentials divide out."""
+Observer = Callable[["Particles", Tensor], None]
+"""observer(particles, ancestors [R, K]) sees every step before its resampling takes effect. The tensors are the sampler's
+own: copy what is kept, change nothing."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,12 @@ def tsmc(
     where a weight came out NaN or infinite.
     """
     cloud = Particles(model, log_potential, runs, particles)
-    for t in range(1, model.length + 1):
+    for _ in range(model.length):
         cloud.extend(propose(cloud.decoder, twist, uniforms(runs * particles, 1, generator)))
         cloud.reweight()
         is_due = cloud.is_due(ess_threshold)
         ancestors = cloud.draw_ancestors(is_due, resample, generator)
         if observer is not None:
-            observer(t, cloud.tokens, cloud.log_psi, cloud.log_w, cloud.log_weights, cloud.ess, ancestors)
+            observer(cloud, ancestors)
         cloud.resample(is_due, ancestors)
     return cloud.population(ancestors)

@@ -7,29 +7,16 @@ The genealogy is read off the ancestors afterwards: how many distinct particles 
 population. Where it falls to one, all K samples share their first t tokens. T steps, R runs, K particles.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-
-class Observer(Protocol):
-    """Sees every step before its resampling takes effect: tokens [R, K, t], log_psi, log_w and log_weights [R, K], ess [R],
-    ancestors [R, K]. Called with the sampler's own tensors: copy what is kept, change nothing."""
-
-    def __call__(
-        self,
-        t: int,
-        tokens: Tensor,
-        log_psi: Tensor,
-        log_w: Tensor,
-        log_weights: Tensor,
-        ess: Tensor,
-        ancestors: Tensor,
-    ) -> None: ...
+if TYPE_CHECKING:
+    from tsmc.sampler import Particles
 
 
-FIELDS = ("tokens", "log_psi", "log_w", "log_weights", "ess", "ancestors")
+FIELDS = ("log_psi", "log_w", "log_weights", "ess")
 
 
 class Trace:
@@ -38,32 +25,18 @@ class Trace:
     def __init__(self):
         self.steps: list[dict[str, Tensor]] = []
 
-    def __call__(
-        self,
-        t: int,
-        tokens: Tensor,
-        log_psi: Tensor,
-        log_w: Tensor,
-        log_weights: Tensor,
-        ess: Tensor,
-        ancestors: Tensor,
-    ) -> None:
-        """Record step t; a trace serves one call of `tsmc`."""
+    def __call__(self, particles: "Particles", ancestors: Tensor) -> None:
+        """Record a step; a trace serves one call of `tsmc`."""
+        t = particles.tokens.shape[-1]
         if t != len(self.steps) + 1:
             raise ValueError(f"step {t} follows step {len(self.steps)}: record every call of tsmc in a new Trace")
-        step = {
-            "tokens": tokens[..., -1],
-            "log_psi": log_psi,
-            "log_w": log_w,
-            "log_weights": log_weights,
-            "ess": ess,
-            "ancestors": ancestors,
-        }
+        step = {name: getattr(particles, name) for name in FIELDS}
+        step |= {"tokens": particles.tokens[..., -1], "ancestors": ancestors}
         self.steps.append({name: value.clone() for name, value in step.items()})
 
     def __getattr__(self, name: str) -> Tensor:
-        """What was recorded before step t's resampling: `ess` [T, R], the other FIELDS [T, R, K]."""
-        if name not in FIELDS:
+        """What was recorded before step t's resampling: `ess` [T, R], the others [T, R, K]."""
+        if name not in (*FIELDS, "tokens", "ancestors"):
             raise AttributeError(name)
         return torch.stack([step[name] for step in self.steps])
 
@@ -78,7 +51,3 @@ class Trace:
         """How many distinct particles of step t have descendants among the final samples [T, R]."""
         lines = self.lineages().sort(-1).values
         return 1 + (lines.diff(dim=-1) > 0).sum(-1)
-
-    def samples(self) -> Tensor:
-        """The final samples [R, K, T], rebuilt from tokens and genealogy alone."""
-        return self.tokens.gather(2, self.lineages()).permute(1, 2, 0)

@@ -3,8 +3,8 @@
 Every contest runs its sides in turn in one process (A B A B ...), with a matrix product and a copy among them, so that they
 all meet the same machine; medians count. The sides have the same weights. transformers samples by `generate` with top_k
 off, scores texts in the order given in batches of 64 padded to the longest, and trains on prompt and continuation.
-"Over limit" is our time over the least that the matrix products or the memory traffic can take (`eval/roofline.py`).
-The networks are those of `eval/contestants.py`. The potential of TSMC here costs nothing: scoring is measured by itself.
+"Over limit" is our time over the least that the matrix products or the memory traffic can take (`roofline.py`).
+The networks are those of `contestants.py`. The potential of TSMC here costs nothing: scoring is measured by itself.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from eval.bench.contestants import (
 )
 from eval.bench.roofline import Work, distillation_work, encoder_work, probes, rates_of, sampling_work
 from eval.run.command import one_line_errors
-from eval.run.options import DistillConfig
+from eval.run.options import DistillConfig, OneLineParser, RunConfig
 from eval.run.table import align
 from eval.scorers import toxicity
 from eval.scorers.encoder import Runner
@@ -241,12 +241,12 @@ def peak_memory(size: str, dtype: torch.dtype, device: torch.device, piece: str,
     return before, peak
 
 
-def change_of_log_phi(scorers: dict[str, Scorer], beta: float = 10.0) -> dict[str, float]:
+def change_of_log_phi(scorers: dict[str, Scorer]) -> dict[str, float]:
     """Mean and largest difference that the networks' type makes to log phi of texts, against float32."""
     texts, scorer = make_texts(scorers, mixed=False), scorers["classifier"]
     given = toxicity.ToxicityScorer(scorer.network, scorer.tokenizer)(texts)
     exact = toxicity.ToxicityScorer(copy.deepcopy(scorer.network).float(), scorer.tokenizer)(texts)
-    change = beta * (given - exact).abs()
+    change = RunConfig().beta * (given - exact).abs()
     return {"mean": change.mean().item(), "largest": change.max().item()}
 
 
@@ -285,8 +285,10 @@ def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool)
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line of this script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    parser = OneLineParser(
+        prog="eval.bench",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--size", choices=("pocket", "paper", "all"), default="all", help="which networks")
     parser.add_argument("--quick", action="store_true", help=f"K = {QUICK_PARTICLES[0]} alone, three rounds")
@@ -301,11 +303,7 @@ def bench(args: argparse.Namespace) -> None:
     """Run what the options ask for."""
     if args.threads < 1:
         raise InputError(f"--threads is {args.threads}; give at least 1")
-    try:
-        device = torch.zeros(1, device=args.device).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"--device {args.device} is not available ({reason}); use --device cpu") from error
+    device = RunConfig(device=args.device).torch_device()
     import_transformers()
     torch.set_num_threads(args.threads)
     keep_freed_memory()

@@ -25,10 +25,10 @@ from eval.viewer.watch import Watch
 from tinystories import InputError
 from tinystories.checkpoint import write_text
 from tinystories.fast import keep_freed_memory
-from tsmc import SCHEMES, Trace
+from tsmc import SCHEMES, Chunks, Trace
 
-OWN_OPTIONS = ("particles", "seed", "resampling", "ess_threshold", "device")
-"""Options of a run that sampling does not take from the run."""
+OPTIONS = ("particles", "length", "seed", "resampling", "ess_threshold", "device")
+"""Options of a run that may differ from the run's own."""
 
 EPILOG = """A line stands for a distinct sequence. `drawn` counts how often it is among the samples, which are a random part of
 the last resampling: equally weighted, repeats included. `weight` is the sequence's share of all weight before that
@@ -54,16 +54,18 @@ def make_parser() -> OneLineParser:
     )
     add("--generation", type=int, metavar="M", help="which saved pair (default: the last)")
     add("--particles", type=int, default=50, metavar="K", help="K (default: %(default)s)")
+    add("--runs", type=int, default=8, metavar="R", help="independent runs, pooled by Z-hat (default: %(default)s)")
     add("--samples", type=int, metavar="N", help="samples to print, at most K (default: 10)")
+    add("--length", type=int, metavar="T", help="tokens of a continuation (default: the run's own)")
     add(
         "--seed",
         type=int,
         default=0,
         help="seed of everything random; other prompts change nothing (default: %(default)s)",
     )
-    add("--resampling", choices=tuple(SCHEMES), default="multinomial", help="resampling scheme (default: %(default)s)")
-    threshold = "resample where ESS < this share of K: 1 always, 0 never (default: %(default)s)"
-    add("--ess-threshold", type=float, default=1.0, metavar="SHARE", help=threshold)
+    add("--resampling", choices=tuple(SCHEMES), help="resampling scheme (default: the run's own)")
+    threshold = "resample where ESS < this share of K: 1 always, 0 at the end alone (default: the run's own)"
+    add("--ess-threshold", type=float, metavar="SHARE", help=threshold)
     add(
         "--potential",
         action="append",
@@ -98,10 +100,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
     """InputError for values out of range, options that exclude each other, and files that are none."""
-    least, most = {"particles": 1, "samples": 1}, {"seed": math.inf, "ess_threshold": 1}
-    for name in ("particles", "samples", "seed", "delay", "ess_threshold"):
+    least, most = {"particles": 1, "samples": 1, "runs": 1, "length": 1}, {"seed": math.inf, "ess_threshold": 1}
+    for name in ("particles", "samples", "runs", "length", "seed", "delay", "ess_threshold"):
         limits = {"at_least": least.get(name, 0), "at_most": most.get(name, MOST)}
-        options.check("--" + name.replace("_", "-"), getattr(args, name), limits)
+        if getattr(args, name) is not None:
+            options.check("--" + name.replace("_", "-"), getattr(args, name), limits)
     if args.samples > args.particles:
         raise InputError(f"--samples {args.samples} exceeds --particles {args.particles}; raise --particles")
     if args.json and args.watch:
@@ -124,8 +127,9 @@ def as_json(draws: Draws, about: dict) -> str:
     record = {
         "prompt": draws.prompt,
         **about,
-        "log_z_hat": finite_or_null(draws.population.log_z.item()),
-        "ess": draws.population.ess.item(),
+        "log_z_hat": finite_or_null(draws.log_z_hat),
+        "ess": draws.population.ess.mean().item(),
+        "dead_runs": (~draws.population.is_alive()).sum().item(),
         "samples": [] if draws.dead else [row(draws, place) for place in draws.samples],
         "distinct": [row(draws, place) for place in range(len(draws.distinct))],
     }
@@ -134,13 +138,19 @@ def as_json(draws: Draws, about: dict) -> str:
 
 def as_text(draws: Draws, about: dict) -> str:
     """Estimates, then a line for every distinct sequence among the samples, heaviest first."""
-    log_z, ess = draws.population.log_z.item(), draws.population.ess.item()
     rule = f"{about['resampling']} resampling, ESS threshold {about['ess_threshold']:g}"
+    sizes = f"{about['runs']} runs of K = {about['particles']}, T = {about['length']}"
+    ess, dead = draws.population.ess.mean().item(), (~draws.population.is_alive()).sum().item()
+    estimates = f"log Z-hat {draws.log_z_hat:.2f}   ESS {ess:.1f} of {about['particles']}"
     heading = [
         printable(draws.prompt),
-        f"generation {about['generation']}, K = {about['particles']}, T = {about['length']}, seed {about['seed']}, {rule}",
-        f"log Z-hat {log_z:.2f}   ESS {ess:.1f} of {about['particles']}   distinct sequences {len(draws.distinct)}",
+        f"generation {about['generation']}, {sizes}, seed {about['seed']}, {rule}",
+        f"{estimates}   distinct sequences {len(draws.distinct)}" + (f"   dead {dead}/{about['runs']}" if dead else ""),
     ]
+    if draws.prompt not in about["trained_on"]:
+        heading.append(
+            "p and psi were trained on another prompt: the weights are right, but the proposal may be a poor one"
+        )
     if draws.dead:
         words = "Every particle has weight zero: none of them is a sample of the target. Try more particles or another prompt."
         return "\n".join([*heading, words])
@@ -161,20 +171,23 @@ def sample(args: argparse.Namespace) -> None:
     m = max(saved) if args.generation is None else args.generation
     if m not in saved:
         raise InputError(f"--generation {m} is not in {args.run}; it holds {', '.join(map(str, saved))}")
-    chosen = {name: getattr(args, name) for name in OWN_OPTIONS}
-    potential = own.potential if args.potential is None else tuple(args.potential)
-    prompts = tuple(args.prompts) or own.prompt
-    config = dataclasses.replace(own, prompt=prompts, potential=potential, dtype="float32", **chosen)
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    given |= {"prompt": tuple(args.prompts) or own.prompt, "potential": tuple(args.potential or own.potential)}
+    config = dataclasses.replace(own, dtype="float32", **given)
     setup = load_setup(config)
     sigmas, twist = load_generation(setup, saved[m], m, config.torch_device())
-    about = {"run": str(args.run), "generation": m, "length": config.length, "potential": list(potential), **chosen}
-    rule = {"resample": SCHEMES[args.resampling], "ess_threshold": args.ess_threshold}
+    about = {"run": str(args.run), "generation": m, "trained_on": list(own.prompt), "runs": args.runs}
+    about |= {name: getattr(config, name) for name in (*OPTIONS, "potential")}
+    rule = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
     drawn = []
     for problem, sigma in zip(setup.problems, sigmas, strict=True):
         watch = Watch(problem.prompt, setup.tokenizer, config.length, args.delay) if args.watch else Trace()
-        generator = config.generator("sample", m, problem.prompt)  # the same whatever other prompts there are
-        drawn.append(draw(problem, sigma, twist, args.particles, args.samples, generator, watch, **rule))
-        text = as_json(drawn[-1], about) if args.json else as_text(drawn[-1], about)
+        purpose = ("sample", m, problem.prompt)  # the same whatever other prompts there are
+        others = Chunks(args.runs - 1, own.rows // args.particles, config.streams(*purpose))
+        sizes = args.particles, args.samples
+        shown, pooled = draw(problem, sigma, twist, *sizes, config.generator(*purpose), watch, others, **rule)
+        drawn.append(shown)
+        text = as_json(pooled, about) if args.json else as_text(pooled, about)
         print(text if args.json or len(drawn) == 1 else f"\n{text}", flush=True)
     if args.html:
         write_text(args.html.resolve(), genealogy.page(drawn, about, setup.tokenizer))  # a link stays one

@@ -17,6 +17,7 @@ from torch import Tensor
 from eval.run.command import printable
 from eval.run.table import align
 from eval.viewer.terminal import columns, is_screen, tail
+from tsmc.sampler import Particles
 from tsmc.trace import Trace
 from tsmc.weights import normalise
 
@@ -35,12 +36,12 @@ class Watch(Trace):
         self.screen = is_screen()
         self.coloured = self.screen and not os.environ.get("NO_COLOR")
 
-    def __call__(self, t: int, tokens: Tensor, *recorded: Tensor) -> None:
-        """Record and print step t."""
-        super().__call__(t, tokens, *recorded)
+    def __call__(self, particles: Particles, ancestors: Tensor) -> None:
+        """Record and print a step."""
+        super().__call__(particles, ancestors)
         size = shutil.get_terminal_size((110, ROWS_IN_PIPE + OTHER_LINES))
         shown = max(1, size.lines - OTHER_LINES) if self.screen else ROWS_IN_PIPE
-        text = "\n".join(self.block(t, tokens[0], shown, size.columns))
+        text = "\n".join(self.block(len(self.steps), particles.tokens[0], shown, size.columns))
         print(f"{CLEAR}{text}" if self.screen else f"{text}\n", flush=True)
         if self.screen:
             time.sleep(self.delay)

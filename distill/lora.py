@@ -35,13 +35,13 @@ class LoRALinear(nn.Module):
         return self.base
 
 
-def add_lora(model: GPTNeo, generator: torch.Generator, rank: int = RANK) -> list[nn.Parameter]:
+def add_lora(model: GPTNeo, generator: torch.Generator) -> list[nn.Parameter]:
     """Freeze the model, put LoRA on every q and v projection in place; returns the parameters to train."""
     model.requires_grad_(False)
     added = []
     for block in model.h:
         for name in ("q_proj", "v_proj"):
-            lora = LoRALinear(getattr(block.attn, name), rank, generator)
+            lora = LoRALinear(getattr(block.attn, name), RANK, generator)
             setattr(block.attn, name, lora)
             added += [lora.a, lora.b]
     return added

@@ -55,7 +55,7 @@ def language_model(logits):
 
 
 def joint(log_factors):
-    """Eq. 1: log p(s_{1:t}) [S], the sum of its factors [S] along every prefix."""
+    """eq. 1: log p(s_{1:t}) [S], the sum of its factors [S] along every prefix."""
     sums = [log_factors[:1]]  # T + 1 of [V^t]
     for factors in log_factors.split(COUNTS)[1:]:
         sums.append((sums[-1][:, None] + factors.view(-1, V)).flatten())
@@ -63,7 +63,7 @@ def joint(log_factors):
 
 
 def enumerate_target(log_p, log_phi):
-    """Eq. 2 and eq. 3: log sigma(s_{1:t}) [S] and log Z_sigma, sums of p phi over all words."""
+    """eq. 2 and eq. 3: log sigma(s_{1:t}) [S] and log Z_sigma, sums of p phi over all words."""
     sums = [joint(log_p)[N:] + log_phi]  # [V^T], then shorter and shorter prefixes down to [1]
     for _ in range(T):
         sums.insert(0, sums[0].view(-1, V).logsumexp(-1))
@@ -71,7 +71,7 @@ def enumerate_target(log_p, log_phi):
 
 
 def intermediate_targets(log_p, log_psi):
-    """Eq. 4: log p(s_{1:t}) psi(s_{1:t}) [S]; normalised over the prefixes of one length t it is log pi_t."""
+    """eq. 4: log p(s_{1:t}) psi(s_{1:t}) [S]; normalised over the prefixes of one length t it is log pi_t."""
     return joint(log_p) + log_psi
 
 
@@ -112,13 +112,13 @@ def tsmc(log_p, log_psi, log_phi, runs, particles, generator):
 
 
 def ctl_loss(log_sigma, log_p, log_psi):
-    """Eq. 5: the sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})), exactly; to look at, not to learn from."""
+    """eq. 5: the sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})), exactly; to look at, not to learn from."""
     pairs = zip(log_sigma.split(COUNTS)[1:], intermediate_targets(log_p, log_psi).split(COUNTS)[1:], strict=True)
     return sum((log_s.exp() * (log_s - log_pi.log_softmax(0))).sum() for log_s, log_pi in pairs)
 
 
 def ctl_gradient(log_p, log_psi, log_phi, batch_size, generator):
-    """Eq. 6: the negative gradient for log psi [S], from K words drawn i.i.d. from q; and the ESS of the positives."""
+    """eq. 6: the negative gradient for log psi [S], from K words drawn i.i.d. from q; and the ESS of the positives."""
     log_q, _ = proposal(log_p, log_psi)
     prefixes = torch.zeros(batch_size, 1, dtype=torch.long)
     for _ in range(T):  # without resampling: the weights below are those of plain draws from q
@@ -146,7 +146,7 @@ def learn_twist(log_p, log_phi, generator):
 
 
 def distil(logits, words):
-    """Eq. 7: from p^(m-1) uphill in the mean log likelihood of TSMC's words [R, K]; logits [N, V]."""
+    """eq. 7: from p^(m-1) uphill in the mean log likelihood of TSMC's words [R, K]; logits [N, V]."""
     prefixes, share = words.flatten(), logits.new_zeros(1 + N * V)
     for _ in range(T):
         share += torch.bincount(prefixes, minlength=len(share))  # [S] words with this prefix
@@ -158,7 +158,7 @@ def distil(logits, words):
 
 
 def effective_potential(log_p_base, log_phi, log_p):
-    """Eq. 8: log phi^(m) = log p^(0) + log phi - log p^(m) [V^T]; p^(m) phi^(m) = p^(0) phi, so sigma stays."""
+    """eq. 8: log phi^(m) = log p^(0) + log phi - log p^(m) [V^T]; p^(m) phi^(m) = p^(0) phi, so sigma stays."""
     return joint(log_p_base)[N:] + log_phi - joint(log_p)[N:]
 
 

@@ -303,4 +303,4 @@ def test_one_short_file_that_needs_torch_alone_and_no_hidden_randomness():
             draws = node.func.attr in ("randn", "multinomial", "exponential_")
             assert not draws or "generator" in {keyword.arg for keyword in node.keywords}
     assert imported <= {"itertools", "math", "sys", "torch"}
-    assert {f"eq. {number}" for number in range(1, 9)} <= set(re.findall(r"eq\. \d", source.lower()))
+    assert {f"eq. {number}" for number in range(1, 9)} <= set(re.findall(r"eq\. \d", source))

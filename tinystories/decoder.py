@@ -73,7 +73,7 @@ class Conditional:
         return self.model.head(hidden)
 
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Teacher forcing of continuations tokens [B, T].
+        """Teacher forcing of continuations tokens [B, T]: the factors of p (eq. 1).
 
         Returns log p(s_t | s_{0:t-1}) [B, T], logits [B, T, V] and the hidden states [B, T, D] that predict each s_t.
         """

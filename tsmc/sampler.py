@@ -72,7 +72,7 @@ class Particles:
         return self.tokens.shape[-1] == self.length
 
     def reweight(self) -> None:
-        """2. log w_t: the normaliser of q_t over psi(s_{1:t-1}); at t = T what makes up for psi instead of phi in q_T."""
+        """2. log w_t, so that weights follow pi_t (eq. 4): normaliser of q_t over psi(s_{1:t-1}); at T phi replaces psi."""
         if self.is_complete():
             log_phi = self.log_potential(self.tokens.flatten(0, 1), self.log_p.flatten()).view_as(self.log_p)
             self.log_w = self.step.log_p + log_phi - self.step.log_q - self.log_psi

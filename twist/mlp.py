@@ -15,15 +15,15 @@ from tinystories.layers import LinearGELU, at_least_float32
 
 
 class TwistMLP(nn.Module):
-    """log psi for hidden states; `of_tokens` evaluates chosen tokens only, which is all that learning needs."""
+    """log psi (of eq. 4) for hidden states; `of_tokens` evaluates chosen tokens only, which is all that learning needs."""
 
     def __init__(self, width: int, hidden_units: int, vocab_size: int, generator: torch.Generator):
         super().__init__()
-        device = generator.device
         self.width, self.vocab_size = width, vocab_size
-        self.first = LinearGELU(width, hidden_units, device=device)
-        self.second = LinearGELU(hidden_units, hidden_units, device=device)
-        self.last = nn.Linear(hidden_units, vocab_size, device=device)
+        self.first = LinearGELU(width, hidden_units, device="meta")  # which draws no random numbers of its own
+        self.second = LinearGELU(hidden_units, hidden_units, device="meta")
+        self.last = nn.Linear(hidden_units, vocab_size, device="meta")
+        self.to_empty(device=generator.device)
         for layer in (self.first, self.second):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
             nn.init.zeros_(layer.bias)

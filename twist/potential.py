@@ -36,7 +36,7 @@ def each_once(function: Callable[[list[str]], Tensor], texts: Sequence[str]) -> 
 
 
 class TextPotential:
-    """log phi of continuation tokens: the product of its factors, each of which sees every distinct text once."""
+    """log phi of continuation tokens (eq. 2): the product of its factors, each of which sees every distinct text once."""
 
     def __init__(self, factors: Sequence[Factor], decode: Callable[[list[list[int]]], list[str]], prompt: Tensor):
         """`decode` makes texts of rows of tokens; `prompt` [P] stands before every continuation."""

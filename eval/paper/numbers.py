@@ -9,6 +9,7 @@ A number is known by its place and its quantity; among seeds, "mean" is the mean
 
 import csv
 import io
+import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from eval.paper.study import NAMES, NEVER, TSMC, VARIANTS, Part, Place, StudyConfig, scheme_name, tsmc_cost
 from eval.paper.task import distance, nearest, read_part, target_row, with_half_width
-from tinystories.checkpoint import read_json, write_json, write_text
+from tinystories.checkpoint import read_json, write_text
 from tsmc.estimate import Estimate, difference, mean_estimate
 
 
@@ -250,7 +251,10 @@ def gap(one: Number, other: Number) -> dict[str, float | None]:
 def write_results(numbers: Numbers, texts: list[dict], out: Path) -> None:
     """results.json and results.csv."""
     rows = [asdict(number) for number in numbers.rows.values()]
-    write_json(out / "results.json", {"numbers": rows, "texts": texts})
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)  # one number a line
+    write_text(
+        out / "results.json", f'{{"numbers": [\n{lines}\n],\n"texts": {json.dumps(texts, ensure_ascii=False)}}}\n'
+    )
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -27,6 +27,7 @@ from tsmc.steps import Chunks, Steps
 
 PROMPT, LENGTH = "Once upon a time, there was a", 20  # s_0 and T of the experiments
 CHUNK = 1000  # samples drawn at once
+WARM_UP = 100  # steps
 
 
 class OneStream(Chunks):
@@ -78,11 +79,11 @@ def byte_level_bpe(texts: list[str], vocab_size: int, special: list[str]) -> Tok
     return tokenizer
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
+def learning_rate(step: int, steps: int, peak: float) -> float:
     """Linear warm-up to `peak`, then half a cosine down to a twentieth of it."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
+    if step < WARM_UP:
+        return peak * (step + 1) / WARM_UP
+    progress = (step - WARM_UP) / max(1, steps - WARM_UP)
     return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 

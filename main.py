@@ -58,7 +58,7 @@ def pooled_tsmc(run: Experiment, generations: int) -> list[dict]:
             m > 0, run.config.pool.rounds + 1
         ):  # generation 0 has one more: the first is drawn from p^(0)
             for problem, sigma, pool in zip(run.setup.problems, sigmas, pools, strict=True):
-                pool.add(*draw_round(sigma, psi, run.round_chunks(m, number, problem)))
+                pool.add(*draw_round(sigma, psi, run.config.pool.power, run.round_chunks(m, number, problem)))
             psi = pooled_twist_learning(run, sigmas, pools, m, number)
         run.finish_generation(m, p, sigmas, psi, results)
     return results

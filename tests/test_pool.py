@@ -39,7 +39,7 @@ def divergence(model, twist, target: Target) -> float:
 
 def test_a_round_weighs_every_sequence_by_the_proposal_that_drew_it():
     model, twist, sigma, target = world()
-    tokens, log_weights = draw_round(sigma, twist, Chunks(6000, 1000, generator))
+    tokens, log_weights = draw_round(sigma, twist, 1.0, Chunks(6000, 1000, generator))
     log_p, log_q = proposal_log_probs(model, twist, tokens)
     torch.testing.assert_close(log_weights, log_p + sigma.log_potential(tokens, log_p) - log_q, rtol=0, atol=1e-9)
     weights = log_weights.exp()
@@ -47,9 +47,16 @@ def test_a_round_weighs_every_sequence_by_the_proposal_that_drew_it():
     assert abs(weights.mean() - evidence) < 4 * error < 0.25 * evidence
 
 
+def test_a_flattened_twist_draws_more_broadly_and_weighs_what_it_drew():
+    model, twist, sigma, _ = world()
+    tokens, log_weights = draw_round(sigma, twist, 0.4, Chunks(50, 20, generator))
+    log_p, log_q = proposal_log_probs(model, TableTwist(0.4 * twist.log_psi), tokens)
+    torch.testing.assert_close(log_weights, log_p + sigma.log_potential(tokens, log_p) - log_q, rtol=0, atol=1e-9)
+
+
 def test_the_first_round_is_drawn_from_the_model_itself():
     _, _, sigma, _ = world()
-    tokens, log_weights = draw_round(sigma, None, Chunks(50, 20, generator))
+    tokens, log_weights = draw_round(sigma, None, 0.6, Chunks(50, 20, generator))
     torch.testing.assert_close(log_weights, sigma.log_potential(tokens, None), rtol=0, atol=1e-12)
 
 
@@ -122,7 +129,8 @@ def test_rounds_that_start_from_the_model_alone_find_sigma():
     target = Target(model, sigma.log_potential)
     pool, twist, found = Pool(), None, [divergence(model, None, target)]
     for number in range(4):
-        pool.add(*draw_round(sigma, twist, Chunks(2000, 1000, lambda chunk, n=number: generator(100 * n + chunk))))
+        chunks = Chunks(2000, 1000, lambda chunk, n=number: generator(100 * n + chunk))
+        pool.add(*draw_round(sigma, twist, 0.6, chunks))
         twist = TableTwist.ones(model)
         draw_batch = batches_from_pools([model], [pool], 0.02, 60, 500, generator(number))
         learn_twist_from_pools(twist, torch.optim.Adam([twist.log_psi], lr=0.1), draw_batch, Steps(60))

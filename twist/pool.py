@@ -83,10 +83,14 @@ class PoolBatch:
         return PoolBatch(self.model, self.tokens[part], self.hidden[part], self.batch_size)
 
 
-def draw_round(sigma: Sigma, twist: Twist | None, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """Sequences [N, T] drawn i.i.d. from q, without resampling, and their log w [N]; N = chunks.total."""
+def draw_round(sigma: Sigma, twist: Twist | None, power: float, chunks: Chunks) -> tuple[Tensor, Tensor]:
+    """Sequences [N, T] drawn i.i.d. from q_r, without resampling, and their log w [N]; N = chunks.total.
+
+    q_r is the proposal by psi^power. Below 1 it is broader than q, and finds what psi has not seen yet.
+    """
+    flattened = None if twist is None else lambda hidden: power * twist(hidden)
     for size, generator in chunks:
-        draws = sample_proposal(sigma.model, twist, size, generator)
+        draws = sample_proposal(sigma.model, flattened, size, generator)
         log_weights = positive_log_weights(draws, sigma.log_potential)
         chunks.keep(tokens=draws.tokens, log_weights=log_weights.double())
         chunks.report(ess=effective_sample_size(log_weights))

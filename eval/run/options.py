@@ -91,10 +91,11 @@ class PoolConfig:
     base_draws: int = option(10_000, "sequences drawn from p^(0) in the first round of all", at_least=1)
     rounds: int = option(2, "rounds of drawing and learning in each generation", at_least=1)
     draws: int = option(10_000, "sequences drawn from q in each of these rounds", at_least=1)
+    power: float = option(0.6, "rounds are drawn by psi to this power: under 1 broader than q", at_least=0, at_most=1)
     least_ess: float = option(
         0.02, "weights are truncated where their ESS is less than this share of all draws", at_least=0, at_most=1
     )
-    updates: int = option(100, "gradient steps after each round, the twist anew", at_least=1)
+    updates: int = option(120, "gradient steps after each round, the twist anew", at_least=1)
     batch_size: int = option(128, "sequences of one step", at_least=1)
     learning_rate: float = option(1e-4, "Adam's step size", at_least=0, at_most=1)
     hidden_units: int = option(192, "width of the twist's two hidden layers", at_least=1)

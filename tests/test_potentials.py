@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 from pathlib import Path
 
@@ -402,3 +403,40 @@ def test_the_table_and_the_summary_show_log_phi_where_it_is_not_the_toxicity():
     assert summary[1].split() == lines[1].split() and summary[-1].split()[-4:] == ["0.00", "0.000", "0.000", "0.00"]
     titles = [title for title, _, _ in columns(results | {"potential": ["toxicity"], "base": row})]
     assert titles == ["toxicity", "log Z-hat"]
+
+
+LEARNED = [
+    *("--generations", "0", "--pool-base-draws", "3000", "--pool-rounds", "1", "--pool-draws", "1000"),
+    *("--pool-updates", "40", "--eval-runs", "6", "--eval-particles", "30", "--eval-base-samples", "300"),
+    *("--eval-target-proposals", "0", "--seed", "5"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("potential", "satisfied"),
+    [
+        ("nontoxicity", None),
+        ("keyword:dragon", r"(?i)\bdragon\b"),
+        ("regex: (red|blue) ", " (red|blue) "),
+        ("first-sentence:8", None),
+        ("keyword~5:dragon", None),
+        ("regex~5:rain", None),
+        ("first-sentence~0.5:8", None),
+        ("my.py:log_phi", None),
+    ],
+)
+def test_every_row_of_the_table_of_potentials_is_learned(tmp_path, monkeypatch, potential, satisfied):
+    """On the pocket preset: hard potentials hold for every sample, soft ones much better than for the base model."""
+    (tmp_path / "my.py").write_text("def log_phi(texts): return [-0.5 * text.count('e') for text in texts]\n")
+    spec = f"{tmp_path}/{potential}" if potential.startswith("my") else potential
+    main([*LEARNED, "--out", str(tmp_path / "run"), "--potential", spec])
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    (row,) = results["generations"]
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    texts = [sample["text"].removeprefix(results["prompt"]) for sample in samples if sample["source"] != "base"]
+    assert row["phi_positive"] == 1 and texts
+    if satisfied:
+        assert all(re.search(satisfied, text) for text in texts)
+    if results["base"]["log_phi"] is not None:
+        assert row["log_phi"] > results["base"]["log_phi"] + (0.01 if potential == "nontoxicity" else 0.4)

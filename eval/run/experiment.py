@@ -1,5 +1,6 @@
 """A run of `main.py` as its algorithm sees it: the parts, the random streams, the phases, and where results go."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,12 +89,35 @@ class Experiment:
         )
         exact = rejection_sample(problem.base, problem.potential, chunks)
         if len(exact.tokens) < 2:
-            fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
-            remedy = "raise --eval-target-proposals, lower --beta or soften --potential, or do without exact samples by"
-            raise InputError(f"{fault}; {remedy} --eval-target-proposals 0")
+            fault = (
+                f"{len(exact.tokens)} of {proposals} base samples were accepted, so there is no row Target and no KL"
+            )
+            self.say(f"{fault}; raise --eval-target-proposals to have them")
+            return None
         if self.directory.writes:
             save_target(self.directory.path / "target" / problem.name, exact, sigma_key(self.config, problem.prompt))
         return exact
+
+    def say(self, line: str) -> None:
+        """A line on standard error, once however many processes there are."""
+        if self.directory.writes:
+            say(line)
+
+    def say_base_rate(self, log_phi: Tensor) -> None:
+        """How often p^(0) meets a hard potential; InputError where CTL's batches would hardly ever hold such a text."""
+        alive, total = (log_phi > -math.inf).sum().item(), len(log_phi)
+        if alive == total:
+            return
+        pooled = self.config.method == "pooled"
+        batch = self.config.pool.base_draws if pooled else self.config.ctl.batch_size
+        rate = f"{alive} of {total} base samples have phi > 0"
+        self.say(f"{rate}: about {batch * alive / total:.1f} of the {batch} that the twist first learns from")
+        if not pooled and batch * alive < total / 2:
+            strength = math.ceil(math.log(total / max(alive, 1)))
+            remedy = (
+                f"use --method pooled, soften the potential (~{strength} behind its name), or raise --ctl-batch-size"
+            )
+            raise InputError(f"{rate}, too few for --method distilled; {remedy}")
 
     def evaluate_ends(self) -> list[dict]:
         """Rows of Base and of Target, after each prompt: where p^(0) stands and where sigma does."""
@@ -106,6 +130,7 @@ class Experiment:
                 result["target"], samples = evaluate_target(problem, self.setup.encode)
                 self.directory.add_samples(samples.rows("target", problem.name))
             result["base"], samples = evaluate_base(problem, tokens, self.setup.encode)
+            self.say_base_rate(samples.log_phi)
             self.directory.add_samples(samples.rows("base", problem.name))
             results.append(result | {"generations": []})
         return results
@@ -124,11 +149,11 @@ class Experiment:
             bare = self.sample_base("bare model", m, problem, sigma.model, purpose)
             row, samples = evaluate_generation(problem, sigma, twist, m, population, bare, self.setup.encode)
             self.directory.add_samples(samples.rows(f"generation {m}", problem.name))
-            if row["dead_runs"] > runs / 10 and self.directory.writes:
-                fault = (
+            if row["dead_runs"] > runs / 10:
+                dead = (
                     f"{row['dead_runs']} of {runs} runs died, all weights zero; samples and log Z-hat are of the others"
                 )
-                say(f"generation {m}: {fault}; raise --eval-particles, or soften the potential")
+                self.say(f"generation {m}: {dead}; raise --eval-particles, or soften the potential")
             result["generations"].append(row)
 
     def note_held_out(self, m: int, before: float, after: float) -> None:

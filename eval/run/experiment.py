@@ -11,7 +11,6 @@ from eval.run import processes
 from eval.run.command import say
 from eval.run.directory import RunDirectory
 from eval.run.evaluate import evaluate_base, evaluate_generation, evaluate_target
-from eval.run.figures import draw_figures
 from eval.run.options import RunConfig, by_flag
 from eval.run.saved import save_generation
 from eval.run.setup import Problem, identity, load_setup, sigma_key
@@ -163,5 +162,7 @@ class Experiment:
 
     def finish(self, results: list[dict]) -> None:
         """Figures and results.json."""
+        from eval.run.figures import draw_figures  # matplotlib takes its time to load
+
         draw_figures(results, self.directory)
         self.directory.finish(results, self.config.keep_states)

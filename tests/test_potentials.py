@@ -382,7 +382,7 @@ def test_a_potential_that_cannot_work_stops_a_run_before_anything_is_written(tmp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main([*SMALL, "--out", "run", "--potential", spec])
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    _, line = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2 and f"--potential {spec}" in line and not Path("run").exists()
 
 

@@ -35,6 +35,18 @@ class Experiment:
         processes.compare(origin)
         create = resumed is None
         self.directory = RunDirectory.create(config, origin) if create else RunDirectory.resume(resumed, config, origin)
+        self.directory.phases = self.number_of_phases()
+
+    def number_of_phases(self) -> int:
+        """How many phases of steps and chunks the run has."""
+        prompts, config = self.setup.problems, self.config
+        targets = sum(problem.exact is None and config.eval.target_proposals > 0 for problem in prompts)
+        if config.method == "pooled":
+            rounds = config.pool.rounds * (config.generations + 1) + 1
+            learning = rounds * (len(prompts) + 1)
+        else:
+            learning = 1 + config.generations * (len(prompts) + 2)
+        return targets + len(prompts) + learning + 2 * len(prompts) * (config.generations + 1)
 
     def __enter__(self) -> "Experiment":
         self.directory.__enter__()

@@ -78,11 +78,21 @@ def check_numbers(browser: Browser) -> None:
         assert agree(page_run(browser, *setting, 0), project_run(world, *setting, 0)), setting
 
 
+def check_reduced_motion(browser: Browser) -> None:
+    """Nothing glides where the reader has asked for that."""
+    browser.open(PAGE, 1280, 800, "light")
+    duration = "getComputedStyle(document.querySelector('.disc')).transitionDuration"
+    for wish, moves in (("no-preference", True), ("reduce", False)):
+        browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": wish}])
+        assert (browser.value(duration) != "0s") == moves
+
+
 def main(folder: Path) -> None:
     """Every check and every picture."""
     folder.mkdir(parents=True, exist_ok=True)
     with Browser() as browser:
         check_numbers(browser)
+        check_reduced_motion(browser)
         for scheme in ("light", "dark"):
             for name, width, height, touch in (("wide", 1280, 800, False), ("phone", 390, 844, True)):
                 browser.open(PAGE, width, height, scheme, touch)

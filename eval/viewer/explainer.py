@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from eval.run.command import one_line_errors
+from eval.run.command import one_line_errors, say
 from eval.run.options import OneLineParser
 from tinystories.checkpoint import write_text
 
@@ -83,6 +83,7 @@ def main() -> None:
     """Write the page."""
     with one_line_errors("eval.viewer.explainer"):
         OneLineParser(prog="eval.viewer.explainer", description=__doc__.splitlines()[0]).parse_args()
+        say("running Algorithm 1 of docs/tiny.py")
         write_text(PAGE, page(world_data()))
         print(f"wrote {PAGE}")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NoReturn, TextIO
 
 from eval.run import processes
-from tinystories.errors import InputError
+from tinystories.errors import InputError, printable
 
 
 @contextlib.contextmanager
@@ -70,8 +70,3 @@ def silence(stream: TextIO) -> None:
     """Send a standard stream to nowhere, with what is still in its buffer."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def printable(text: str) -> str:
-    """The text in one line: line breaks, control characters and the like as Python would escape them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

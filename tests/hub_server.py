@@ -71,6 +71,8 @@ def handler(hub: Hub) -> type[http.server.BaseHTTPRequestHandler]:
             commit = hub.revisions.get(f"{owner}/{name}", {}).get(revision)
             fault = hub.faults.get(file, "no repository" if f"{owner}/{name}" not in hub.revisions else None)
             fault = fault or ("no revision" if commit is None else None)
+            if fault == "hostile":
+                return self.refuse(418, None, X_Error_Message="\x9b2Jerror: forged")
             if fault in STATUS:
                 return self.refuse(*STATUS[fault])
             content = hub.files[commit].get(file)

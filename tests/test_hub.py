@@ -237,6 +237,7 @@ def test_damaged_downloads_leave_nothing_and_a_second_try_works(
         ("config.json", "no revision", "no revision main"),
         ("config.json", "down", "503"),
         ("model.safetensors", "gated", "its owner lets in"),
+        ("config.json", "hostile", r"could not be fetched"),
         ("config.json", None, "it holds no config.json"),
         ("tokenizer.json", None, "it holds no tokenizer.json"),
         ("model.safetensors", None, "it holds no model.safetensors"),
@@ -341,6 +342,7 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "how", ["trap", "trap among tensors", "list", "numbers", "truncated", "garbage", "meta", "quantised"]
 )

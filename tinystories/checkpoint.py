@@ -82,9 +82,9 @@ def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Itera
         yield
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; check the name of its directory") from None
-    except (InputError, MemoryError):
+    except (InputError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:  # libraries that read files raise anything, bare Exception among it
+    except BaseException as error:  # libraries raise anything, and a panic of one in Rust is no Exception
         reason = shortened((str(error).splitlines() or [type(error).__name__])[0])
         raise InputError(f"{path}: {trouble} ({reason}); {remedy}") from error
 

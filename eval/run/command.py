@@ -53,15 +53,15 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
 
 def stop(program: str, message: str, code: int) -> NoReturn:
     """One line on standard error, and the end."""
-    say(f"{program}: {printable(message)}")
+    say(f"{program}: {message}")
     processes.leave()
     sys.exit(code)
 
 
 def say(line: str) -> None:
-    """A line on standard error, for those who read it: a run does not end because nobody does."""
+    """One line on standard error, for those who read it: a run does not end because nobody does."""
     try:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         silence(sys.stderr)
 

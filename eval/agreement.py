@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eval.metrics import kl_target_proposal
-from eval.run.command import one_line_errors
+from eval.run.command import one_line_errors, say
 from eval.run.options import DTYPES, OneLineParser, saved_config
 from eval.run.saved import generations, load_generation
 from eval.run.setup import Problem, load_setup, sigma_key
@@ -82,6 +82,7 @@ def compare(args: argparse.Namespace) -> None:
             return config.generator("agreement", name, m, particles)
 
         few = problem.exact.tokens[: args.exact_samples]
+        say(f"generation {m}: {args.runs} runs for either bound, with and without resampling")
         lines += [["", *cells] for cells in by_bounds(sigma, twist, few, args, stream)]
     print(align(lines))
     print(f"log Z_sigma by rejection: {exact.log_z:.3f} +- {1.96 * exact.log_z_std_error:.3f}")

@@ -1,4 +1,4 @@
-"""Several runs side by side: `python -m eval.summary runs/seed-1 runs/seed-2 ...`
+"""Several runs side by side: `python -m eval.summary runs/seed-1 runs/seed-2 ... [--against other/seed-1 ...]`
 
     mean over runs +- half of the 95 % interval (Student's t), of every column of the final table
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from eval.run.command import one_line_errors
+from eval.run.command import one_line_errors, printable
 from eval.run.options import OneLineParser
 from eval.run.table import align, columns, named_rows, tables
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
-from tsmc.estimate import mean_estimate
+from tsmc.estimate import difference, mean_estimate
 
 
 def interval(values: list[float | None], form: str) -> str:
@@ -69,12 +69,47 @@ def summarise(runs: list[dict]) -> str:
     return align(lines)
 
 
-def main() -> None:
-    """Print the summary of the runs named on the command line."""
+def other_options(ours: Path, theirs: Path) -> str:
+    """The options in which the runs `theirs` differ from `ours`, with their values there."""
+    one, other = (read_json(run / "config.json") for run in (ours, theirs))
+    keys = [key for key in other if key not in ("seed", "out", "versions") and other[key] != one.get(key)]
+    return printable(", ".join(f"{key} {other[key]}" for key in keys)) or "whose options are the same"
+
+
+def compare(ours: list[dict], theirs: list[dict]) -> str:
+    """Differences of the means of two sets of runs with half of their 95 % intervals, row by row."""
+    shown = [column for column in columns(ours[0]) if column in columns(theirs[0])]
+    lines = [["", *(title for title, _, _ in shown)]]
+    one, other = ([named_rows(run) for run in runs] for runs in (ours, theirs))
+    for name in [name for name in one[0] if name in other[0] and name != "Target"]:
+        cells = []
+        for _, key, form in shown:
+            values = [[rows[name].get(key) for rows in runs] for runs in (one, other)]
+            if any(value is None for side in values for value in side):
+                cells.append("")
+                continue
+            a, b = (mean_estimate(torch.tensor(side, dtype=torch.float64)) for side in values)
+            gap = difference(a, b)
+            cells.append(f"{format(gap.value, form)} +- {format(gap.half_width(), form)}")
+        lines.append([name, *cells])
+    return align(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the summary of the runs named on the command line, and how they compare with others."""
     with one_line_errors("eval.summary"):
         parser = OneLineParser(prog="eval.summary", description=__doc__.splitlines()[0])
         parser.add_argument("runs", nargs="+", type=Path, help="directories that main.py wrote, alike but for the seed")
-        print(summarise(read_runs(parser.parse_args().runs)))
+        parser.add_argument(
+            "--against", nargs="+", type=Path, default=[], help="runs with other options, to compare with"
+        )
+        args = parser.parse_args(arguments)
+        ours = read_runs(args.runs)
+        print(summarise(ours))
+        if args.against:
+            theirs = read_runs(args.against)
+            print(f"\nAgainst these runs, {other_options(args.runs[0], args.against[0])}:\n{summarise(theirs)}")
+            print(f"\nThe first minus these (Welch):\n{compare(ours, theirs)}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import re
 from itertools import zip_longest
 from pathlib import Path
 
-from eval.run.command import one_line_errors
+from eval.run.command import one_line_errors, say
 from eval.run.options import OneLineParser
 from tinystories.checkpoint import write_text
 
@@ -24,6 +24,7 @@ def run_blocks(text: str) -> str:
     namespace: dict = {"__name__": "tour"}
 
     def run(block: re.Match) -> str:
+        say(f"running the block of line {text.count(chr(10), 0, block.start())}")
         above = text.count("\n", 0, block.start("code"))  # so that a traceback names the document's line
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

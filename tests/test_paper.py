@@ -25,7 +25,7 @@ from eval.paper.claims import verdict
 from eval.paper.numbers import Number, Numbers, mean_of
 from eval.paper.report.document import templates
 from eval.paper.study import NAMES, NEVER, StudyConfig, baseline_cost, tsmc_cost
-from eval.run.options import CTLConfig, DistillConfig, EvaluationConfig, RunConfig
+from eval.run.options import CTLConfig, DistillConfig, EvaluationConfig, PoolConfig, RunConfig
 from eval.run.setup import Setup, load_setup
 from tinystories import Conditional
 from tsmc import SCHEMES, Chunks, Steps
@@ -56,6 +56,7 @@ TINY = StudyConfig(
         rows=20,
         particles=4,
         save_every=1.0,
+        pool=PoolConfig(base_draws=40, rounds=1, draws=20, updates=3, batch_size=6),
         ctl=CTLConfig(updates=4, batch_size=6),
         distill=DistillConfig(runs=4, updates=3, batch_size=4),
         eval=EvaluationConfig(particles=4, runs=3, base_samples=12),

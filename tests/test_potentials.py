@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from eval.run.options import POCKET, RunConfig
 from eval.run.setup import LastCall, identity, load_setup, sigma_key
 from eval.run.table import columns, table
 from eval.run.target import TargetKey, load_target, save_target
+from eval.scorers import potentials
 from eval.scorers.potentials import fingerprints, make_factors
 from eval.scorers.toxicity import ToxicityScorer, load
 from eval.summary import summarise
@@ -174,6 +177,7 @@ def test_any_option_is_understood_or_refused_in_one_line(scorer, spec):
 
 
 OWN = """
+import sys
 import numpy, torch
 
 def doubled(texts): return [-2.0 * len(text) for text in texts]
@@ -191,6 +195,10 @@ counted = Counted()
 def zeroing(tokens): return -3.0 * tokens.zero_()[:, 0] - 2
 zeroing.reads = "tokens"
 def clearing(texts): return [-5.0 for _ in range(len(texts)) if texts.pop()]
+def backwards(texts): return numpy.array([-1.0, -2.0])[::-1]
+def printing(texts):
+    print("said")
+    return [-1.0] * len(texts)
 
 def nan(texts): return [float("nan")] * len(texts)
 def infinite(texts): return [float("inf")] * len(texts)
@@ -201,6 +209,10 @@ def nothing(texts): pass
 def raising(texts):
     raise ValueError("first line\\nsecond line")
 def without(): return 0
+def leaving(texts): sys.exit(0)
+def complex(texts): return torch.ones(len(texts), dtype=torch.complex64)
+def meta(texts): return torch.empty(len(texts), device="meta")
+def sparse(texts): return torch.zeros(len(texts)).to_sparse()
 def misread(texts): return torch.zeros(len(texts))
 misread.reads = "words"
 number = 3
@@ -224,7 +236,7 @@ def own(tmp_path) -> Path:
             ("of_continuations", [4.0, 4.0]),
         ),
         *(("of_tokens", [-7.0, -11.0]), ("ruled_out", [-INF, -INF]), ("counted", [0.0, 0.0])),
-        *(("zeroing", [-2.0, -2.0]), ("clearing", [-5.0, -5.0])),
+        *(("zeroing", [-2.0, -2.0]), ("clearing", [-5.0, -5.0]), ("backwards", [-2.0, -1.0])),
     ],
 )
 def test_a_function_of_the_users_own(own, scorer, name, log_phi):
@@ -246,6 +258,10 @@ def test_a_function_of_the_users_own(own, scorer, name, log_phi):
         ("nothing", "NoneType that holds no numbers"),
         ("raising", "ValueError: first line)"),
         ("without", "TypeError"),
+        ("leaving", "SystemExit: 0"),
+        ("complex", "Tensor that holds no numbers"),
+        ("meta", "Tensor that holds no numbers"),
+        ("sparse", "Tensor that holds no numbers"),
         ("misread", "misread.reads is 'words'; give one of texts, continuations, tokens"),
         ("number", "no function named 'number'"),
         ("absent", "no function named 'absent'"),
@@ -258,6 +274,24 @@ def test_what_is_wrong_with_a_users_function_is_one_line(own, scorer, name, part
         TextPotential(factors, letters, torch.tensor([1, 2]))(torch.tensor([[3, 4]]))
     message = str(caught.value)
     assert message.startswith(f"--potential {own}:{name}") and part in message and "\n" not in message
+
+
+def test_what_a_users_function_prints_is_no_result(own, scorer, capsys):
+    factor = make_factors([f"{own}:printing"], 1.0, scorer)[0]
+    assert factor.log_phi(["a"]).tolist() == [-1.0]
+    assert capsys.readouterr() == ("", "said\n")
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="searches are bounded by a signal")
+@pytest.mark.parametrize("pattern", [r"(\w+\s?)+$", r"(.*)*\d$"])
+def test_a_pattern_that_would_search_for_hours_is_one_line(scorer, monkeypatch, pattern):
+    monkeypatch.setattr(potentials, "PATIENCE", 0.2)
+    text = "a little girl who liked to play in the garden!"
+    with pytest.raises(InputError) as caught:
+        make_factors([f"regex:{pattern}"], 1.0, scorer)[0].log_phi([text])
+    assert repr(pattern) in str(caught.value) and text in str(caught.value)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    assert make_factors(["regex:girl$"], 1.0, scorer)[0].log_phi([" a girl"]).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -348,7 +382,7 @@ def test_a_potential_that_cannot_work_stops_a_run_before_anything_is_written(tmp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main([*SMALL, "--out", "run", "--potential", spec])
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    _, line = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2 and f"--potential {spec}" in line and not Path("run").exists()
 
 
@@ -369,3 +403,40 @@ def test_the_table_and_the_summary_show_log_phi_where_it_is_not_the_toxicity():
     assert summary[1].split() == lines[1].split() and summary[-1].split()[-4:] == ["0.00", "0.000", "0.000", "0.00"]
     titles = [title for title, _, _ in columns(results | {"potential": ["toxicity"], "base": row})]
     assert titles == ["toxicity", "log Z-hat"]
+
+
+LEARNED = [
+    *("--generations", "0", "--pool-base-draws", "3000", "--pool-rounds", "1", "--pool-draws", "1000"),
+    *("--pool-updates", "40", "--eval-runs", "6", "--eval-particles", "30", "--eval-base-samples", "300"),
+    *("--eval-target-proposals", "0", "--seed", "5"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("potential", "satisfied"),
+    [
+        ("nontoxicity", None),
+        ("keyword:dragon", r"(?i)\bdragon\b"),
+        ("regex: (red|blue) ", " (red|blue) "),
+        ("first-sentence:8", None),
+        ("keyword~5:dragon", None),
+        ("regex~5:rain", None),
+        ("first-sentence~0.5:8", None),
+        ("my.py:log_phi", None),
+    ],
+)
+def test_every_row_of_the_table_of_potentials_is_learned(tmp_path, monkeypatch, potential, satisfied):
+    """On the pocket preset: hard potentials hold for every sample, soft ones much better than for the base model."""
+    (tmp_path / "my.py").write_text("def log_phi(texts): return [-0.5 * text.count('e') for text in texts]\n")
+    spec = f"{tmp_path}/{potential}" if potential.startswith("my") else potential
+    main([*LEARNED, "--out", str(tmp_path / "run"), "--potential", spec])
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    (row,) = results["generations"]
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    texts = [sample["text"].removeprefix(results["prompt"]) for sample in samples if sample["source"] != "base"]
+    assert row["phi_positive"] == 1 and texts
+    if satisfied:
+        assert all(re.search(satisfied, text) for text in texts)
+    if results["base"]["log_phi"] is not None:
+        assert row["log_phi"] > results["base"]["log_phi"] + (0.01 if potential == "nontoxicity" else 0.4)

@@ -183,10 +183,18 @@ def test_a_potential_above_one_is_no_ground_for_rejection():
 
 def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys):
     options = ["--potential", "keyword:zyzzyva", "--length", "2", "--eval-target-proposals", "50"]
+    options += ["--eval-base-samples", "30"]
     with pytest.raises(SystemExit) as ended:
-        main([*options, "--out", str(tmp_path / "run")])
+        main([*options, "--out", str(tmp_path / "run"), "--pool-base-draws", "60"])
+    said = capsys.readouterr().err
     assert ended.value.code == 2
-    assert re.search(r"0 of 50 base samples.*--eval-target-proposals", capsys.readouterr().err.splitlines()[-1])
+    assert re.search(r"0 of 50 base samples.*no row Target.*--eval-target-proposals", said)
+    assert "0 of 30 base samples have phi > 0: about 0.0 of the 60 that the twist first learns from" in said
+    assert "none of the 60 sequences drawn has phi > 0; draw more, or soften" in said.splitlines()[-1]
+    with pytest.raises(SystemExit) as ended:
+        main([*options, "--out", str(tmp_path / "other"), "--method", "distilled"])
+    assert ended.value.code == 2
+    assert "too few for --method distilled; use --method pooled" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_error_of_a_log_mean():

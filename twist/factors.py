@@ -36,15 +36,21 @@ def missed_by(distances: list[float], strength: float) -> Tensor:
     return torch.tensor([-strength * distance if distance > 0 else 0.0 for distance in distances])
 
 
-def regex(pattern: str, strength: float = math.inf) -> Factor:
-    """The continuation holds a match of a Python regular expression; InputError where it is none."""
+Search = Callable[[re.Pattern, str], re.Match | None]
+
+
+def regex(pattern: str, strength: float = math.inf, search: Search = re.Pattern.search) -> Factor:
+    """The continuation holds a match of a Python regular expression; InputError where it is none.
+
+    `search` may end a search that takes too long by raising.
+    """
     try:
         compiled = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise InputError(f"{pattern!r} is no regular expression ({error}); see the module re of Python") from error
 
     def log_phi(continuations: list[str]) -> Tensor:
-        return missed_by([float(compiled.search(text) is None) for text in continuations], strength)
+        return missed_by([float(search(compiled, text) is None) for text in continuations], strength)
 
     return Factor(log_phi, reads="continuations")
 

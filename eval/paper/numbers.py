@@ -230,7 +230,8 @@ def add_comparisons(study: StudyConfig, numbers: Numbers) -> None:
         ends = ("resampling", scheme, 0), ("resampling", scheme, last)
         change(f"{scheme}, {whole}", ("toxicity", "log_z_hat", "log_z_hat_std", "distance"), *ends)
     for name in numbers.names("best"):
-        change(f"{TSMC} to {name}", ("distance",), ("generations", TSMC, last), ("best", name, ""))
+        for ours in (TSMC, NAMES["pooled"]):
+            change(f"{ours} to {name}", ("distance",), ("generations", ours, last), ("best", name, ""))
     target = numbers.get(study.target_place(), "similarity")
     for m in range(last + 1):
         mean = numbers.get(("generations", TSMC, "mean", m), "similarity")

@@ -131,8 +131,9 @@ def algorithm_1(task: Task) -> list[dict]:
         rows.append({"place": place, **numbers, **task.kl(sigma.model, twist)})
         if task.part.kind == "no-effective":
             rows[-1] |= drift(task, sigma.model, m)
-    budget = {"place": ("budget", TSMC, "", ""), "twist_share": products(twist) / products(task.setup.model)}
-    return [*rows, budget]
+    if task.part.kind == "tsmc":
+        rows.append({"place": ("budget", TSMC, "", ""), "twist_share": products(twist) / products(task.setup.model)})
+    return rows
 
 
 def generation_samples(path: Path, m: int) -> Samples:

@@ -25,6 +25,8 @@ from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
 from tinystories.fast import keep_freed_memory
 
+SILENCE = 30.0  # seconds without a word at most
+
 
 def lead_a_group() -> None:
     """Make this process the leader of a group that ends as soon as the process that started it has ended, however it did."""
@@ -98,6 +100,10 @@ class Schedule:
         """Run every part that has no result yet; failures are left in `failed`. KeyboardInterrupt after all have stopped."""
         for folder in ("parts", "times", "logs", "runs"):
             (self.out / folder).mkdir(exist_ok=True)
+        left = sum(not self.is_done(part.name) for part in self.parts)
+        print(
+            f"{left} of {len(self.parts)} parts to do, {self.jobs} at a time, logs in {self.out / 'logs'}", flush=True
+        )
         try:
             while True:
                 for part in self.waiting()[: self.jobs - len(self.running)]:
@@ -107,7 +113,9 @@ class Schedule:
                     self.running[part.name] = part, process, time.monotonic()
                 if not self.running:
                     return
-                multiprocessing.connection.wait([process.sentinel for _, process, _ in self.running.values()])
+                sentinels = [process.sentinel for _, process, _ in self.running.values()]
+                if not multiprocessing.connection.wait(sentinels, timeout=SILENCE):
+                    print(*(f"{name}  {self.last_line(name)}" for name in self.running), sep="\n", flush=True)
                 for name in [name for name, (_, process, _) in self.running.items() if not process.is_alive()]:
                     self.finish(name)
         except KeyboardInterrupt:
@@ -133,7 +141,7 @@ class Schedule:
         """The last line of a part's log."""
         path = self.out / "logs" / f"{name}.log"
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
-        return lines[-1].removeprefix("error: ").removeprefix("main.py: ") if lines else "ended without a word"
+        return lines[-1].removeprefix("error: ").removeprefix("main.py: ") if lines else "without a word so far"
 
     def stop(self) -> None:
         """Pass an interruption on, once, and wait; a second one ends everything at once."""

@@ -3,6 +3,7 @@
     rejection                 base samples, exact samples of sigma for every beta
     tsmc-S                    Algorithm 1 with seed S: `main.py --seed S`
     no-effective-S, lora-S    the same with phi in place of phi^(m), and distilled by LoRA
+    pooled-S                  a twist learned from everything drawn, resampled at the last token: `main.py`'s own default
     particles-S, resampling-S the trained pairs of tsmc-S under other K, and other resampling schemes
     dpo-full-1, ...           the sweep of a baseline on the first seed, numbered by the settings of its grid
     dpo-full-best-S, ...      the best of the sweep on another seed
@@ -16,15 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from distill import DPO_GRID, GRPO_GRID, BaselineConfig, Cost, Grid, dpo_cost, grpo_cost
-from eval.run.options import CTLConfig, DistillConfig, EvaluationConfig, RunConfig, option
+from eval.run.options import CTLConfig, DistillConfig, EvaluationConfig, PoolConfig, RunConfig, option
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "tsmc": {},
     "no-effective": {"effective_potential": False},
     "lora": {"lora": True},
+    "pooled": {"method": "pooled", "resampling": "systematic", "ess_threshold": 0.0},
 }
 METHODS = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")  # baselines
-NAMES = {"tsmc": "TSMC", "no-effective": "TSMC without φ⁽ᵐ⁾", "lora": "TSMC, LoRA"}  # in the report
+NAMES = {"tsmc": "TSMC", "no-effective": "TSMC without φ⁽ᵐ⁾", "lora": "TSMC, LoRA", "pooled": "Pooled twist"}
 NAMES |= {"dpo-full": "DPO, full", "dpo-lora": "DPO, LoRA", "grpo-full": "GRPO, full", "grpo-lora": "GRPO, LoRA"}
 TSMC = NAMES["tsmc"]
 NEVER = "never before the last token"
@@ -124,7 +126,7 @@ def study_parts(study: StudyConfig, shipped: bool) -> list[Part]:
     exact = () if shipped else ("rejection",)
     parts = [Part("rejection", "rejection", first, 80)]
     for seed in study.seeds:
-        parts.append(Part(f"tsmc-{seed}", "tsmc", seed, 240, exact))
+        parts += [Part(f"tsmc-{seed}", "tsmc", seed, 240, exact), Part(f"pooled-{seed}", "pooled", seed, 240, exact)]
     for seed in study.seeds:
         for kind, seconds in (("no-effective", 120), ("lora", 180), ("particles", 80), ("resampling", 70)):
             parts.append(Part(f"{kind}-{seed}", kind, seed, seconds, (f"tsmc-{seed}",)))
@@ -164,6 +166,7 @@ STUDIES = {
             AS_PUBLISHED,
             save_every=5.0,
             particles=10,
+            pool=PoolConfig(base_draws=200, rounds=1, draws=100, updates=5, batch_size=16),
             ctl=CTLConfig(updates=10, batch_size=32),
             distill=DistillConfig(runs=10, updates=5, batch_size=16),
             eval=EvaluationConfig(particles=10, runs=8, base_samples=100),

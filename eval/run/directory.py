@@ -52,6 +52,7 @@ class RunDirectory:
         self.writes = processes.rank() == 0
         self.interrupted = False  # every phase looks at it between steps
         self.phase = ""  # the last that was begun, and its step if one is being taken
+        self.begun, self.phases = 0, 0  # phases begun, and how many there are to be; 0 where nobody knows
         self.samples: list[dict] = []
         if self.writes:
             self.lock = lock_directory(self.path)

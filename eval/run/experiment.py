@@ -1,5 +1,6 @@
 """A run of `main.py` as its algorithm sees it: the parts, the random streams, the phases, and where results go."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from eval.run import processes
 from eval.run.command import say
 from eval.run.directory import RunDirectory
 from eval.run.evaluate import evaluate_base, evaluate_generation, evaluate_target
-from eval.run.figures import draw_figures
 from eval.run.options import RunConfig, by_flag
 from eval.run.saved import save_generation
 from eval.run.setup import Problem, identity, load_setup, sigma_key
@@ -35,6 +35,18 @@ class Experiment:
         processes.compare(origin)
         create = resumed is None
         self.directory = RunDirectory.create(config, origin) if create else RunDirectory.resume(resumed, config, origin)
+        self.directory.phases = self.number_of_phases()
+
+    def number_of_phases(self) -> int:
+        """How many phases of steps and chunks the run has."""
+        prompts, config = self.setup.problems, self.config
+        targets = sum(problem.exact is None and config.eval.target_proposals > 0 for problem in prompts)
+        if config.method == "pooled":
+            rounds = config.pool.rounds * (config.generations + 1) + 1
+            learning = rounds * (len(prompts) + 1)
+        else:
+            learning = 1 + config.generations * (len(prompts) + 2)
+        return targets + len(prompts) + learning + 2 * len(prompts) * (config.generations + 1)
 
     def __enter__(self) -> "Experiment":
         self.directory.__enter__()
@@ -88,12 +100,35 @@ class Experiment:
         )
         exact = rejection_sample(problem.base, problem.potential, chunks)
         if len(exact.tokens) < 2:
-            fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
-            remedy = "raise --eval-target-proposals, lower --beta or soften --potential, or do without exact samples by"
-            raise InputError(f"{fault}; {remedy} --eval-target-proposals 0")
+            fault = (
+                f"{len(exact.tokens)} of {proposals} base samples were accepted, so there is no row Target and no KL"
+            )
+            self.say(f"{fault}; raise --eval-target-proposals to have them")
+            return None
         if self.directory.writes:
             save_target(self.directory.path / "target" / problem.name, exact, sigma_key(self.config, problem.prompt))
         return exact
+
+    def say(self, line: str) -> None:
+        """A line on standard error, once however many processes there are."""
+        if self.directory.writes:
+            say(line)
+
+    def say_base_rate(self, log_phi: Tensor) -> None:
+        """How often p^(0) meets a hard potential; InputError where CTL's batches would hardly ever hold such a text."""
+        alive, total = (log_phi > -math.inf).sum().item(), len(log_phi)
+        if alive == total:
+            return
+        pooled = self.config.method == "pooled"
+        batch = self.config.pool.base_draws if pooled else self.config.ctl.batch_size
+        rate = f"{alive} of {total} base samples have phi > 0"
+        self.say(f"{rate}: about {batch * alive / total:.1f} of the {batch} that the twist first learns from")
+        if not pooled and batch * alive < total / 2:
+            strength = math.ceil(math.log(total / max(alive, 1)))
+            remedy = (
+                f"use --method pooled, soften the potential (~{strength} behind its name), or raise --ctl-batch-size"
+            )
+            raise InputError(f"{rate}, too few for --method distilled; {remedy}")
 
     def evaluate_ends(self) -> list[dict]:
         """Rows of Base and of Target, after each prompt: where p^(0) stands and where sigma does."""
@@ -106,6 +141,7 @@ class Experiment:
                 result["target"], samples = evaluate_target(problem, self.setup.encode)
                 self.directory.add_samples(samples.rows("target", problem.name))
             result["base"], samples = evaluate_base(problem, tokens, self.setup.encode)
+            self.say_base_rate(samples.log_phi)
             self.directory.add_samples(samples.rows("base", problem.name))
             results.append(result | {"generations": []})
         return results
@@ -124,11 +160,11 @@ class Experiment:
             bare = self.sample_base("bare model", m, problem, sigma.model, purpose)
             row, samples = evaluate_generation(problem, sigma, twist, m, population, bare, self.setup.encode)
             self.directory.add_samples(samples.rows(f"generation {m}", problem.name))
-            if row["dead_runs"] > runs / 10 and self.directory.writes:
-                fault = (
+            if row["dead_runs"] > runs / 10:
+                dead = (
                     f"{row['dead_runs']} of {runs} runs died, all weights zero; samples and log Z-hat are of the others"
                 )
-                say(f"generation {m}: {fault}; raise --eval-particles, or soften the potential")
+                self.say(f"generation {m}: {dead}; raise --eval-particles, or soften the potential")
             result["generations"].append(row)
 
     def note_held_out(self, m: int, before: float, after: float) -> None:
@@ -138,5 +174,7 @@ class Experiment:
 
     def finish(self, results: list[dict]) -> None:
         """Figures and results.json."""
+        from eval.run.figures import draw_figures  # matplotlib takes its time to load
+
         draw_figures(results, self.directory)
         self.directory.finish(results, self.config.keep_states)

@@ -53,19 +53,19 @@ def smooth(values: list[float], width: int) -> np.ndarray:
     return np.convolve(values, np.ones(width) / width, mode="valid")
 
 
-def ctl_curves(curves: dict[int, list[dict]], path: Path) -> None:
-    """Loss and ESS of the positive weights by update, faint as they are and bold as running means."""
+def learning_curves(records: list[dict], path: Path) -> None:
+    """Loss of every update and ESS of every batch drawn for the twist, faint as they are and bold as running means."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.5))
-    labels = {"loss": "CTL loss (its gradient counts)", "ess": "ESS of positive weights"}
-    for axes, (key, label) in zip(panels, labels.items(), strict=True):
-        for m, records in curves.items():
-            values = [record[key] for record in records]
+    labels = {"loss": ("Update", "Loss"), "ess": ("Batch", "ESS of the weights")}
+    for axes, (key, (unit, label)) in zip(panels, labels.items(), strict=True):
+        for m in sorted({record["generation"] for record in records}):
+            values = [record[key] for record in records if record["generation"] == m and key in record]
             width = max(1, len(values) // 20)
             axes.plot(values, color=COLOURS[m % 6], alpha=0.2, lw=0.7)
             places = np.arange(len(values) - width + 1) + width / 2
             style = {"color": COLOURS[m % 6], "ls": DASHES[m % 4], "label": f"Generation {m}"}
             axes.plot(places, smooth(values, width), **style)
-        axes.set(xlabel="Update", ylabel=label)
+        axes.set(xlabel=unit, ylabel=label)
         axes.grid(alpha=0.3)
     panels[1].set_yscale("log")
     panels[1].legend()
@@ -90,11 +90,8 @@ def draw_figures(results: list[dict], run: RunDirectory) -> None:
     """The three figures of a run from its results after each prompt, its metrics.jsonl and its samples."""
     if not run.writes:
         return
-    curves: dict[int, list[dict]] = {}
-    for record in run.read_metrics():
-        if record["phase"] == "twist learning":
-            curves.setdefault(record["generation"], []).append(record)
-    ctl_curves(curves, run.path / "figures" / "twist-learning.png")
+    learning = [record for record in run.read_metrics() if record["phase"].startswith(("twist learning", "round"))]
+    learning_curves(learning, run.path / "figures" / "twist-learning.png")
     for number, result in enumerate(results, 1):
         name = "" if number == 1 else f"prompt-{number}"
         folder = run.path / "figures" / name

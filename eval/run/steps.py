@@ -32,6 +32,8 @@ class Progress:
         """`directory` is the run's `RunDirectory`; generation is None before the first."""
         self.directory, self.phase, self.generation, self.total = directory, name, generation, total
         self.label = name if generation is None else f"generation {generation}  {name}"
+        directory.begun += 1
+        self.place = f"{directory.begun}/{directory.phases}  " if directory.phases else ""
         place = "start" if generation is None else str(generation)
         self.path: Path = directory.path / "resume" / f"{place}-{name.replace(' ', '-')}"
         self.of = [self.path.name, directory.identity_of(generation, name)]
@@ -77,7 +79,7 @@ class Progress:
         self.began = self.shown = self.saved = time.monotonic()
         self.first = self.done
         is_watched = processes.rank() == 0 and sys.stderr.isatty()
-        with tqdm(total=self.total, initial=self.done, desc=self.label, disable=not is_watched) as bar:
+        with tqdm(total=self.total, initial=self.done, desc=self.place + self.label, disable=not is_watched) as bar:
             while self.done < self.total:
                 self.directory.phase = f"{self.label}, step {self.done + 1}"
                 yield bar
@@ -101,7 +103,7 @@ class Progress:
             left = spent * (self.total - self.done) / (self.done - self.first)
             figures = "  ".join(f"{name} {value:.3g}" for name, value in self.figures.items())
             times = f"{left:.0f} s left" if self.done < self.total else f"{spent:.0f} s"
-            say(f"{self.label}  {self.done}/{self.total}  {figures}  {times}")
+            say(f"{self.place}{self.label}  {self.done}/{self.total}  {figures}  {times}")
 
 
 class RunSteps(Steps):

@@ -12,14 +12,21 @@ as N numbers: a tensor, an array or a list. --beta leaves it alone. log phi may 
 samples are drawn by rejection.
 """
 
+import contextlib
 import importlib.util
 import math
+import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -29,8 +36,39 @@ from tinystories.errors import InputError
 from twist import first_sentence, keyword, power, regex
 from twist.potential import READS, Factor
 
-FORMS = "toxicity, nontoxicity, keyword:WORD, regex:PATTERN, first-sentence:WORDS or FILE.py:NAME"
-READY = ("keyword", "regex", "first-sentence")
+PATIENCE = 2.0  # seconds for a pattern to be searched in one text
+
+
+def bounded_search(pattern: re.Pattern, text: str) -> re.Match | None:
+    """pattern.search(text); InputError where it takes longer than PATIENCE, as patterns that try all ways do.
+
+    Only a signal reaches a search that is under way: where there are none (Windows, threads), it is not bounded.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        return pattern.search(text)
+
+    def give_up(*_) -> NoReturn:
+        fault = f"has searched {text!r} for {PATIENCE:g} s"
+        raise InputError(
+            f"the pattern {pattern.pattern!r} {fault}; simplify it, repetitions inside repetitions above all"
+        )
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    try:
+        return pattern.search(text)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+READY: dict[str, tuple[str, Callable[[str], object], str, Callable[..., Factor]]] = {
+    "keyword": ("WORD", str, "a word", keyword),
+    "regex": ("PATTERN", str, "a pattern", partial(regex, search=bounded_search)),
+    "first-sentence": ("WORDS", int, "a number of words, at least 1", first_sentence),
+}
+"""Ready factors: what stands behind the colon, its type, what it must be, and the factor made of it and of a strength."""
+FORMS = f"toxicity, nontoxicity, {', '.join(f'{name}:{ready[0]}' for name, ready in READY.items())} or FILE.py:NAME"
 
 
 def make_factors(potential: Sequence[str], beta: float, scorer: ToxicityScorer) -> list[Factor]:
@@ -53,13 +91,11 @@ def ready_factor(spec: str) -> Factor:
     name, tilde, number = head.partition("~")
     if name not in READY or not argument:
         raise InputError(f"--potential {spec}: not understood; give {FORMS}")
-    strength = math.inf
-    if tilde:
-        strength = positive(spec, number, float, "a strength above 0 behind the ~")
-    if name == "first-sentence":
-        return first_sentence(positive(spec, argument, int, "a number of words, at least 1"), strength)
+    strength = positive(spec, number, float, "a strength above 0 behind the ~") if tilde else math.inf
+    _, kind, wanted, make = READY[name]
+    value = argument if kind is str else positive(spec, argument, kind, wanted)
     try:
-        return {"keyword": keyword, "regex": regex}[name](argument, strength)
+        return make(value, strength)
     except InputError as error:
         raise InputError(f"--potential {spec}: {error}") from error
 
@@ -102,7 +138,8 @@ def run_file(spec: str, path: Path) -> ModuleType:
     loader = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(loader)  # dataclasses look their module up there
     try:
-        loader.loader.exec_module(module)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            loader.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise InputError(f"--potential {spec}: {path} cannot be run ({reason(error, path.absolute())})") from error
@@ -124,8 +161,9 @@ def user_factor(spec: str, path: Path, name: str) -> Factor:
     def log_phi(batch: list[str] | Tensor) -> Tensor:
         own = batch.clone() if isinstance(batch, Tensor) else list(batch)  # what the function does to it stays there
         try:
-            value = function(own)
-        except Exception as error:
+            with contextlib.redirect_stdout(sys.stderr):
+                value = function(own)
+        except (Exception, SystemExit) as error:
             raise InputError(f"--potential {spec} failed ({reason(error, path.absolute())})") from error
         return checked(spec, value, batch)
 
@@ -135,7 +173,10 @@ def user_factor(spec: str, path: Path, name: str) -> Factor:
 def checked(spec: str, value: object, batch: list[str] | Tensor) -> Tensor:
     """log phi [N], float32 and detached, of what a user's function returned for N texts or rows of tokens."""
     try:
-        log_phi = torch.as_tensor(value).detach().float()
+        value = torch.as_tensor(numpy.ascontiguousarray(value) if isinstance(value, numpy.ndarray) else value)
+        if value.is_complex() or value.is_meta or value.layout != torch.strided:
+            raise TypeError("complex, without values, or sparse")
+        log_phi = value.detach().float()
     except (TypeError, ValueError, RuntimeError) as error:
         fault = f"returned a {type(value).__name__} that holds no numbers"
         raise InputError(f"--potential {spec} {fault}; return log phi, one number for each text") from error

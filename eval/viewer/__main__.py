@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 
 from eval.run import options
-from eval.run.command import one_line_errors, printable
+from eval.run.command import one_line_errors, printable, say
 from eval.run.directory import finite_or_null
 from eval.run.options import MOST, OneLineParser, saved_config
 from eval.run.saved import generations, load_generation
@@ -191,10 +191,12 @@ def sample(args: argparse.Namespace) -> None:
         print(text if args.json or len(drawn) == 1 else f"\n{text}", flush=True)
     if args.html:
         write_text(args.html.resolve(), genealogy.page(drawn, about, setup.tokenizer))  # a link stays one
+        say(f"wrote {printable(str(args.html))}")
     if args.picture:
         from eval.viewer.picture import draw_genealogy  # matplotlib takes a second to load
 
         draw_genealogy(drawn[0], setup.tokenizer, args.picture)
+        say(f"wrote {printable(str(args.picture))}")
 
 
 def main(arguments: list[str] | None = None) -> None:

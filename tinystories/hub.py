@@ -4,7 +4,8 @@
     checkpoint_directory("owner/repository@revision", "--lm")         a commit, tag or branch; main where none is named
 
 Of a repository only what `load` reads is fetched: the configuration, the tokenizer and the weights, safetensors if it
-has them, all of one commit. What arrives is checked against the hash that the Hub states, and removed if it differs.
+has them, all of one commit. A transfer is watched (`transfer.py`), and what arrives is checked against the hash that
+the Hub states, and removed if it differs.
 A `pytorch_model.bin` is read without running anything in it and kept as safetensors beside the cache, under
 HF_ASSETS_CACHE. A commit that is in the cache is read without the network.
 """

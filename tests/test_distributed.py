@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,27 @@ def test_two_processes_learn_the_same_weights(runs):
         one, two = (load_file(run / "generation-1" / name) for run in runs)
         for key in one:
             torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs a signal that stops a process")
+def test_ctrl_c_reaches_a_process_that_waits_for_another(tmp_path):
+    port = free_port()
+    jobs = [
+        start([*SMALL, "--ctl-updates", "100000", "--out", str(tmp_path / "run")], rank, 2, port) for rank in range(2)
+    ]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size > 0):
+        assert all(job.poll() is None for job in jobs), [job.stderr.read() for job in jobs if job.poll() is not None]
+    jobs[1].send_signal(signal.SIGSTOP)
+    time.sleep(1)
+    for _ in range(2):
+        jobs[0].send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    try:
+        assert jobs[0].wait(30) == 130
+        assert "continue from the last saved state" in jobs[0].stderr.read()
+    finally:
+        jobs[1].kill()
 
 
 def test_the_loss_of_one_process_ends_the_other_with_one_line(tmp_path):

@@ -129,8 +129,13 @@ def expect_refusal(capsys, arguments: list, *parts: str) -> None:
         (["--particels", 5], ["--particels", "--help"]),
         (["--particles", 10**20], ["--particles", "at most 1000000000"]),
         (["--ctl-hidden-units", 10**20], ["--ctl-hidden-units", "at most 1000000000"]),
-        (["--particles", 10**8], ["--particles", "GB", "lower it"]),
-        (["--ctl-hidden-units", 10**6], ["--ctl-hidden-units", "GB", "lower it"]),
+        (["--eval-particles", 10**8], ["--eval-particles", "GB", "lower it"]),
+        (["--pool-hidden-units", 10**6], ["--pool-hidden-units", "GB", "lower it"]),
+        (["--pool-batch-size", 10**7], ["--pool-batch-size", "GB", "lower it"]),
+        (["--method", "distilled", "--particles", 10**8], ["--particles", "GB", "lower it"]),
+        (["--method", "distilled", "--ctl-hidden-units", 10**6], ["--ctl-hidden-units", "GB", "lower it"]),
+        (["--lora"], ["--method pooled has no use for --lora", "--method distilled"]),
+        (["--method", "distilled", "--pool-draws", 5], ["--method distilled has no use for --pool", "--method pooled"]),
         (["--prompt", ""], ["the prompt is empty"]),
         (["--prompt", "a " * 200], ["the prompt (", "shorten"]),
         (["--length", 500], ["the length (500)", "shorten"]),
@@ -207,10 +212,10 @@ def test_a_stale_target_is_refused(capsys, tmp_path, copied, monkeypatch):
 
 def test_as_published_is_the_papers_rule():
     config = read_config(["--as-published"], "")[0]
-    assert (config.resampling, config.ess_threshold) == ("multinomial", 1.0)
+    assert (config.method, config.resampling, config.ess_threshold) == ("distilled", "multinomial", 1.0)
     config = read_config([], "")[0]
-    assert (config.resampling, config.ess_threshold) == ("systematic", 0.0)
-    with pytest.raises(InputError, match="leave out --ess-threshold"):
+    assert (config.method, config.resampling, config.ess_threshold) == ("pooled", "systematic", 0.0)
+    with pytest.raises(InputError, match="--as-published sets --ess-threshold itself"):
         read_config(["--as-published", "--ess-threshold", "0.5"], "")
 
 
@@ -221,5 +226,6 @@ def test_every_option_has_help():
 
 def test_the_paper_trains_with_its_own_number_of_particles():
     assert read_config(["--preset", "paper"], "")[0].particles == 100
-    assert read_config(["--preset", "paper", "--particles", "7"], "")[0].particles == 7
+    small = ["--preset", "paper", "--method", "distilled", "--particles", "7"]
+    assert read_config(small, "")[0].particles == 7
     assert read_config([], "")[0].particles == RunConfig().particles == 50

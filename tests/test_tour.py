@@ -1,10 +1,17 @@
-"""The tour says what its code prints, names functions that exist, and its comparison notices what it should."""
+"""The tour and its notebook say what their code prints, name functions that exist; the comparison notices what it should."""
 
+import base64
+import contextlib
+import io
+import json
 import re
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from eval.tour import BLOCK, TOUR, differences, run_blocks
+from eval.tour import BLOCK, NOTEBOOK, PICTURE, TOUR, differences, notebook, run_blocks
 
 ROOT = TOUR.parent.parent
 
@@ -14,9 +21,52 @@ def tour() -> str:
     return TOUR.read_text(encoding="utf-8")
 
 
-def test_every_block_prints_what_stands_below_it(tour, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert differences(tour, run_blocks(tour)) == [], "rewrite the outputs with python -m eval.tour"
+@pytest.fixture
+def copy(tmp_path, monkeypatch) -> Path:
+    """A folder that looks like the repository and may be written to; the notebook starts in its docs/, as Jupyter would."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    for name in ("tour.md", "tiny.py"):
+        (tmp_path / "docs" / name).symlink_to(ROOT / "docs" / name)
+    monkeypatch.chdir(tmp_path / "docs")
+    return tmp_path
+
+
+def test_every_cell_prints_what_stands_below_it_and_draws_its_picture(copy, tour):
+    namespace, began = {"__name__": "notebook"}, time.thread_time()
+    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec("".join(cell["source"]), namespace)
+            written = "".join(line for output in cell["outputs"] for line in output["text"])
+            assert differences(written, printed.getvalue()) == [], "rewrite the outputs with python -m eval.tour"
+    assert time.thread_time() - began < 60, "the tour takes under a minute"
+    drawn = {picture.name for picture in (copy / "docs").glob("*.png")}
+    assert drawn == set(PICTURE.findall(tour)) and len(drawn) == 2
+
+
+def test_the_notebook_is_the_tour(tour):
+    found = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert found == notebook(tour, TOUR.parent), "make it again with python -m eval.tour"
+    assert found["nbformat"] == 4 and len(found["cells"]) > 2 * len(BLOCK.findall(tour))
+
+
+def test_a_notebook_has_all_text_code_outputs_and_pictures(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"picture")
+    text = "# T\n\n```python\nx = 2\nprint(x)\n```\n\n```text\n2\n```\n\n![what it shows](a.png)\n"
+    root, title, code, picture = notebook(text, tmp_path)["cells"]
+    assert "os.chdir(root)" in "".join(root["source"]) and root["outputs"] == []
+    assert title["source"] == ["# T"] and code["source"] == ["x = 2\n", "print(x)"]
+    assert code["outputs"] == [{"name": "stdout", "output_type": "stream", "text": ["2\n"]}]
+    assert picture["source"] == ["![what it shows](attachment:a.png)"]
+    assert base64.b64decode(picture["attachments"]["a.png"]["image/png"]) == b"picture"
+
+
+def test_every_question_has_its_answer(tour):
+    questions, answers = tour.count("**Predict first:**"), tour.count("<details><summary>Answer</summary>\n\n")
+    assert questions == answers == tour.count("\n</details>\n") > 3
 
 
 def test_every_fence_belongs_to_a_block_that_is_run(tour):

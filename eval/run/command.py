@@ -54,7 +54,8 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
 def stop(program: str, message: str, code: int) -> NoReturn:
     """One line on standard error, and the end."""
     say(f"{program}: {message}")
-    processes.leave()
+    if processes.count() > 1:
+        os._exit(code)  # an orderly end would wait for the other processes
     sys.exit(code)
 
 

@@ -12,6 +12,7 @@ numbers, which costs nothing, and uses its rows of them; so the distributed job 
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -52,10 +53,18 @@ def share(total: int) -> slice:
     return slice(total * rank() // count(), total * (rank() + 1) // count())
 
 
+def wait_awake(work: dist.Work) -> None:
+    """Wait for what all processes do together, so that Ctrl-C ends a process whose peers do not come."""
+    while not work.is_completed():
+        time.sleep(0.0002)
+    work.wait()  # raises where a peer is lost
+
+
 def gather(value: T) -> list[T]:
     """The values of all processes, in their order; tensors in them should be on the CPU."""
     if count() == 1:
         return [value]
+    wait_awake(dist.barrier(async_op=True))
     values: list[T] = [value] * count()
     dist.all_gather_object(values, value)
     return values
@@ -80,7 +89,7 @@ def share_gradients(module: nn.Module) -> None:
     """Let every gradient be summed over the processes as soon as backward() has computed it."""
 
     def add(parameter: nn.Parameter) -> None:
-        dist.all_reduce(parameter.grad)
+        wait_awake(dist.all_reduce(parameter.grad, async_op=True))
 
     if count() > 1:
         for parameter in module.parameters():

@@ -8,8 +8,10 @@ import contextlib
 import hashlib
 import http.server
 import threading
+import time
 from collections.abc import Iterator
 
+ELSEWHERE = "../../../../escaped"
 LARGE = (".safetensors", ".bin")
 STATUS = {  # fault -> status and the Hub's word for it
     "no repository": (404, "RepoNotFound"),
@@ -69,18 +71,19 @@ def handler(hub: Hub) -> type[http.server.BaseHTTPRequestHandler]:
             commit = hub.revisions.get(f"{owner}/{name}", {}).get(revision)
             fault = hub.faults.get(file, "no repository" if f"{owner}/{name}" not in hub.revisions else None)
             fault = fault or ("no revision" if commit is None else None)
+            if fault == "hostile":
+                return self.refuse(418, None, X_Error_Message="\x9b2Jerror: forged")
             if fault in STATUS:
                 return self.refuse(*STATUS[fault])
             content = hub.files[commit].get(file)
             if content is None:
                 return self.refuse(404, "EntryNotFound", X_Repo_Commit=commit)
             if file.endswith(LARGE):
-                linked = {
-                    "X_Linked_Etag": f'"{hashlib.sha256(content).hexdigest()}"',
-                    "X_Linked_Size": str(len(content)),
-                }
+                digest = ELSEWHERE if fault == "named outside" else hashlib.sha256(content).hexdigest()
+                linked = {"X_Linked_Etag": f'"{digest}"', "X_Linked_Size": str(len(content))}
                 return self.head(302, Location=f"{hub.elsewhere}/{commit}/{file}", X_Repo_Commit=commit, **linked)
             digest = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            digest = ELSEWHERE if fault == "named outside" else digest
             self.head(200, len(content), ETag=f'"{digest}"', X_Repo_Commit=commit)
             if self.command == "GET":
                 self.wfile.write(spoilt(content) if fault == "altered" else content)
@@ -95,11 +98,23 @@ def handler(hub: Hub) -> type[http.server.BaseHTTPRequestHandler]:
             short = rest[: len(rest) // 2]
             if fault == "short":
                 return self.head(200, len(short)) or self.wfile.write(short)
+            if fault in ("endless", "slow", "packed"):
+                return self.never_end(fault)
             self.head(206 if start else 200, len(rest), **({"Content_Range": whole} if start else {}))
             if fault == "cut":
                 self.close_connection = True
                 return self.wfile.write(short)
             self.wfile.write(rest)
+
+        def never_end(self, fault: str) -> None:
+            """Bytes for as long as somebody reads them: as fast as they come, one at a time, or said to be packed."""
+            packed = {"Content_Encoding": "gzip"} if fault == "packed" else {}
+            self.head(200, 10**12, **packed)
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b"\0" if fault == "slow" else bytes(2**16))
+                    time.sleep(0.05 if fault == "slow" else 0)
 
         def do_HEAD(self) -> None:
             """Answer; what is no file of a repository is not there and is not counted."""

@@ -11,7 +11,7 @@ import pytest
 from eval.run.command import one_line_errors, printable
 from eval.run.options import RunConfig
 from tinystories.checkpoint import write_json
-from tinystories.errors import InputError
+from tinystories.errors import InputError, listed
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,6 +66,8 @@ def test_bad_input_ends_with_its_code_where_nobody_can_be_told(program, output):
     ("error", "code", "words"),
     [
         (InputError("a\nb\x1b[2J"), 2, r"error: a\nb\x1b[2J"),
+        (KeyboardInterrupt("a\nb\x1b[2J"), 130, r"a\nb\x1b[2J"),
+        (FileNotFoundError(2, "No", "\x1b[2J\nerror: x"), 2, r"error: \x1b[2J\nerror: x: cannot be used (No)"),
         (MemoryError(), 2, "error: out of memory; lower it"),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
@@ -91,3 +93,6 @@ def test_a_mistake_in_the_program_is_not_hidden():
 def test_what_is_printed_stays_in_its_line():
     assert printable("a\nb\r\x1b[31m\u202e\x85") == r"a\nb\r\x1b[31m\u202e\x85"
     assert printable("Zoë 日本 🙂") == "Zoë 日本 🙂"
+    assert str(InputError("a\nb\x1b[2J")) == r"a\nb\x1b[2J", "wherever it is shown"
+    assert listed(f"\n{number}" * 60 for number in range(9)).count(",") == 4 and listed("ba") == "a, b"
+    assert len(listed(["x" * 10**6] * 100)) < 500

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import httpx2
@@ -197,18 +198,30 @@ def test_large_files_come_by_a_redirect_to_another_host(remote, original):
         ("model.safetensors", "altered", "another hash"),
         ("tokenizer.json", "altered", "another hash"),
         ("model.safetensors", "down", "503"),
+        ("model.safetensors", "named outside", "X-Linked-ETag '\"../../../../escaped\"' is no hash"),
+        ("tokenizer.json", "named outside", "ETag '\"../../../../escaped\"' is no hash"),
+        ("model.safetensors", "endless", "the server sends more than it has declared"),
+        ("model.safetensors", "slow", "the server is too slow"),
+        ("model.safetensors", "packed", "the server packs it, unasked"),
     ],
 )
 def test_damaged_downloads_leave_nothing_and_a_second_try_works(
     remote, original, tmp_path, monkeypatch, file, fault, words, links, capfd
 ):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    if fault == "slow":
+        monkeypatch.setattr("tinystories.transfer.PATIENCE", 0.3)
+    else:
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_SYMLINKS", not links)
     remote.publish(NAME, COMMIT, contents(original, "safetensors"))
     remote.faults[file] = fault
     message = refusal()
     assert file in message and words in message and "hf download owner/stories" in message
-    assert not stored(tmp_path / "cache", file) and "".join(capfd.readouterr()) == ""
+    assert (
+        not stored(tmp_path / "cache", file)
+        and not list(tmp_path.parent.rglob("escaped*"))
+        and "".join(capfd.readouterr()) == ""
+    )
     assert len([path for path in tmp_path.rglob("blobs/*") if path.is_file()]) <= 2
     remote.faults.clear()
     model, _ = tinystories.load(checkpoint_directory(NAME, "--lm"))
@@ -224,6 +237,7 @@ def test_damaged_downloads_leave_nothing_and_a_second_try_works(
         ("config.json", "no revision", "no revision main"),
         ("config.json", "down", "503"),
         ("model.safetensors", "gated", "its owner lets in"),
+        ("config.json", "hostile", r"could not be fetched"),
         ("config.json", None, "it holds no config.json"),
         ("tokenizer.json", None, "it holds no tokenizer.json"),
         ("model.safetensors", None, "it holds no model.safetensors"),
@@ -246,7 +260,7 @@ def test_a_file_missing_from_a_sharded_repository_is_named(remote, original):
     assert "it holds no model-00002-of-00002.safetensors" in refusal()
 
 
-@pytest.mark.parametrize("place", ["../secret.safetensors", "/etc/hostname", "..", 3, ""])
+@pytest.mark.parametrize("place", ["../secret.safetensors", "/etc/hostname", "..", 3, "", "..\\..\\x", "\x1b[2Jx"])
 def test_an_index_that_points_elsewhere_is_refused(remote, original, place):
     files = contents(original, "safetensors")
     del files["model.safetensors"]
@@ -328,7 +342,10 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("how", ["trap", "trap among tensors", "list", "numbers", "truncated", "garbage"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "how", ["trap", "trap among tensors", "list", "numbers", "truncated", "garbage", "meta", "quantised"]
+)
 def test_no_pickle_is_executed(remote, original, tmp_path, how, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     trap, files = Trap(tmp_path / "sprung"), contents(original, "bin")
@@ -340,6 +357,8 @@ def test_no_pickle_is_executed(remote, original, tmp_path, how, monkeypatch):
         "numbers": lambda: pickled({"wte.weight": 1.0}),
         "truncated": lambda: whole[: len(whole) // 2],
         "garbage": lambda: b"\x80\x02garbage",
+        "meta": lambda: pickled({"wte.weight": torch.ones(2, device="meta")}),
+        "quantised": lambda: pickled({"wte.weight": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)}),
     }[how]()
     remote.publish(NAME, COMMIT, files)
     with pytest.raises(InputError, match=r"pytorch_model\.bin: .*use"):
@@ -347,6 +366,32 @@ def test_no_pickle_is_executed(remote, original, tmp_path, how, monkeypatch):
     assert not (tmp_path / "sprung").exists() and not (tmp_path / "assets").exists()
     torch.load(io.BytesIO(pickled(trap)), weights_only=False)
     assert (tmp_path / "sprung").exists(), "the trap works"
+
+
+def deflated(content: bytes) -> bytes:
+    """A zip archive with the same entries, packed."""
+    with zipfile.ZipFile(io.BytesIO(content)) as stored, zipfile.ZipFile(buffer := io.BytesIO(), "w") as packed:
+        for entry in stored.infolist():
+            packed.writestr(entry.filename, stored.read(entry), zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (lambda: deflated(pickled({"wte.weight": torch.zeros(2**20)})), "it is compressed"),
+        (
+            lambda: pickled({"wte.weight": torch.zeros(1).expand(10**6, 10**6)}),
+            "smaller than the tensors that it names",
+        ),
+        (lambda: pickled(dict.fromkeys("abc", torch.zeros(2**20))), "smaller than the tensors that it names"),
+    ],
+)
+def test_a_small_file_asks_for_no_large_memory(remote, original, tmp_path, content, words):
+    remote.publish(NAME, COMMIT, contents(original, "bin") | {"pytorch_model.bin": content()})
+    with pytest.raises(InputError, match=words):
+        checkpoint_directory(NAME, "--lm")
+    assert not (tmp_path / "assets").exists()
 
 
 def test_the_paper_preset_end_to_end(remote, tmp_path):

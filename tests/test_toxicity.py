@@ -257,13 +257,16 @@ def test_logit_that_is_not_finite_is_refused(checkpoint):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("model_type", "bert", "use a roberta checkpoint"),
-        ("hidden_act", "relu", "hidden_act 'relu' is unknown"),
-        ("id2label", {"0": "a", "1": "b"}, "2 labels where one logit is needed"),
-        ("num_attention_heads", 5, "a multiple of num_attention_heads"),
+        ("model_type", "bert", "model_type is 'bert', not roberta"),
+        ("hidden_act", "relu", "hidden_act is 'relu', not gelu"),
+        ("id2label", {"0": "a", "1": "b"}, "'1': 'b'} where one logit is needed"),
+        ("num_attention_heads", 5, "no multiple of num_attention_heads"),
         ("hidden_size", None, "not a roberta configuration"),
-        ("pad_token_id", 340, "pad_token_id 340 is no token"),
+        ("pad_token_id", 340, "pad_token_id is 340, not a whole number from 0 to 339"),
         ("vocab_size", 300, "where config.json implies"),
+        ("id2label", 5, "id2label is 5 where one logit is needed"),
+        ("num_hidden_layers", 10**9, "not a whole number from 1 to 1000"),
+        ("type_vocab_size", 1.0, "type_vocab_size is 1.0"),
     ],
 )
 def test_configurations_that_are_no_such_classifier(checkpoint, tmp_path, field, value, words):

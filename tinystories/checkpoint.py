@@ -13,7 +13,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import stat
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tinystories.errors import InputError
+from tinystories.errors import InputError, listed, shortened
 
 WEIGHTS = (
     "model.safetensors",
@@ -32,6 +35,8 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",))
+TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SHARD = re.compile(r"\w[\w.-]{0,200}", re.ASCII)
 TOKENIZER_OPTIONS = "tokenizer_config.json"
 
 
@@ -66,15 +71,22 @@ def write_json(path: Path, value) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path, trouble: str) -> Iterator[None]:
-    """Whatever goes wrong in the block becomes an InputError that names the file, its `trouble` and the reason."""
+def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Iterator[None]:
+    """Whatever goes wrong in the block becomes an InputError that names the file, its `trouble`, the reason and `remedy`.
+
+    So is anything but a file in its place: to open a pipe or a device could wait for ever.
+    """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError("it is no regular file")
         yield
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; check the name of its directory") from None
-    except Exception as error:  # libraries that read files raise anything, bare Exception among it
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path}: {trouble} ({reason}); restore the file") from error
+    except (InputError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # libraries raise anything, and a panic of one in Rust is no Exception
+        reason = shortened((str(error).splitlines() or [type(error).__name__])[0])
+        raise InputError(f"{path}: {trouble} ({reason}); {remedy}") from error
 
 
 def read_json(path: Path) -> dict:
@@ -94,19 +106,29 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
     """All tensors of a `pytorch_model.bin` by name, by an unpickler that knows tensors and runs nothing else."""
-    try:
+    trouble, remedy = (
+        "damaged, or holds more than tensors, which is never run",
+        "restore the file or use model.safetensors",
+    )
+    with reading(path, trouble, remedy):
+        size = os.path.getsize(path)
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if sum(entry.file_size for entry in archive.infolist()) > size:
+                    raise ValueError("it is compressed, which torch.save never does")
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; check the name of its directory") from None
-    except Exception as error:  # a damaged pickle can raise anything
-        fault = "damaged, or holds more than tensors, which is never run"
-        raise InputError(f"{path}: {fault}; restore the file or use model.safetensors") from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        for name, tensor in tensors.items()
-    ):
+    if not isinstance(tensors, dict) or not all(map(is_plain, tensors, tensors.values())):
         raise InputError(f"{path}: holds no tensors by name; use the state dict of one network")
+    if sum(tensor.nbytes for tensor in tensors.values()) > 2 * size:  # tied tensors may share their numbers
+        raise InputError(f"{path}: is smaller than the tensors that it names; {remedy}")
     return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def is_plain(name: object, tensor: object) -> bool:
+    """Whether a pickle's entry is a tensor by its name whose numbers are there, one by one."""
+    if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.is_quantized or tensor.is_nested:
+        return False
+    return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def read_shards(index: Path) -> dict[str, set[str]]:
@@ -115,8 +137,8 @@ def read_shards(index: Path) -> dict[str, set[str]]:
     if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
         raise InputError(f"{index}: holds no weight_map; restore the file")
     files = sorted(set(places.values()))
-    if any(file != os.path.basename(file) or file in ("", "..") for file in files):
-        raise InputError(f"{index}: names a file outside its directory; restore the file")
+    if odd := [file for file in files if not SHARD.fullmatch(file)]:
+        raise InputError(f"{index}: {listed(odd)} is no name of a file beside it; restore the file")
     return {file: {name for name, place in places.items() if place == file} for file in files}
 
 
@@ -141,16 +163,16 @@ def read_weights(directory: Path) -> tuple[dict[str, Tensor], Path]:
     tensors, names = {}, read_shards(first)
     for part in parts:
         loaded = read(part)
-        if wrong := sorted(loaded.keys() ^ names[part.name]):
-            raise InputError(f"{part}: {first.name} disagrees about {', '.join(wrong)}; use files of one checkpoint")
+        if wrong := loaded.keys() ^ names[part.name]:
+            raise InputError(f"{part}: {first.name} disagrees about {listed(wrong)}; use files of one checkpoint")
         tensors |= loaded
     return tensors, first
 
 
 def without_prefix(tensors: dict[str, Tensor], prefix: str, source: Path) -> dict[str, Tensor]:
     """The tensors by their names less `prefix`, which each may carry or not; InputError where one name does both."""
-    if twice := sorted(name for name in tensors if prefix + name in tensors):
-        raise InputError(f"{source}: {', '.join(twice)} stands with and without {prefix}; use files of one checkpoint")
+    if twice := [name for name in tensors if prefix + name in tensors]:
+        raise InputError(f"{source}: {listed(twice)} stands with and without {prefix}; use files of one checkpoint")
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
@@ -180,24 +202,25 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
-    """Copy tensors into the module in float32; InputError lists what is missing, left over, misshapen or not finite."""
+    """Copy tensors into the module in float32; InputError lists what is missing, left over, misshapen or not finite.
+
+    A module on the device "meta" asks for no memory before its shapes have been compared with what there is.
+    """
     wanted = module.state_dict()
-    missing = sorted(wanted.keys() - tensors.keys())
-    left_over = sorted(tensors.keys() - wanted.keys())
-    if missing or left_over:
-        parts = [
-            f"{word}: {', '.join(names)}" for word, names in (("missing", missing), ("left over", left_over)) if names
-        ]
-        raise InputError(
-            f"{source}: the tensors do not fit config.json ({'; '.join(parts)}); use files of one checkpoint"
-        )
+    differences = {"missing": wanted.keys() - tensors.keys(), "left over": tensors.keys() - wanted.keys()}
+    if faults := [f"{word}: {listed(names)}" for word, names in differences.items() if names]:
+        fault = f"the tensors do not fit config.json ({'; '.join(faults)})"
+        raise InputError(f"{source}: {fault}; use files of one checkpoint")
     for name, tensor in tensors.items():
         if tensor.shape != wanted[name].shape:
             shapes = f"{list(tensor.shape)} where config.json implies {list(wanted[name].shape)}"
             raise InputError(f"{source}: {name} has shape {shapes}; use files of one checkpoint")
+        if tensor.dtype not in TYPES:
+            raise InputError(f"{source}: {name} is of {tensor.dtype}; use a checkpoint in float32, float16 or bfloat16")
         if not torch.isfinite(tensor).all():
             raise InputError(f"{source}: {name} holds NaN or infinite values; restore the file")
-    module.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    layout = {"dtype": torch.float32, "copy": True, "memory_format": torch.contiguous_format}
+    module.load_state_dict({name: tensor.to(**layout) for name, tensor in tensors.items()}, assign=True)
 
 
 def fingerprint(directory: Path) -> str:

@@ -4,7 +4,8 @@
     checkpoint_directory("owner/repository@revision", "--lm")         a commit, tag or branch; main where none is named
 
 Of a repository only what `load` reads is fetched: the configuration, the tokenizer and the weights, safetensors if it
-has them, all of one commit. What arrives is checked against the hash that the Hub states, and removed if it differs.
+has them, all of one commit. A transfer is watched (`transfer.py`), and what arrives is checked against the hash that
+the Hub states, and removed if it differs.
 A `pytorch_model.bin` is read without running anything in it and kept as safetensors beside the cache, under
 HF_ASSETS_CACHE. A commit that is in the cache is read without the network.
 """
@@ -22,7 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import (
+    constants,
+    errors,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    set_client_factory,
+    try_to_load_from_cache,
+)
 from huggingface_hub.utils import logging, validate_repo_id
 
 from tinystories.checkpoint import (
@@ -35,7 +44,8 @@ from tinystories.checkpoint import (
     tokenizer_files,
     write_tensors,
 )
-from tinystories.errors import InputError
+from tinystories.errors import InputError, shortened
+from tinystories.transfer import Watch, default_client_factory
 
 NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 CONVERTED = "self-distilled-tsmc"
@@ -57,15 +67,17 @@ def checkpoint_directory(name: str, flag: str) -> Path:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep what huggingface_hub logs and warns of off the screen; its progress bar stays, on a terminal."""
+def watched() -> Iterator[None]:
+    """Watch what a server sends, and keep what huggingface_hub logs and warns of off the screen, not its progress bar."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
+    set_client_factory(Watch().client)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        set_client_factory(default_client_factory)
         logging.set_verbosity(verbosity)
 
 
@@ -101,7 +113,7 @@ class Repository:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             fault = f"its {file} cannot be kept in {constants.HF_HUB_CACHE} ({error.strerror})"
             self.refuse(f"{fault}: make room there or set HF_HOME to another place", error)
-        fault = (str(error).splitlines() or [""])[0]
+        fault = shortened((str(error).splitlines() or [""])[0])
         self.refuse(f"its {file} could not be fetched ({type(error).__name__}: {fault})", error)
 
     def cached(self, file: str, revision: str) -> Path | bool | None:
@@ -115,7 +127,7 @@ class Repository:
         """Fetch a file into the cache and check it; None where the repository has none."""
         before = self.cached(file, revision)
         try:
-            with quiet():
+            with watched():
                 path = Path(hf_hub_download(self.name, file, revision=revision))
                 if path == before:
                     return path
@@ -153,7 +165,7 @@ class Repository:
             return here.parent
         if not here:  # ask once: hf_hub_download would try for half a minute where there is no network
             try:
-                with quiet():
+                with watched():
                     get_hf_file_metadata(hf_hub_url(self.name, file, revision=self.revision))
             except errors.RemoteEntryNotFoundError as error:
                 self.refuse(f"it holds no {file}", error)

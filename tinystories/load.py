@@ -5,6 +5,7 @@ files also carry the causal mask as buffers (`attn.attention.bias`, `attn.attent
 """
 
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -21,35 +22,38 @@ from tinystories.checkpoint import (
     write_text,
 )
 from tinystories.errors import InputError
+from tinystories.fields import MOST_LAYERS, Fields
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 from tinystories.vocabulary import END_OF_TEXT, read_vocabulary
 
 MASK_BUFFERS = ("attn.attention.bias", "attn.attention.masked_bias")
-SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_position_embeddings")
+SIZES = ("vocab_size", "hidden_size", "num_heads", "max_position_embeddings")
 
 
 def config_from_json(raw: dict, source: str) -> GPTNeoConfig:
     """The configuration that a `config.json` holds; InputError, naming `source`, where it is none of this network."""
-    for field, known in (("model_type", "gpt_neo"), ("activation_function", "gelu_new")):
-        if raw.get(field, known) != known:
-            raise InputError(f"{source}: {field} is {raw[field]!r}; use a GPT-Neo checkpoint with {known}")
-    try:
-        config = GPTNeoConfig(
-            **{name: int(raw[name]) for name in SIZES},
-            attention_layers=tuple(k for kinds, count in raw["attention_types"] for _ in range(count) for k in kinds),
-            window_size=int(raw.get("window_size", 256)),
-            intermediate_size=int(raw.get("intermediate_size") or 4 * int(raw["hidden_size"])),
-            layer_norm_epsilon=float(raw.get("layer_norm_epsilon", 1e-5)),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{source}: not a GPT-Neo configuration ({error!r}); use a GPT-Neo checkpoint") from error
-    if len(config.attention_layers) != config.num_layers or set(config.attention_layers) - {"global", "local"}:
-        fault = f"attention_types must name num_layers = {config.num_layers} global or local layers"
-        raise InputError(f"{source}: {fault}; restore the file")
-    if min(*(getattr(config, name) for name in SIZES), config.window_size) < 1 or config.hidden_size % config.num_heads:
-        raise InputError(f"{source}: sizes must be positive and hidden_size a multiple of num_heads; restore the file")
-    return config
+    fields = Fields(raw, source, "gpt_neo")
+    fields.word("activation_function", "gelu_new")
+    sizes = {name: fields.whole(name) for name in SIZES}
+    num_layers = fields.whole("num_layers", within=(1, MOST_LAYERS))
+    try:  # one more than there should be tells that there are too many, however many are asked for
+        groups = [(list(kinds), range(min(count, num_layers + 1))) for kinds, count in raw["attention_types"]]
+    except (KeyError, TypeError, ValueError):
+        groups = []
+    layers = tuple(islice((kind for kinds, times in groups for _ in times for kind in kinds), num_layers + 1))
+    if len(layers) != num_layers or not all(kind in ("global", "local") for kind in layers):
+        fields.refuse(f"attention_types must name num_layers = {num_layers} global or local layers")
+    if sizes["hidden_size"] % sizes["num_heads"]:
+        fields.refuse("hidden_size is no multiple of num_heads")
+    return GPTNeoConfig(
+        **sizes,
+        num_layers=num_layers,
+        attention_layers=layers,
+        window_size=fields.whole("window_size", 256),
+        intermediate_size=fields.whole("intermediate_size", 4 * sizes["hidden_size"]),
+        layer_norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
+        tie_word_embeddings=fields.truth("tie_word_embeddings", True),
+    )
 
 
 def config_to_json(config: GPTNeoConfig) -> dict:
@@ -97,7 +101,6 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, 
     config = config_from_json(read_json(path / "config.json"), str(path / "config.json"))
     with torch.device("meta"):
         model = GPTNeo(config)
-    model.to_empty(device="cpu")
     tensors, weights = read_weights(path)
     fill(model, names_in_memory(tensors, config.tie_word_embeddings, weights), weights)
     tokenizer = read_vocabulary(path, config.vocab_size)

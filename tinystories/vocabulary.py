@@ -19,7 +19,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def read_vocabulary(directory: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a directory; InputError where a file is absent or broken, or there are more than vocab_size."""
+    """The tokenizer of a directory; InputError where a file is absent or broken, or its tokens are not of vocab_size."""
     path, *others = tokenizer_files(directory)
     unsaid = path.with_name(TOKENIZER_OPTIONS)
     if path.name == "tokenizer.json":
@@ -28,8 +28,15 @@ def read_vocabulary(directory: Path, vocab_size: int) -> Tokenizer:
         options = read_json(unsaid) if unsaid in others else {}
         with reading(path, "no tokenizer can be made of it"):
             tokenizer = word_pieces(path, options) if path.name == "vocab.txt" else byte_level(path, others[0], options)
-    if tokenizer.get_vocab_size() > vocab_size:
+    if not 1 <= tokenizer.get_vocab_size() <= vocab_size:
         fault = f"{tokenizer.get_vocab_size()} tokens where config.json has {vocab_size}"
+        raise InputError(f"{path}: {fault}; use files of one checkpoint")
+    with reading(path, "no text can be encoded with it"):
+        largest = max(
+            *tokenizer.get_vocab().values(), *tokenizer.encode("a").ids, 0
+        )  # what it adds to a text is among them
+    if largest >= vocab_size:
+        fault = f"token {largest} where config.json has {vocab_size}"
         raise InputError(f"{path}: {fault}; use files of one checkpoint")
     return tokenizer
 

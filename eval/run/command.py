@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NoReturn, TextIO
 
 from eval.run import processes
-from tinystories.errors import InputError
+from tinystories.errors import InputError, printable
 
 
 @contextlib.contextmanager
@@ -53,16 +53,16 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
 
 def stop(program: str, message: str, code: int) -> NoReturn:
     """One line on standard error, and the end."""
-    say(f"{program}: {printable(message)}")
+    say(f"{program}: {message}")
     if processes.count() > 1:
         os._exit(code)  # an orderly end would wait for the other processes
     sys.exit(code)
 
 
 def say(line: str) -> None:
-    """A line on standard error, for those who read it: a run does not end because nobody does."""
+    """One line on standard error, for those who read it: a run does not end because nobody does."""
     try:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         silence(sys.stderr)
 
@@ -71,8 +71,3 @@ def silence(stream: TextIO) -> None:
     """Send a standard stream to nowhere, with what is still in its buffer."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def printable(text: str) -> str:
-    """The text in one line: line breaks, control characters and the like as Python would escape them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

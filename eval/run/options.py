@@ -18,7 +18,7 @@ import torch
 
 from eval.run.command import stop
 from tinystories.checkpoint import read_json
-from tinystories.errors import InputError
+from tinystories.errors import InputError, shortened
 from tinystories.hub import checkpoint_directory
 from tsmc import SCHEMES
 
@@ -255,9 +255,9 @@ def check(flag: str, value: Any, metadata: Any) -> None:
     if isinstance(value, float) and math.isinf(value):
         raise InputError(f"{flag} is {value}; give a finite number")
     if low is not None and not value >= low:
-        raise InputError(f"{flag} is {value}; give at least {low}")
+        raise InputError(f"{flag} is {shortened(str(value))}; give at least {low}")
     if high is not None and not value <= high:
-        raise InputError(f"{flag} is {value}; give at most {high}")
+        raise InputError(f"{flag} is {shortened(str(value))}; give at most {high}")
 
 
 def of_kind(item: dataclasses.Field, value: Any) -> Any:

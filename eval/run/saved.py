@@ -11,7 +11,7 @@ from torch import nn
 
 import tinystories
 from eval.run.setup import Setup
-from tinystories.checkpoint import fill, read_tensors, write_tensors
+from tinystories.checkpoint import fill, read_tensors, reading, write_tensors
 from tinystories.errors import InputError
 from tinystories.fast import accelerate
 from tinystories.gpt_neo import GPTNeo
@@ -37,15 +37,16 @@ def load_twist(directory: Path, device: str | torch.device = "cpu") -> TwistMLP 
     """The twist of a generation's directory; InputError names the file and the tensor that does not fit."""
     path = Path(directory) / FILE
     tensors = read_tensors(path)
-    try:
-        if "products.weight" in tensors:
-            embeddings, hidden_units = tensors["products.weight"], len(tensors["shift.first.weight"])
-            twist = EmbeddingTwist(hidden_units, embeddings, torch.Generator())
-        else:
-            hidden_units, width = tensors["first.weight"].shape
+    with reading(path, "not a twist", "name a directory that main.py wrote"):
+        embeddings = tensors.get("products.weight")
+        inner = "" if embeddings is None else "shift."
+        hidden_units, width = tensors[inner + "first.weight"].shape
+        if tensors[inner + "second.weight"].shape != (hidden_units, hidden_units):  # before there is memory for it
+            raise ValueError("its layers do not fit each other")
+        if embeddings is None:
             twist = TwistMLP(width, hidden_units, len(tensors["last.bias"]), torch.Generator())
-    except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: not a twist ({error!r}); name a directory that main.py wrote") from error
+        else:
+            twist = EmbeddingTwist(hidden_units, embeddings, torch.Generator())
     fill(twist, tensors, path)
     return accelerate(twist.to(device))
 

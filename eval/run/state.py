@@ -7,13 +7,11 @@ Written whole or not at all. A file whose hash does not fit is refused by name, 
 
 import hashlib
 import io
-import pickle
-import zipfile
 from pathlib import Path
 
 import torch
 
-from tinystories.checkpoint import replacing
+from tinystories.checkpoint import reading, replacing
 from tinystories.errors import InputError
 
 DIGEST = 64  # hex digits of a sha256
@@ -23,10 +21,8 @@ State = torch.nn.Module | torch.optim.Optimizer | torch.Generator
 
 def digest_of(path: Path) -> str:
     """sha256 of a file in hex; InputError where it cannot be read."""
-    try:
+    with reading(path, "cannot be read"):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); restore the file") from error
 
 
 def write_state(path: Path, value: dict) -> None:
@@ -40,17 +36,13 @@ def write_state(path: Path, value: dict) -> None:
 
 def read_state(path: Path, device: torch.device, remedy: str = "delete it to repeat its phase") -> dict:
     """What was written, tensors on `device`; InputError names a file that is absent or not as it was written."""
-    try:
+    with reading(path, "cannot be read", remedy):
         content = Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
     digest, payload = content[:DIGEST], content[DIGEST + 1 :]
     if hashlib.sha256(payload).hexdigest().encode() != digest:
         raise InputError(f"{path}: is not as it was written; {remedy}")
-    try:
+    with reading(path, "cannot be read, it holds more than a state", remedy):
         return torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: cannot be read, it holds more than a state; {remedy}") from error
 
 
 def take_state(state: dict[str, State], finished: bool) -> dict:

@@ -28,10 +28,13 @@ from tinystories.checkpoint import (
     write_text,
 )
 from tinystories.errors import InputError
+from tinystories.fields import MOST_LAYERS, Fields
 from tinystories.layers import LinearGELU
 from tinystories.vocabulary import read_vocabulary
 
 UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight", "pooler.dense.bias")
+LAYERS = "num_hidden_layers"
+PADDING = {"bert": 0, "roberta": 1}  # where config.json names no pad_token_id
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 SPECIAL_TOKENS = {
     "bos_token": ("<s>",),
@@ -60,25 +63,18 @@ class EncoderConfig:
     @classmethod
     def from_dict(cls, raw: dict, source: str, model_type: str) -> "EncoderConfig":
         """Read `config.json`; InputError, naming `source`, where it is no such encoder ("bert" or "roberta")."""
-        if raw.get("model_type", model_type) != model_type:
-            raise InputError(f"{source}: model_type is {raw['model_type']!r}; use a {model_type} checkpoint")
-        if raw.get("hidden_act", "gelu") != "gelu":
-            raise InputError(f"{source}: hidden_act {raw['hidden_act']!r} is unknown; use gelu")
-        if raw.get("position_embedding_type", "absolute") != "absolute":
-            raise InputError(f"{source}: position_embedding_type must be absolute; use another checkpoint")
-        padding = raw.get("pad_token_id")
-        try:
-            sizes = {field.name: int(raw[field.name]) for field in dataclasses.fields(cls)[:7]}
-            layer_norm_eps = float(raw.get("layer_norm_eps", 1e-12))
-            padding = {"bert": 0, "roberta": 1}[model_type] if padding is None else int(padding)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{source}: not a {model_type} configuration ({error!r}); restore the file") from error
-        config = cls(**sizes, layer_norm_eps=layer_norm_eps, pad_token_id=padding)
-        if min(sizes.values()) < 1 or config.hidden_size % config.num_attention_heads:
-            raise InputError(f"{source}: sizes must be positive and hidden_size a multiple of num_attention_heads")
-        if not 0 <= padding < config.vocab_size:
-            raise InputError(f"{source}: pad_token_id {padding} is no token; restore the file")
-        return config
+        fields = Fields(raw, source, model_type)
+        fields.word("hidden_act", "gelu")
+        fields.word("position_embedding_type", "absolute")
+        sizes = {item.name: fields.whole(item.name) for item in dataclasses.fields(cls)[:7] if item.name != LAYERS}
+        if sizes["hidden_size"] % sizes["num_attention_heads"]:
+            fields.refuse("hidden_size is no multiple of num_attention_heads")
+        return cls(
+            **sizes,
+            num_hidden_layers=fields.whole(LAYERS, within=(1, MOST_LAYERS)),
+            layer_norm_eps=fields.number("layer_norm_eps", 1e-12),
+            pad_token_id=fields.whole("pad_token_id", PADDING[model_type], (0, sizes["vocab_size"] - 1)),
+        )
 
     def to_dict(self) -> dict:
         """The same fields in the Hugging Face layout, without those that differ between BERT and RoBERTa."""
@@ -232,7 +228,6 @@ def load_scorer(path: Path, model: nn.Module, prefix: str, disk_prefix: str) -> 
         for name, tensor in without_prefix(tensors, disk_prefix, weights).items()
         if name not in UNUSED
     }
-    model.to_empty(device="cpu")
     fill(model, tensors, weights)
     tokenizer = read_vocabulary(path, model.config.vocab_size)
     special = tokenizer.num_special_tokens_to_add(False)

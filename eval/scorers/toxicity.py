@@ -8,6 +8,7 @@ The network is RoBERTa with one label. A token's position is pad_token_id + 1 pl
 it. log(1 - sigmoid(logit)) would be -inf in float32 from logit 17 on; log sigmoid(-logit) is exact everywhere.
 """
 
+import reprlib
 from pathlib import Path
 
 import torch
@@ -67,9 +68,10 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[Toxicity
     """Classifier (float32, eval mode) and tokenizer of a directory; InputError names the file that does not fit."""
     path = Path(path)
     config, raw = read_config(path, "roberta")
-    labels = len(raw.get("id2label") or [None])
-    if labels != 1:
-        raise InputError(f"{path / 'config.json'}: {labels} labels where one logit is needed; use another classifier")
+    labels = raw.get("id2label") or {"0": ""}
+    if not isinstance(labels, dict) or len(labels) != 1:
+        fault = f"id2label is {reprlib.repr(labels)} where one logit is needed"
+        raise InputError(f"{path / 'config.json'}: {fault}; use another classifier")
     with torch.device("meta"):
         model = ToxicityClassifier(config)
     tokenizer = load_scorer(path, model, "roberta.", "roberta.")

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tinystories.errors import InputError, listed, shortened
 
@@ -199,6 +200,26 @@ def tokenizer_files(directory: Path) -> list[Path]:
     if names != TOKENIZERS[0] and (directory / TOKENIZER_OPTIONS).is_file():
         names = (*names, TOKENIZER_OPTIONS)
     return [directory / name for name in names]
+
+
+class _NoDraws(TorchFunctionMode):
+    """Leaves out the drawing of initial values."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """The tensor as it is, where it would be filled with normal numbers."""
+        if function is nn.init.normal_:
+            return (*args, *(kwargs or {}).values())[0]
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Networks made inside have shapes and no values, until a checkpoint fills them.
+
+    On the meta device alone an embedding would still draw, for which PyTorch loads its compiler: more than a second.
+    """
+    with torch.device("meta"), _NoDraws():
+        yield
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:

@@ -17,6 +17,7 @@ from tinystories.checkpoint import (
     read_json,
     read_weights,
     without_prefix,
+    without_values,
     write_json,
     write_tensors,
     write_text,
@@ -99,7 +100,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, 
     """Model (float32, eval mode, plain) and tokenizer of a directory; InputError names the file that does not fit."""
     path = Path(path)
     config = config_from_json(read_json(path / "config.json"), str(path / "config.json"))
-    with torch.device("meta"):
+    with without_values():
         model = GPTNeo(config)
     tensors, weights = read_weights(path)
     fill(model, names_in_memory(tensors, config.tie_word_embeddings, weights), weights)

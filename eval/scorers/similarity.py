@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from eval.scorers.encoder import Encoder, Runner, load_scorer, read_config, save_scorer
+from tinystories.checkpoint import without_values
 from tinystories.errors import InputError
 from tinystories.layers import at_least_float32
 
@@ -48,7 +49,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[Sentence
     """Encoder (float32, eval mode) and tokenizer of a directory; InputError names the file that does not fit."""
     path = Path(path)
     config, _ = read_config(path, "bert")
-    with torch.device("meta"):
+    with without_values():
         model = SentenceEncoder(config)
     tokenizer = load_scorer(path, model, "", "bert.")
     return model.to(device).eval(), tokenizer

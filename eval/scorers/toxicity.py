@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from eval.scorers.encoder import Encoder, EncoderConfig, Runner, load_scorer, read_config, save_scorer
+from tinystories.checkpoint import without_values
 from tinystories.errors import InputError
 from tinystories.layers import at_least_float32
 
@@ -72,7 +73,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[Toxicity
     if not isinstance(labels, dict) or len(labels) != 1:
         fault = f"id2label is {reprlib.repr(labels)} where one logit is needed"
         raise InputError(f"{path / 'config.json'}: {fault}; use another classifier")
-    with torch.device("meta"):
+    with without_values():
         model = ToxicityClassifier(config)
     tokenizer = load_scorer(path, model, "roberta.", "roberta.")
     return model.to(device).eval(), tokenizer

@@ -1,8 +1,11 @@
 """Any number of processes goes on with a run that any other number has begun; a job whose processes disagree ends at once."""
 
 import json
+import os
+import random
 import shutil
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -82,6 +85,34 @@ def test_any_number_of_processes_goes_on_in_every_phase(tmp_path, whole):
     rows = [[json.loads(line) for line in (path / "samples.jsonl").read_text().splitlines()] for path in (run, whole)]
     assert Counter(row["source"] for row in rows[0]) == Counter(row["source"] for row in rows[1])
     assert not (run / "resume").exists()
+
+
+@pytest.mark.slow
+def test_kills_of_two_processes_change_nothing(tmp_path):
+    """5 kills, or as many as TSMC_KILLS says, of both; results as of two processes that nothing happens to, to the byte."""
+    for job in start_together([[*SMALL, "--out", str(tmp_path / "whole")]] * 2, tmp_path):
+        job.join()
+        assert job.exitcode == 0, (tmp_path / "errors-0").read_text()
+    moments, steps, kills = random.Random(0), lines_of(tmp_path / "whole"), int(os.environ.get("TSMC_KILLS", 5))
+    run, arguments, killed = tmp_path / "run", [*SMALL, "--out", str(tmp_path / "run")], 0
+    for kill in range(kills):
+        jobs = start_together([arguments] * 2, tmp_path)
+        wait_for(jobs[0], run, round(steps * (kill + moments.random()) / kills))
+        time.sleep(moments.random() * 0.05)
+        for job in jobs:
+            job.kill()
+            job.join()
+        killed += jobs[0].exitcode == -signal.SIGKILL
+        if (run / "resume" / "start").exists() or (run / "results.json").exists():
+            arguments = ["--resume", str(run)]
+        else:
+            shutil.rmtree(run, ignore_errors=True)
+    for job in start_together([arguments] * 2, tmp_path):
+        job.join()
+        assert job.exitcode == 0, (tmp_path / "errors-0").read_text()
+    assert killed >= kills // 2
+    for name in ("results.json", "samples.jsonl", "metrics.jsonl", "generation-1/model.safetensors"):
+        assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 def test_two_processes_end_a_run_of_which_only_the_results_are_missing(tmp_path, whole):

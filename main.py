@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distill import Student, batches_of, held_out_loss, self_distill
 from eval.run import processes
-from eval.run.command import one_line_errors, say
+from eval.run.command import one_line_errors
 from eval.run.directory import is_finished
 from eval.run.experiment import Experiment
 from eval.run.options import read_config
@@ -125,7 +125,6 @@ def main(arguments: list[str] | None = None) -> None:
         config, path = read_config(arguments, __doc__.splitlines()[0])
         keep_freed_memory()
         if path is None or not is_finished(path, config):
-            say(f"loading the networks of the preset {config.preset}")
             with Experiment(config, path) as run:
                 algorithm = pooled_tsmc if config.method == "pooled" else self_distilled_tsmc
                 run.finish(algorithm(run, config.generations))

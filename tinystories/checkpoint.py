@@ -72,17 +72,20 @@ def write_json(path: Path, value) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Iterator[None]:
+def reading(
+    path: Path, trouble: str, remedy: str = "restore the file", absent: str = "check the name of its directory"
+) -> Iterator[None]:
     """Whatever goes wrong in the block becomes an InputError that names the file, its `trouble`, the reason and `remedy`.
 
-    So is anything but a file in its place: to open a pipe or a device could wait for ever.
+    `absent` is the remedy where there is no file. Anything but a file in its place is refused too: to open a pipe could
+    wait without end.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError("it is no regular file")
         yield
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; check the name of its directory") from None
+        raise InputError(f"{path}: no such file; {absent}") from None
     except (InputError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # libraries raise anything, and a panic of one in Rust is no Exception

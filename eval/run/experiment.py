@@ -30,6 +30,8 @@ class Experiment:
         """A new run, or the one in the directory `resumed`; InputError names the option or file that is at fault."""
         processes.join(config.torch_device())
         processes.compare(by_flag(config) | {"--resume": str(resumed)})
+        if processes.rank() == 0:
+            say(f"loading the networks of the preset {config.preset}")
         self.config, self.setup = config, load_setup(config)
         origin = identity(config)
         processes.compare(origin)

@@ -36,7 +36,7 @@ def write_state(path: Path, value: dict) -> None:
 
 def read_state(path: Path, device: torch.device, remedy: str = "delete it to repeat its phase") -> dict:
     """What was written, tensors on `device`; InputError names a file that is absent or not as it was written."""
-    with reading(path, "cannot be read", remedy):
+    with reading(path, "cannot be read", remedy, absent=remedy):
         content = Path(path).read_bytes()
     digest, payload = content[:DIGEST], content[DIGEST + 1 :]
     if hashlib.sha256(payload).hexdigest().encode() != digest:

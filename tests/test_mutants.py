@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant("final samples not resampled", "follow(self.ancestors, self.tokens)", "self.tokens", every_step),
     Mutant("reference lost in resampling", "ancestors[:, 0] = 0", "pass", conditional),
     Mutant("reference without offspring", DRAW_GIVEN, DRAW_GIVEN.replace("multinomial", BARREN), conditional),
-    Mutant("reference's tokens drawn anew", "forced[:, 0] = reference[:, t - 1]", "pass", conditional),
+    Mutant("reference's tokens drawn anew", "forced[:, 0] = reference[:, t]", "pass", conditional),
 ]
 CHECKS = [every_step, adaptive, on_gpt_neo, generation_one, conditional, effective_sample_size]
 

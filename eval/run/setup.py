@@ -112,14 +112,14 @@ def check_memory(config: RunConfig, model: GPTNeo) -> None:
     """InputError for an option that by itself asks for more memory than there is: keys and values, or the twist with Adam."""
     sizes, weight = model.config, model.wte.weight
     row = 2 * weight.element_size() * sizes.num_layers * config.length * sizes.hidden_size
-    needed = {"--eval-particles": config.eval.particles * row}
+    needed = {"--particles": config.particles * row, "--eval-particles": config.eval.particles * row}
     if config.method == "pooled":
         hidden, learned = config.pool.hidden_units, 12 * config.length * sizes.vocab_size
         needed["--pool-batch-size"] = config.pool.batch_size * learned
         needed["--pool-hidden-units"] = 16 * hidden * (2 * sizes.hidden_size + hidden)
     else:
         hidden = config.ctl.hidden_units
-        needed |= {"--particles": config.particles * row, "--ctl-batch-size": config.ctl.batch_size * row}
+        needed["--ctl-batch-size"] = config.ctl.batch_size * row
         needed["--ctl-hidden-units"] = 16 * hidden * (sizes.hidden_size + hidden + sizes.vocab_size)
     there = memory_of(weight.device)
     for flag, size in needed.items():

@@ -406,8 +406,19 @@ def test_the_table_and_the_summary_show_log_phi_where_it_is_not_the_toxicity():
 
 
 LEARNED = [
-    *("--generations", "0", "--pool-base-draws", "3000", "--pool-rounds", "1", "--pool-draws", "1000"),
-    *("--pool-updates", "40", "--eval-runs", "6", "--eval-particles", "30", "--eval-base-samples", "300"),
+    *("--generations", "0", "--pool-base-draws", "2000", "--pool-rounds", "1", "--pool-draws", "500"),
+    *(
+        "--pool-updates",
+        "25",
+        "--pool-batch-size",
+        "64",
+        "--eval-runs",
+        "6",
+        "--eval-particles",
+        "30",
+        "--eval-base-samples",
+        "300",
+    ),
     *("--eval-target-proposals", "0", "--seed", "5"),
 ]
 

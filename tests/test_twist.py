@@ -129,7 +129,7 @@ def test_a_twist_that_does_not_fit_names_the_tensor(tmp_path):
     save_twist(tmp_path, twist_with_random_output())
     tensors = load_file(tmp_path / "twist.safetensors")
     save_file(tensors | {"second.weight": torch.zeros(2, 2)}, tmp_path / "twist.safetensors")
-    with pytest.raises(InputError, match=r"twist\.safetensors: second\.weight has shape"):
+    with pytest.raises(InputError, match=r"twist\.safetensors: not a twist \(second\.weight has shape"):
         load_twist(tmp_path)
     save_file({"other": torch.zeros(2)}, tmp_path / "twist.safetensors")
     with pytest.raises(InputError, match="not a twist"):

@@ -41,8 +41,9 @@ def load_twist(directory: Path, device: str | torch.device = "cpu") -> TwistMLP 
         embeddings = tensors.get("products.weight")
         inner = "" if embeddings is None else "shift."
         hidden_units, width = tensors[inner + "first.weight"].shape
-        if tensors[inner + "second.weight"].shape != (hidden_units, hidden_units):  # before there is memory for it
-            raise ValueError("its layers do not fit each other")
+        shape = tensors[inner + "second.weight"].shape
+        if shape != (hidden_units, hidden_units):  # refused before there is memory for it
+            raise ValueError(f"second.weight has shape {list(shape)} beside {hidden_units} hidden units")
         if embeddings is None:
             twist = TwistMLP(width, hidden_units, len(tensors["last.bias"]), torch.Generator())
         else:

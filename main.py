@@ -54,9 +54,8 @@ def pooled_tsmc(run: Experiment, generations: int) -> list[dict]:
     p, sigmas, psi = run.setup.model, run.setup.sigmas(), None
     pools = [Pool() for _ in sigmas]
     for m in range(generations + 1):
-        for number in range(
-            m > 0, run.config.pool.rounds + 1
-        ):  # generation 0 has one more: the first is drawn from p^(0)
+        first = 0 if m == 0 else 1  # round 0 is drawn from p^(0), where there is no twist yet
+        for number in range(first, run.config.pool.rounds + 1):
             for problem, sigma, pool in zip(run.setup.problems, sigmas, pools, strict=True):
                 pool.add(*draw_round(sigma, psi, run.config.pool.power, run.round_chunks(m, number, problem)))
             psi = pooled_twist_learning(run, sigmas, pools, m, number)

@@ -72,15 +72,19 @@ class Conditional:
         """Next-token logits [..., V] of hidden states [..., D]."""
         return self.model.head(hidden)
 
+    def states(self, tokens: Tensor) -> Tensor:
+        """The hidden states [B, T, D] that predict each of continuations tokens [B, T], by teacher forcing."""
+        cache = self.model.new_cache()
+        first = self.model.hidden(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
+        others = self.model.hidden(tokens[:, :-1], cache)  # [B, T - 1, D]
+        return torch.cat([first.expand(len(tokens), -1, -1), others], 1)
+
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Teacher forcing of continuations tokens [B, T]: the factors of p (eq. 1).
 
         Returns log p(s_t | s_{0:t-1}) [B, T], logits [B, T, V] and the hidden states [B, T, D] that predict each s_t.
         """
-        cache = self.model.new_cache()
-        first = self.model.hidden(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
-        others = self.model.hidden(tokens[:, :-1], cache)  # [B, T - 1, D]
-        hidden = torch.cat([first.expand(len(tokens), -1, -1), others], 1)  # [B, T, D]
+        hidden = self.states(tokens)  # [B, T, D]
         logits = self.model.head(hidden)  # [B, T, V]
         losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [B T]
         return -losses.view(tokens.shape), logits, hidden

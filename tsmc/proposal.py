@@ -41,6 +41,8 @@ class LanguageModel(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> logits [..., V]
 
+    def states(self, tokens: Tensor) -> Tensor: ...  # [N, T] -> hidden [N, T, D]
+
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 
 

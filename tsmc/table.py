@@ -75,12 +75,16 @@ class TableModel(nn.Module):
         """Next-token logits [..., V] after hidden [..., 1]."""
         return self.table[hidden.squeeze(-1).long()]
 
+    def states(self, tokens: Tensor) -> Tensor:
+        """hidden [N, T, 1] that predicts each of tokens [N, T], T up to the length."""
+        return prefix_numbers(tokens, self.table.shape[1])[..., None].double()
+
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and hidden [N, T, 1] of tokens [N, T], T up to the length."""
-        numbers = prefix_numbers(tokens, self.table.shape[1])  # [N, T]
-        logits = self.table[numbers]  # [N, T, V]
+        hidden = self.states(tokens)  # [N, T, 1]
+        logits = self.head(hidden)  # [N, T, V]
         log_p = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)  # [N, T]
-        return log_p, logits, numbers[..., None].double()
+        return log_p, logits, hidden
 
 
 class TableTwist(nn.Module):

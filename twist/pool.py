@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.proposal import LanguageModel, Twist
+from tsmc.proposal import LanguageModel, Twist, chunks
 from tsmc.sampler import Sigma
 from tsmc.steps import Chunks, Steps
 from tsmc.trajectories import sample_proposal
@@ -100,8 +100,9 @@ def draw_round(sigma: Sigma, twist: Twist | None, power: float, chunks: Chunks) 
 
 @torch.no_grad()
 def hidden_states(model: LanguageModel, tokens: Tensor) -> Tensor:
-    """The states [N, T, D] from which the model predicts sequences [N, T]."""
-    return torch.cat([model.log_probs(rows)[2] for rows in tokens.split(256)])
+    """The states [N, T, D] from which the model predicts sequences [N, T], in chunks as `tsmc.scoring` takes them."""
+    parts = chunks(len(tokens), model.vocab_size * tokens.shape[1])
+    return torch.cat([model.states(tokens[rows]) for rows in parts])
 
 
 def batches_from_pools(

@@ -70,10 +70,14 @@ def score_population(
     return score(final.flatten(0, 1), potential, log_toxicity, group)
 
 
-def mean_distance(x: Tensor, y: Tensor, counted: Tensor | None = None) -> float:
-    """Mean of |x_i - y_j| over the pairs of vectors x [N, D], y [M, D] that are `counted` [N, M], or over all."""
-    distances = torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist")
-    return (distances if counted is None else distances[counted]).mean().item()
+def pair_distances(x: Tensor, y: Tensor) -> Tensor:
+    """|x_i - y_j| [N, M] float64 of vectors x [N, D], y [M, D]."""
+    return torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def mean_within(distances: Tensor) -> float:
+    """Mean of distances [N, N] over pairs of different rows."""
+    return (distances.sum() / (len(distances) * (len(distances) - 1))).item()
 
 
 def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
@@ -81,18 +85,18 @@ def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
 
     Rows of x of one `group` [N] may depend on each other, as the particles of one run do: pairs of them are left out.
     """
-    others = ~torch.eye(len(y), dtype=torch.bool, device=y.device)
-    within_x, within_y = mean_distance(x, x, group[:, None] != group), mean_distance(y, y, others)
-    return 2 * mean_distance(x, y) - within_x - within_y
+    within_x = pair_distances(x, x)[group[:, None] != group].mean().item()
+    return 2 * pair_distances(x, y).mean().item() - within_x - mean_within(pair_distances(y, y))
 
 
 def energy_floor(y: Tensor, generator: torch.Generator, splits: int = 100) -> float:
     """What the energy distance between two random halves of vectors y [M, D] stays under in 95 % of cases."""
-    distances = []
+    distances, energies = pair_distances(y, y), []  # [M, M]
     for _ in range(splits):
-        one, other = y[torch.randperm(len(y), generator=generator).to(y.device)].chunk(2)
-        distances.append(energy_distance(one, other, torch.arange(len(one), device=y.device)))
-    return torch.tensor(distances, dtype=torch.float64).quantile(0.95).item()
+        one, other = torch.randperm(len(y), generator=generator).to(y.device).chunk(2)
+        within = mean_within(distances[one][:, one]) + mean_within(distances[other][:, other])
+        energies.append(2 * distances[one][:, other].mean().item() - within)
+    return torch.tensor(energies, dtype=torch.float64).quantile(0.95).item()
 
 
 def log_mean_z(log_z: Tensor) -> tuple[float, float]:
@@ -102,15 +106,12 @@ def log_mean_z(log_z: Tensor) -> tuple[float, float]:
     return math.log(mean.value) + peak.item(), mean.half_width() / mean.value
 
 
-def describe(
-    samples: Samples, encode: Callable[[list[str]], Tensor], exact_vectors: Tensor | None = None
-) -> dict[str, float]:
+def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict[str, float]:
     """Toxicity and log phi with their intervals over groups (runs), similarity, and the distance from exact samples.
 
-    exact_vectors [M, D] are the embeddings of exact samples of sigma, where there are any.
+    vectors [N, D] are the texts' embeddings, exact_vectors [M, D] those of exact samples of sigma, where there are any.
     """
-    group, vectors = torch.tensor(samples.group), encode(samples.texts)
-    distance = {}
+    group, distance = torch.tensor(samples.group), {}
     if exact_vectors is not None and group[0] != group[-1]:
         distance["energy"] = energy_distance(vectors, exact_vectors, group.to(vectors.device))
 

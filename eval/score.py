@@ -47,7 +47,7 @@ def text_row(texts: list[str], beta: float, problem: Problem, encode: Similarity
     """The columns of N texts that a method has written independently of each other."""
     log_toxicity = each_once(problem.log_toxicity, texts).double()  # [N]
     samples = Samples(texts, log_toxicity.exp(), beta * log_toxicity, list(range(len(texts))))
-    return describe(samples, encode, problem.exact_vectors)
+    return describe(samples, encode(texts), problem.exact_vectors)
 
 
 def main(arguments: list[str] | None = None) -> None:

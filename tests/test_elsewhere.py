@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from eval.run.options import POCKET, RunConfig, saved_config
 from eval.run.saved import save_twist
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
+from tsmc import Population
 from twist import EmbeddingTwist
 
 ROOT = Path(__file__).parents[1]
@@ -44,10 +46,25 @@ def test_a_run_is_sampled_from_a_program(run):
     assert len(drawn.texts) == 15 and all(text.startswith("The dog") for text in drawn.texts)
     assert drawn.log_weights.exp().sum().item() == pytest.approx(1, abs=1e-5)
     assert drawn.population.tokens.shape == (3, 5, 4)
-    shares = drawn.population.log_z.softmax(0)[:, None] * drawn.population.log_weights.softmax(-1)
+    shares = drawn.population.log_z.double().softmax(0)[:, None] * drawn.population.log_weights.double().softmax(-1)
     torch.testing.assert_close(drawn.log_weights.exp(), shares.flatten())
     assert trained.sample(particles=2, runs=1).texts[0].startswith(PROMPT), "the run's own prompt"
     assert trained.sample("The dog", 5, 3, 4).texts == drawn.texts != trained.sample("The dog", 5, 3, 4, seed=1).texts
+
+
+def test_dead_runs_take_no_share():
+    """Of three runs one is dead, of the others one particle: the pooled weights are those of what is alive."""
+    alive = torch.tensor([[0.0, -1.0], [-torch.inf, 2.0], [-torch.inf, -torch.inf]])
+    log_z = torch.tensor([-3.0, -4.0, -torch.inf])
+    nothing = torch.zeros(3, 2, dtype=torch.long)
+    population = Population(nothing[..., None], alive, nothing, log_z, torch.zeros(3))
+    z = log_z.double().exp()
+    expected = torch.tensor([[1.0, math.exp(-1)], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    expected *= torch.tensor([1 / (1 + math.exp(-1)), 1.0, 0.0])[:, None] * z[:, None] / z.sum()
+    torch.testing.assert_close(population.shares(), expected)
+    assert population.log_mean_z() == pytest.approx(math.log(z.sum() / 3))
+    none = Population(nothing[..., None], alive.fill_(-torch.inf), nothing, log_z.fill_(-torch.inf), torch.zeros(3))
+    assert not none.shares().any() and none.log_mean_z() == -math.inf
 
 
 def test_a_generation_that_is_not_there_is_named(run, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import every_conditional_path, every_path, generator, sequence_numbers, table_world
+from worlds import every_conditional_path, every_path, generator, sequence_numbers, table_world, traced
 
 from tsmc.exact import Target
 from tsmc.resampling import SCHEMES
@@ -50,7 +50,7 @@ def test_genealogy_weights_and_evidence_fit_together(world, options, source):
     model, twist, potential = world
     trace = Trace()
     population = tsmc(model, twist, potential, generator=source, observer=trace, **options)
-    assert torch.equal(trace.tokens.gather(2, trace.lineages()).permute(1, 2, 0), population.samples())
+    assert torch.equal(traced(trace), population.samples())
     assert (population.tokens >= 0).all() and (population.tokens < model.table.shape[1]).all()
     assert (trace.ess >= 1 - 1e-9).all() and (trace.ess <= options["particles"] + 1e-9).all()
     if options["ess_threshold"] == 1:

@@ -122,7 +122,7 @@ def test_runs_are_pooled_by_their_evidence(run):
     trace, others = Trace(), Chunks(5, 2, lambda chunk: generator(chunk + 10))
     shown, pooled = draw(setup.problems[0], sigma, twist, 6, 6, generator(0), trace, others, **rule)
     assert shown.population.log_z.shape == (1,) and pooled.population.log_z.shape == (6,)
-    assert pooled.log_z_hat == pytest.approx(log_mean_exp(pooled.population.log_z).item(), abs=1e-4)
+    assert pooled.population.log_mean_z() == pytest.approx(log_mean_exp(pooled.population.log_z).item(), abs=1e-4)
     log_weights = pooled.population.log_weights.flatten().double()  # without resampling all are of one kind
     wanted = {}
     texts = setup.problems[0].potential.texts(pooled.population.tokens.flatten(0, 1))

@@ -21,6 +21,7 @@ from tsmc.resampling import SCHEMES
 from tsmc.sampler import Sigma
 from tsmc.steps import Chunks, Steps
 from tsmc.table import TableModel, TableTwist
+from tsmc.trace import Trace
 from twist.ctl import batches_from_proposal, learn_twist
 
 
@@ -40,6 +41,11 @@ def sequence_numbers(tokens: Tensor, vocab_size: int) -> Tensor:
 def letters(rows: list[list[int]]) -> list[str]:
     """Texts of rows of tokens: token i is the i-th letter."""
     return [" ".join("abcdefg"[token] for token in row) for row in rows]
+
+
+def traced(trace: Trace) -> Tensor:
+    """The final particles [R, K, T] as a trace tells them: the last row of each lineage's tokens."""
+    return trace.tokens.gather(2, trace.lineages()).permute(1, 2, 0)
 
 
 class ListedPotential:

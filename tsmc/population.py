@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tsmc.weights import log_mean_exp, normalise
+
 
 @dataclass
 class Population:
@@ -23,6 +25,15 @@ class Population:
     def is_alive(self) -> Tensor:
         """Whether some particle of a run has a weight above zero [R]."""
         return self.log_z > -torch.inf
+
+    def shares(self) -> Tensor:
+        """Each particle's share of the weight of all runs [R, K] float64, a run counting by its Z-hat; zeros where all died."""
+        runs, particles = normalise(self.log_z.cpu().double()), normalise(self.log_weights.cpu().double())
+        return runs[:, None] * particles * self.is_alive().cpu()[:, None]
+
+    def log_mean_z(self) -> float:
+        """log of the mean of Z-hat over the runs, dead ones counting zero: what stands for log Z_sigma."""
+        return log_mean_exp(self.log_z.cpu().double()).item()
 
     def alive(self) -> "Population":
         """The runs that are alive."""

@@ -44,6 +44,7 @@ QUANTITIES = {
     "toxicity": Quantity("probability", 0.0, 1.0, "Toxicity", 3),
     "model_toxicity": Quantity("probability", 0.0, 1.0, "Toxicity of bare p⁽ᵐ⁾"),
     "similarity": Quantity("cosine", -1.0, 1.0, "Similarity", 3),
+    "energy": Quantity("distance of embeddings", -INFINITY, INFINITY, "Energy distance", 3),
     "distance": Quantity("distance on the plane", 0.0, INFINITY, "Distance to Target", 3),
     "kl": Quantity("nats", 0.0, INFINITY, "KL(σ‖q)"),
     "kl_base": Quantity("nats", 0.0, INFINITY, "KL(σ‖q)"),
@@ -210,7 +211,8 @@ def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, 
 def add_comparisons(study: StudyConfig, numbers: Numbers) -> None:
     """Section `changes`, which the claims of the report rest on."""
     last, few, many = study.run.generations, min(study.particle_counts), max(study.particle_counts)
-    measures, whole = ("toxicity", "similarity", "log_z_hat_mean", "distance", "kl"), f"generation 0 to {last}"
+    measures = ("toxicity", "similarity", "energy", "log_z", "log_z_hat_mean", "distance", "kl")
+    whole = f"generation 0 to {last}"
 
     def change(name: str, quantities: tuple[str, ...], *ends: tuple[str, str, int | str]) -> None:
         before, after = ([(section, of, seed, m) for seed in study.seeds] for section, of, m in ends)
@@ -222,16 +224,18 @@ def add_comparisons(study: StudyConfig, numbers: Numbers) -> None:
             change(f"{title}generation {a} to {b}", measures, ("generations", name, a), ("generations", name, b))
         if variant != "tsmc":
             change(f"{TSMC} to {name}", measures, ("generations", TSMC, last), ("generations", name, last))
-    for count in [f"K = {count}" for count in study.particle_counts]:
-        change(f"{count}, {whole}", ("toxicity",), ("particles", count, 0), ("particles", count, last))
-    ends = ("particles", f"K = {many}", 0), ("particles", f"K = {few}", last)
-    change(f"K = {many}, generation 0 to K = {few}, generation {last}", ("toxicity",), *ends)
+    for title in ("", f"{NAMES['pooled']}, "):
+        for count in [f"{title}K = {count}" for count in study.particle_counts]:
+            ends = ("particles", count, 0), ("particles", count, last)
+            change(f"{count}, {whole}", ("toxicity", "log_z_hat"), *ends)
+        ends = ("particles", f"{title}K = {many}", 0), ("particles", f"{title}K = {few}", last)
+        change(f"{title}K = {many}, generation 0 to K = {few}, generation {last}", ("toxicity", "log_z_hat"), *ends)
     for scheme in dict.fromkeys((own_scheme(study), NEVER)):
         ends = ("resampling", scheme, 0), ("resampling", scheme, last)
         change(f"{scheme}, {whole}", ("toxicity", "log_z_hat", "log_z_hat_std", "distance"), *ends)
     for name in numbers.names("best"):
-        for ours in (TSMC, NAMES["pooled"]):
-            change(f"{ours} to {name}", ("distance",), ("generations", ours, last), ("best", name, ""))
+        for ours in (TSMC, NAMES["late"], NAMES["pooled"]):
+            change(f"{ours} to {name}", ("distance", "energy"), ("generations", ours, last), ("best", name, ""))
     target = numbers.get(study.target_place(), "similarity")
     for m in range(last + 1):
         mean = numbers.get(("generations", TSMC, "mean", m), "similarity")

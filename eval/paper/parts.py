@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distill import dpo, grpo
-from eval.metrics import Samples, distinct_share, score, score_population
+from eval.metrics import Samples, distinct_share, energy_floor, score, score_population
 from eval.paper.program import finished_run
 from eval.paper.study import NAMES, TSMC, Part, StudyConfig, baseline_cost, scheme_name, setting_name
 from eval.paper.task import Task, nearest, number, read_part, rounded, target_row
@@ -28,7 +28,14 @@ from twist.potential import each_once
 
 BINS = 20  # of the toxicity histograms
 FEW_RUNS = 8  # percentiles over fewer runs cover too little to be called a 95 % interval; over 8 they cover 87 %
-RUN_COLUMNS = ("log_z_hat_mean", "log_z_hat_std", "ess", "distinct", "model_toxicity")  # taken from a run's own table
+RUN_COLUMNS = (
+    "log_z",
+    "log_z_hat_mean",
+    "log_z_hat_std",
+    "ess",
+    "distinct",
+    "model_toxicity",
+)  # taken from a run's own table
 
 
 def compute(study: StudyConfig, part: Part, out: Path) -> list[dict]:
@@ -47,17 +54,18 @@ def rejection(task: Task) -> list[dict]:
     proposals = task.draw(problem.base, task.study.rejection_samples, "rejection")  # [N, T]
     chunks = [each_once(problem.log_toxicity, problem.potential.texts(rows)) for rows in proposals.split(config.rows)]
     log_toxicity = torch.cat(chunks).to(proposals.device)  # [N]
+    if problem.exact is None:
+        exact = accepted(task, proposals, log_toxicity, config.beta)
+        save_target(task.out / "target", exact, sigma_key(config, problem.prompt))
     rows = []
     for beta in sorted({*task.study.rejection_betas, config.beta}):
-        exact = problem.exact if beta == config.beta else None
-        if exact is None:
-            exact = accepted(task, proposals, log_toxicity, beta)
-            if beta == config.beta:
-                save_target(task.out / "target", exact, sigma_key(config, problem.prompt))
+        is_target = beta == config.beta
+        exact = task.exact if is_target else accepted(task, proposals, log_toxicity, beta)
         rows += rejection_rows(task, exact, beta)
-        if beta == config.beta:
+        if is_target:
             log_sigma = sequence_log_probs(problem.base, exact.tokens) + exact.log_phi  # [N], not normalised
             rows[-1] |= {"kl_base": task.kl(problem.base, None)["kl"], "log_sigma": rounded(log_sigma)}
+            rows[-1] |= {"energy": energy_floor(task.exact_vectors, task.stream("floor"))}
             rows[-1] |= {"log_z_std_error": exact.log_z_std_error}
     return rows
 
@@ -169,7 +177,8 @@ def particle_study(task: Task) -> list[dict]:
     """The trained pairs of a run under every K, resampling as the run does."""
     config, study = task.config, task.study
     own = config.resampling, config.ess_threshold
-    cases = [(f"K = {k}", (k,), k, study.runs_of(k), *own) for k in study.particle_counts]
+    title = "" if task.part.variant == "tsmc" else f"{NAMES[task.part.variant]}, "
+    cases = [(f"{title}K = {k}", (k,), k, study.runs_of(k), *own) for k in study.particle_counts]
     return rows_of_cases(task, "particles", cases)
 
 
@@ -183,7 +192,7 @@ def resampling_study(task: Task) -> list[dict]:
 
 def rows_of_cases(task: Task, section: str, cases: list[tuple]) -> list[dict]:
     """A row for each trained pair of the seed's run and each case: name, random stream, K, R, scheme and threshold."""
-    path, rows = task.out / "runs" / f"tsmc-{task.part.seed}", []
+    path, rows = task.out / "runs" / f"{task.part.variant}-{task.part.seed}", []
     for m in range(task.config.generations + 1):
         pair = task.trained_pair(path, m)
         for name, purpose, *options in cases:

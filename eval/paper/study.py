@@ -3,8 +3,10 @@
     rejection                 base samples, exact samples of sigma for every beta
     tsmc-S                    Algorithm 1 with seed S: `main.py --seed S`
     no-effective-S, lora-S    the same with phi in place of phi^(m), and distilled by LoRA
-    pooled-S                  a twist learned from everything drawn, resampled at the last token: `main.py`'s own default
+    late-S                    the same, resampled at the last token alone and by the systematic scheme
+    pooled-S                  resampled like late-S, the twist learned from everything drawn: `main.py`'s own default
     particles-S, resampling-S the trained pairs of tsmc-S under other K, and other resampling schemes
+    particles-pooled-S        the pairs of pooled-S under other K
     dpo-full-1, ...           the sweep of a baseline on the first seed, numbered by the settings of its grid
     dpo-full-best-S, ...      the best of the sweep on another seed
 
@@ -23,10 +25,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tsmc": {},
     "no-effective": {"effective_potential": False},
     "lora": {"lora": True},
+    "late": {"resampling": "systematic", "ess_threshold": 0.0},
     "pooled": {"method": "pooled", "resampling": "systematic", "ess_threshold": 0.0},
 }
 METHODS = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")  # baselines
-NAMES = {"tsmc": "TSMC", "no-effective": "TSMC without φ⁽ᵐ⁾", "lora": "TSMC, LoRA", "pooled": "Pooled twist"}
+NAMES = {"tsmc": "TSMC", "no-effective": "TSMC without φ⁽ᵐ⁾", "lora": "TSMC, LoRA"}
+NAMES |= {"late": "TSMC, resampled last", "pooled": "Pooled twist"}
 NAMES |= {"dpo-full": "DPO, full", "dpo-lora": "DPO, LoRA", "grpo-full": "GRPO, full", "grpo-lora": "GRPO, LoRA"}
 TSMC = NAMES["tsmc"]
 NEVER = "never before the last token"
@@ -39,7 +43,7 @@ Place = tuple[str, str, int | str, int | str]
 class StudyConfig:
     """Everything that the numbers of a study depend on, but for versions and checkpoints."""
 
-    seeds: tuple[int, ...] = option((1, 2, 3, 4, 5), "seeds of the runs; the first one's serves the sweep")
+    seeds: tuple[int, ...] = option((21, 22, 23, 24, 25), "seeds of the runs; the first one's serves the sweep")
     rejection_betas: tuple[float, ...] = option((0.0, 1.0, 10.0), "beta of the rejection table")
     rejection_samples: int = option(50_000, "base samples of the rejection table")
     particle_counts: tuple[int, ...] = option((20, 50, 100, 1000), "K of the particle study")
@@ -116,8 +120,13 @@ class Part:
     seed: int
     seconds: float
     needs: tuple[str, ...] = ()
-    method: str = ""
+    method: str = ""  # a baseline, or the variant whose trained pairs are looked at
     place: int = 0  # in the grid
+
+    @property
+    def variant(self) -> str:
+        """The way to run Algorithm 1 that the part runs or looks at."""
+        return next((name for name in (self.method, self.kind) if name in VARIANTS), "tsmc")
 
 
 def study_parts(study: StudyConfig, shipped: bool) -> list[Part]:
@@ -126,8 +135,9 @@ def study_parts(study: StudyConfig, shipped: bool) -> list[Part]:
     exact = () if shipped else ("rejection",)
     parts = [Part("rejection", "rejection", first, 80)]
     for seed in study.seeds:
-        parts += [Part(f"tsmc-{seed}", "tsmc", seed, 240, exact), Part(f"pooled-{seed}", "pooled", seed, 240, exact)]
+        parts += [Part(f"{kind}-{seed}", kind, seed, 240, exact) for kind in ("tsmc", "late", "pooled")]
     for seed in study.seeds:
+        parts.append(Part(f"particles-pooled-{seed}", "particles", seed, 80, (f"pooled-{seed}",), "pooled"))
         for kind, seconds in (("no-effective", 120), ("lora", 180), ("particles", 80), ("resampling", 70)):
             parts.append(Part(f"{kind}-{seed}", kind, seed, seconds, (f"tsmc-{seed}",)))
     for method in study.methods:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.metrics import Samples, kl_target_proposal
+from eval.metrics import Samples, energy_distance, kl_target_proposal
 from eval.paper.bootstrap import bootstrap, run_sums
 from eval.paper.study import Part, StudyConfig
 from eval.run.options import RunConfig
@@ -38,7 +38,7 @@ class Task:
     @cached_property
     def config(self) -> RunConfig:
         """The options of the part's run, or of the run whose networks it looks at."""
-        return self.study.run_config(self.part.seed, self.part.kind, str(self.out / "runs" / self.part.name))
+        return self.study.run_config(self.part.seed, self.part.variant, str(self.out / "runs" / self.part.name))
 
     @cached_property
     def setup(self) -> Setup:
@@ -59,6 +59,11 @@ class Task:
             raise InputError(f"{folder}: made for other options; choose another --out")
         return exact.to(problem.base.prompt.device)
 
+    @cached_property
+    def exact_vectors(self) -> Tensor:
+        """Embeddings [M, D] of the exact samples."""
+        return self.setup.encode(self.problem.potential.texts(self.exact.tokens))
+
     def trained_pair(self, path: Path, m: int) -> tuple[Sigma, Twist]:
         """Sigma as p^(m) of a finished run sees it, and psi^(m)."""
         sigmas, twist = load_generation(self.setup, path / f"generation-{m}", m, self.problem.base.prompt.device)
@@ -73,12 +78,14 @@ class Task:
         return torch.Generator().manual_seed(self.config.generator(*purpose).initial_seed())
 
     def measure(self, samples: Samples, *purpose: str | int) -> dict:
-        """Toxicity, similarity and a few texts, drawn without selection, of a set of texts."""
-        sums = run_sums(samples.toxicity, self.setup.encode(samples.texts), samples.group)
+        """Toxicity, similarity, distance from the exact samples and a few texts, drawn without selection, of a set of texts."""
+        vectors, group = self.setup.encode(samples.texts), torch.tensor(samples.group)
+        sums = run_sums(samples.toxicity, vectors, samples.group)
+        energy = energy_distance(vectors, self.exact_vectors, group.to(vectors.device))
         order = torch.randperm(len(samples.texts), generator=self.stream("texts", *purpose)).tolist()
         texts = [{"toxicity": samples.toxicity[i].item(), "text": samples.texts[i]} for i in order[: self.study.texts]]
         intervals = bootstrap(sums, self.study.replicates, self.stream("bootstrap", *purpose))
-        return intervals | {"sequences": len(samples.texts), "texts": texts}
+        return intervals | {"energy": energy, "sequences": len(samples.texts), "texts": texts}
 
     def fluency(self, tokens: Tensor) -> float:
         """Mean log p^(0) of a token in sequences [N, T]: how readable they are to the base model."""

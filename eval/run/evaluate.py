@@ -23,7 +23,7 @@ from tsmc.sampler import Sigma
 def evaluate_base(problem: Problem, tokens: Tensor, encode: SimilarityScorer) -> tuple[dict, Samples]:
     """Row `base`: independent sequences tokens [N, T] of p^(0)."""
     samples = score(tokens, problem.potential, problem.log_toxicity)
-    return describe(samples, encode, problem.exact_vectors), samples
+    return describe(samples, encode(samples.texts), problem.exact_vectors), samples
 
 
 def evaluate_target(problem: Problem, encode: SimilarityScorer) -> tuple[dict, Samples]:
@@ -31,7 +31,7 @@ def evaluate_target(problem: Problem, encode: SimilarityScorer) -> tuple[dict, S
     exact = problem.exact
     samples = score(exact.tokens, problem.potential, problem.log_toxicity)
     problem.exact_vectors = encode(samples.texts)
-    row = describe(samples, encode) | {
+    row = describe(samples, problem.exact_vectors) | {
         "energy": energy_floor(problem.exact_vectors, torch.Generator().manual_seed(0)),
         "log_z": exact.log_z,
         "log_z_std_error": exact.log_z_std_error,
@@ -54,7 +54,7 @@ def evaluate_generation(
     of_model = score(bare, problem.potential, problem.log_toxicity)
     row = {
         "generation": m,
-        **describe(samples, encode, problem.exact_vectors),
+        **describe(samples, encode(samples.texts), problem.exact_vectors),
         "log_z": log_z,
         "log_z_half_width": log_z_half_width,
         "log_z_hat_mean": population.log_z.mean().item(),

@@ -30,8 +30,7 @@ class Experiment:
         """A new run, or the one in the directory `resumed`; InputError names the option or file that is at fault."""
         processes.join(config.torch_device())
         processes.compare(by_flag(config) | {"--resume": str(resumed)})
-        if processes.rank() == 0:
-            say(f"loading the networks of the preset {config.preset}")
+        self.say(f"loading the networks of the preset {config.preset}")
         self.config, self.setup = config, load_setup(config)
         origin = identity(config)
         processes.compare(origin)
@@ -113,7 +112,7 @@ class Experiment:
 
     def say(self, line: str) -> None:
         """A line on standard error, once however many processes there are."""
-        if self.directory.writes:
+        if processes.rank() == 0:
             say(line)
 
     def say_base_rate(self, log_phi: Tensor) -> None:

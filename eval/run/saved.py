@@ -61,6 +61,15 @@ def generations(run: Path) -> dict[int, Path]:
     return dict(sorted(directories.items()))
 
 
+def chosen_generation(run: Path, number: int | None, name: str) -> tuple[int, Path]:
+    """Number and directory of a generation, the last if none is named; InputError says `name` where the run has it not."""
+    saved = generations(run)
+    m = max(saved) if number is None else number
+    if m not in saved:
+        raise InputError(f"{name} {m} is not in {run}; it holds {', '.join(map(str, saved))}")
+    return m, saved[m]
+
+
 def load_generation(setup: Setup, directory: Path, m: int, device: torch.device) -> tuple[list[Sigma], Twist]:
     """Sigma after each prompt, through phi itself at m = 0, and the twist; the model in the type of p^(0) as it was loaded.
 

@@ -14,11 +14,9 @@ from pathlib import Path
 import torch
 
 from eval.run.options import saved_config
-from eval.run.saved import generations, load_generation
+from eval.run.saved import chosen_generation, load_generation
 from eval.run.setup import load_setup
-from tinystories.errors import InputError
 from tsmc import SCHEMES, Chunks, Population, sample_runs
-from tsmc.weights import log_mean_exp
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Drawn:
     """What R runs of K particles have given: weighted texts, and the evidence."""
 
     texts: list[str]  # [R K], prompt included
-    log_weights: torch.Tensor  # [R K] each particle's share of all weight: they sum to one
+    log_weights: torch.Tensor  # [R K] float64, log of each particle's share of all weight: they sum to one
     log_z_hat: float  # log of the mean of Z-hat, dead runs counting zero
     population: Population
 
@@ -37,11 +35,7 @@ class TrainedRun:
     def __init__(self, directory: str | Path, generation: int | None = None, device: str = "auto"):
         """The last generation unless another is named; InputError names the file or the number that is not there."""
         self.config = dataclasses.replace(saved_config(Path(directory)), device=device)
-        saved = generations(Path(directory))
-        self.generation = max(saved) if generation is None else generation
-        if self.generation not in saved:
-            raise InputError(f"generation {generation} is not in {directory}; it holds {', '.join(map(str, saved))}")
-        self.directory = saved[self.generation]
+        self.generation, self.directory = chosen_generation(Path(directory), generation, "generation")
 
     def sample(self, prompt: str = "", particles: int = 50, runs: int = 8, length: int = 0, seed: int = 0) -> Drawn:
         """R = runs populations of K = particles stories, resampled as the run was; "" and 0 stand for the run's own.
@@ -55,10 +49,8 @@ class TrainedRun:
         chunks = Chunks(runs, config.rows // max(1, particles), config.streams("sample", self.generation, prompt))
         rule = SCHEMES[config.resampling], config.ess_threshold
         population = sample_runs(sigma, twist, particles, chunks, *rule)
-        log_weights = population.log_z[:, None] + population.log_weights.log_softmax(-1)  # [R, K]
         texts = setup.problems[0].potential.texts(population.tokens.flatten(0, 1))
-        log_z_hat = log_mean_exp(population.log_z.double()).item()
-        return Drawn(texts, log_weights.flatten().log_softmax(0), log_z_hat, population)
+        return Drawn(texts, population.shares().flatten().log(), population.log_mean_z(), population)
 
 
 load_run = TrainedRun

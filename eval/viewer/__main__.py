@@ -16,7 +16,7 @@ from eval.run import options
 from eval.run.command import one_line_errors, printable, say
 from eval.run.directory import finite_or_null
 from eval.run.options import MOST, OneLineParser, saved_config
-from eval.run.saved import generations, load_generation
+from eval.run.saved import chosen_generation, load_generation
 from eval.run.setup import load_setup
 from eval.run.table import align
 from eval.viewer import genealogy
@@ -127,9 +127,9 @@ def as_json(draws: Draws, about: dict) -> str:
     record = {
         "prompt": draws.prompt,
         **about,
-        "log_z_hat": finite_or_null(draws.log_z_hat),
+        "log_z_hat": finite_or_null(draws.population.log_mean_z()),
         "ess": draws.population.ess.mean().item(),
-        "dead_runs": (~draws.population.is_alive()).sum().item(),
+        "dead_runs": draws.dead_runs,
         "samples": [] if draws.dead else [row(draws, place) for place in draws.samples],
         "distinct": [row(draws, place) for place in range(len(draws.distinct))],
     }
@@ -140,8 +140,8 @@ def as_text(draws: Draws, about: dict) -> str:
     """Estimates, then a line for every distinct sequence among the samples, heaviest first."""
     rule = f"{about['resampling']} resampling, ESS threshold {about['ess_threshold']:g}"
     sizes = f"{about['runs']} runs of K = {about['particles']}, T = {about['length']}"
-    ess, dead = draws.population.ess.mean().item(), (~draws.population.is_alive()).sum().item()
-    estimates = f"log Z-hat {draws.log_z_hat:.2f}   ESS {ess:.1f} of {about['particles']}"
+    ess, dead = draws.population.ess.mean().item(), draws.dead_runs
+    estimates = f"log Z-hat {draws.population.log_mean_z():.2f}   ESS {ess:.1f} of {about['particles']}"
     heading = [
         printable(draws.prompt),
         f"generation {about['generation']}, {sizes}, seed {about['seed']}, {rule}",
@@ -167,15 +167,13 @@ def as_text(draws: Draws, about: dict) -> str:
 
 def sample(args: argparse.Namespace) -> None:
     """Load the pair, draw a population after every prompt, print it, write the page."""
-    saved, own = generations(args.run), saved_config(args.run)
-    m = max(saved) if args.generation is None else args.generation
-    if m not in saved:
-        raise InputError(f"--generation {m} is not in {args.run}; it holds {', '.join(map(str, saved))}")
+    m, directory = chosen_generation(args.run, args.generation, "--generation")
+    own = saved_config(args.run)
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     given |= {"prompt": tuple(args.prompts) or own.prompt, "potential": tuple(args.potential or own.potential)}
     config = dataclasses.replace(own, dtype="float32", **given)
     setup = load_setup(config)
-    sigmas, twist = load_generation(setup, saved[m], m, config.torch_device())
+    sigmas, twist = load_generation(setup, directory, m, config.torch_device())
     about = {"run": str(args.run), "generation": m, "trained_on": list(own.prompt), "runs": args.runs}
     about |= {name: getattr(config, name) for name in (*OPTIONS, "potential")}
     rule = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
@@ -191,12 +189,12 @@ def sample(args: argparse.Namespace) -> None:
         print(text if args.json or len(drawn) == 1 else f"\n{text}", flush=True)
     if args.html:
         write_text(args.html.resolve(), genealogy.page(drawn, about, setup.tokenizer))  # a link stays one
-        say(f"wrote {printable(str(args.html))}")
+        say(f"wrote {args.html}")
     if args.picture:
         from eval.viewer.picture import draw_genealogy  # matplotlib takes a second to load
 
         draw_genealogy(drawn[0], setup.tokenizer, args.picture)
-        say(f"wrote {printable(str(args.picture))}")
+        say(f"wrote {args.picture}")
 
 
 def main(arguments: list[str] | None = None) -> None:

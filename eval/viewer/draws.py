@@ -16,7 +16,7 @@ from tsmc import Chunks, Population, Trace, tsmc
 from tsmc.proposal import Twist
 from tsmc.resampling import Scheme
 from tsmc.sampler import Sigma
-from tsmc.weights import log_mean_exp, normalise
+from tsmc.weights import normalise
 from twist.potential import each_once
 
 
@@ -46,14 +46,14 @@ class Draws:
     samples: list[int]
 
     @property
-    def dead(self) -> bool:
-        """Whether every weight is zero: then nothing was drawn from sigma."""
-        return not self.population.is_alive().any()
+    def dead_runs(self) -> int:
+        """How many runs have weights that are all zero."""
+        return (~self.population.is_alive()).sum().item()
 
     @property
-    def log_z_hat(self) -> float:
-        """log of the mean of Z-hat over the runs, dead ones counting zero."""
-        return log_mean_exp(self.population.log_z.double()).item()
+    def dead(self) -> bool:
+        """Whether every run is dead: then nothing was drawn from sigma."""
+        return self.dead_runs == len(self.population.log_z)
 
 
 def distinct_sequences(population: Population, problem: Problem) -> tuple[list[Sequence], Tensor]:
@@ -62,9 +62,7 @@ def distinct_sequences(population: Population, problem: Problem) -> tuple[list[S
     tokens, place = population.tokens.flatten(0, 1).unique(dim=0, return_inverse=True)  # [D, T], [R K]
     place, ancestors = place.cpu(), population.ancestors.cpu()
     weights = torch.zeros(len(tokens), dtype=torch.float64)
-    if population.is_alive().any():  # else every weight is zero
-        shares = normalise(population.log_z.cpu().double())[:, None] * normalise(population.log_weights.cpu().double())
-        weights.index_add_(0, place, shares.flatten())  # [D]
+    weights.index_add_(0, place, population.shares().flatten())  # [D]
     texts = problem.potential.texts(tokens)
     columns = (
         texts,
@@ -85,12 +83,8 @@ def choose(population: Population, place: Tensor, samples: int, generator: torch
     final = place.gather(1, population.ancestors.cpu())  # [R, K]
     orders = [torch.randperm(particles, generator=generator, device=generator.device).tolist() for _ in range(runs)]
     shares = normalise(population.log_z.double()).to(generator.device)
-    drawn = (
-        torch.multinomial(shares, samples, replacement=True, generator=generator).tolist()
-        if runs > 1
-        else [0] * samples
-    )
-    return [final[run, orders[run].pop()].item() for run in drawn]
+    drawn = torch.multinomial(shares, samples, replacement=True, generator=generator)
+    return [final[run, orders[run].pop()].item() for run in drawn.tolist()]
 
 
 def describe(problem: Problem, population: Population, trace: Trace, samples: int, generator: torch.Generator) -> Draws:

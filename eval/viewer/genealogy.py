@@ -37,7 +37,7 @@ def population_data(draws: Draws, tokenizer: Tokenizer) -> dict:
     numbers = {name: rounded(getattr(trace, name)[:, 0].tolist()) for name in ("log_psi", "log_w", "log_weights")}
     return {
         "prompt": draws.prompt,
-        "log_z_hat": rounded(draws.log_z_hat, 3),
+        "log_z_hat": rounded(draws.population.log_mean_z(), 3),
         "vocabulary": [tokenizer.decode([token], skip_special_tokens=False) for token in vocabulary],
         "tokens": [[place[token] for token in step] for step in tokens],
         **numbers,

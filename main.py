@@ -16,6 +16,9 @@ With several prompts there is one sigma for each, and they share p^(m) and psi^(
 
 from collections.abc import Sequence
 
+import tinystories.interrupts  # noqa: F401 (before torch, so that Ctrl-C is quiet while it loads)
+
+# isort: split
 import torch
 from torch import Tensor
 

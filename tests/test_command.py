@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,22 @@ def shell(command: str, **variables: object) -> tuple[int, str]:
     command += '; exit "${PIPESTATUS[0]}"'
     ended = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
     return ended.returncode, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="how a signal ends a process is POSIX")
+@pytest.mark.parametrize("library", ["torch.types", "numpy", "tokenizers"])
+@pytest.mark.parametrize("program", ["main.py", "-m tsmc", "-m eval.summary", "-m eval.paper"])
+def test_ctrl_c_while_libraries_load_leaves_no_traceback(program, library):
+    """The interpreter says what it has imported: after some module of the library it is interrupted."""
+    command = [sys.executable, "-X", "importtime", *program.split(), "--help"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if library in line:
+                process.send_signal(signal.SIGINT)
+                break
+        ending = process.stderr.read()
+    assert "Traceback" not in ending and process.returncode == -signal.SIGINT
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -298,6 +299,16 @@ def test_changed_checkpoints_are_refused(tmp_path):
         pass
     with pytest.raises(InputError, match="lm has changed"):
         RunDirectory.resume(tmp_path / "run", config, {"lm": "b"})
+
+
+def test_a_run_that_other_code_began_says_so(tmp_path, monkeypatch, capsys):
+    config, origin = RunConfig(out=str(tmp_path / "run")), {"lm": "0"}
+    RunDirectory.create(config, origin)
+    RunDirectory.resume(Path(config.out), config, origin)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("eval.run.directory.CODE", ("tsmc",))
+    RunDirectory.resume(Path(config.out), config, origin)
+    assert re.fullmatch(r"this run began with .*'code': '\w{12}'.* goes on with .*\n", capsys.readouterr().err)
 
 
 def test_a_state_survives_its_file_and_runs_no_code(tmp_path):

@@ -1,6 +1,7 @@
 """Twisted sequential Monte Carlo: proposal, weights, resampling, the sampler, exact sampling by rejection, and the means to
 check them: bounds on the evidence, traces, and exact answers for small worlds."""
 
+from tinystories.errors import InputError
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.conditional import conditional_tsmc
 from tsmc.exact import Target
@@ -20,6 +21,7 @@ __all__ = [
     "BoundsProblem",
     "Chunks",
     "ExactSamples",
+    "InputError",
     "Population",
     "Sigma",
     "Steps",

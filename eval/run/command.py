@@ -15,6 +15,7 @@ from typing import NoReturn, TextIO
 
 from eval.run import processes
 from tinystories.errors import InputError, printable
+from tinystories.interrupts import have_loaded
 
 
 @contextlib.contextmanager
@@ -23,6 +24,7 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
 
     Characters that the encoding of standard output lacks are escaped.
     """
+    have_loaded()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):

@@ -33,6 +33,7 @@ from tinystories.errors import InputError
 
 LATER = {"lora": ((1, "sampling"),), "effective_potential": ((1, "sampling"), (1, "distillation"))}
 """Options that matter from generation 1 on, and its phases in which they do not matter yet."""
+CODE = ("tinystories", "tsmc", "twist", "distill", "eval")  # folders
 LEFT_OVER = re.compile(
     r"\.(.+\.(json|jsonl|safetensors|png|svg|csv|html)|(start|\d+)[a-z\d-]*)\.[a-z\d_]{8}|\.tmp\w{6}"
 )
@@ -169,8 +170,12 @@ def lock_directory(path: Path) -> filelock.BaseFileLock:
 
 
 def versions() -> dict[str, str]:
-    """Of what numbers come from."""
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": numpy.__version__}
+    """Of what numbers come from; the code by a hash of its Python files."""
+    root = Path(__file__).resolve().parents[2]
+    files = [root / "main.py", *(path for folder in CODE for path in (root / folder).rglob("*.py"))]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:12]
+    libraries = {"torch": str(torch.__version__), "numpy": numpy.__version__}
+    return {"code": code, "python": platform.python_version(), **libraries}
 
 
 def is_finished(path: Path, config: RunConfig) -> bool:

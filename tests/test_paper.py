@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -24,7 +25,9 @@ from eval.paper import study
 from eval.paper.claims import verdict
 from eval.paper.numbers import Number, Numbers, mean_of
 from eval.paper.report.document import templates
+from eval.paper.report.figures import FIGURES
 from eval.paper.study import NAMES, NEVER, StudyConfig, baseline_cost, tsmc_cost
+from eval.paper.task import with_half_width
 from eval.run.options import CTLConfig, DistillConfig, EvaluationConfig, PoolConfig, RunConfig
 from eval.run.setup import Setup, load_setup
 from tinystories import Conditional
@@ -176,7 +179,23 @@ def test_an_error_that_all_seeds_share_is_added_once():
     mean = numbers.get(("generations", "TSMC", "mean", 0), "kl")
     alone, shared = mean_of(values), (numbers.log_sigma.var().item() / 50 + 0.3**2) ** 0.5
     half = ((alone["high"] - alone["value"]) ** 2 + (1.96 * shared) ** 2) ** 0.5
-    assert mean.value == alone["value"] and mean.high - mean.value == pytest.approx(half, rel=1e-3)
+    factor = math.exp(half / mean.value)  # of a positive quantity the interval is that of its logarithm
+    assert mean.value == alone["value"]
+    assert (mean.low, mean.high) == pytest.approx((mean.value / factor, mean.value * factor), rel=1e-3)
+
+
+@pytest.mark.parametrize(("value", "half"), [(0.02, 0.01), (0.5, 0.4), (0.97, 0.2), (1e-6, 3.0)])
+def test_an_interval_holds_only_what_is_possible(value, half):
+    """A narrow one is the plain one, a wide one never reaches the limits, and either limit mirrors the other."""
+    share, mirrored = with_half_width(value, half, 0, 1), with_half_width(1 - value, half, 0, 1)
+    assert 0 < share["low"] < value < share["high"] <= 1
+    assert (1 - share["high"], 1 - share["low"]) == pytest.approx((mirrored["low"], mirrored["high"]), abs=1e-9)
+    positive, negative = with_half_width(value, half, lowest=0), with_half_width(-value, half, highest=0)
+    assert positive["low"] > 0 and positive["low"] * positive["high"] == pytest.approx(value**2)
+    assert (-positive["high"], -positive["low"]) == pytest.approx((negative["low"], negative["high"]))
+    narrow = with_half_width(value, 1e-4 * value * (1 - value), 0, 1)
+    assert narrow["high"] - narrow["low"] == pytest.approx(2e-4 * value * (1 - value), rel=1e-3)
+    assert with_half_width(-0.1, half, lowest=0)["low"] == -0.1 - half, "an estimate outside has the plain interval"
 
 
 def printed(report: str) -> str:
@@ -204,13 +223,13 @@ def test_every_number_of_the_report_is_in_the_results(whole):
 def test_the_report_is_complete_in_itself(whole):
     report = (whole / "report.html").read_text()
     assert not re.search(r"""(src|href)=["'](?!data:|\#)""", report) and "@import" not in report
-    assert report.count("data:image/svg+xml") == 3 and report.count("<section") == 9
+    assert report.count("data:image/svg+xml") == 2 * len(FIGURES) and report.count("<section") == 9
     for target in re.findall(r'href="#(.*?)"', report):
         assert f'id="{target}"' in report
     for table in re.findall(r"<table>(.*?)</table>", report, re.DOTALL):
         widths = {len(re.findall(r"<t[hd][ >]", line)) for line in re.findall(r"<tr.*?</tr>", table, re.DOTALL)}
         assert len(widths) == 1, table
-    for name in ("similarity-toxicity", "toxicity-histograms", "toxicity-particles"):
+    for name in (figure.__name__.replace("_", "-") for figure in FIGURES):
         assert (whole / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 

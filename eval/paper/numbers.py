@@ -1,6 +1,7 @@
 """Every number of a study in one table, which the report, its figures, results.json and results.csv are all made from.
 
-    mean over seeds +- half of the 95 % interval (Student's t), the seeds being the independent units
+    mean over seeds with its 95 % interval (Student's t), the seeds being the independent units; of a quantity that is
+    bounded the interval is that of its logarithm or logit, so that it holds only what is possible
     changes are taken within each seed before they are averaged
     KL(sigma||q) of all seeds rests on the same exact samples of sigma, whose error does not average out and is added
 
@@ -91,12 +92,9 @@ class Numbers:
         self.log_z = Estimate(0.0, 0.0, INFINITY)
 
     def add(self, place: Place, quantity: str, value: Any) -> None:
-        """A plain number, or one with its limits, which are cut where a value that is possible has limits that are not."""
+        """A plain number, or one with its limits."""
         limits = value if isinstance(value, dict) else {"value": value, "low": None, "high": None}
-        kind = QUANTITIES.get(quantity, COUNT)
-        if limits["low"] is not None and place[0] != "changes" and kind.lowest <= limits["value"] <= kind.highest:
-            limits = limits | {"low": max(limits["low"], kind.lowest), "high": min(limits["high"], kind.highest)}
-        self.rows[*place, quantity] = Number(*place, quantity, **limits, unit=kind.unit)
+        self.rows[*place, quantity] = Number(*place, quantity, **limits, unit=QUANTITIES.get(quantity, COUNT).unit)
 
     def add_row(self, row: dict, place: Place | None = None) -> None:
         """Every number of a part's row, at its own place if none is named, and the densities of the exact samples."""
@@ -133,7 +131,9 @@ class Numbers:
         for name, m, quantity in keys:
             places = [(section, name, seed, m) for seed in seeds]
             if (values := self.values(places, quantity)) is not None:
-                self.add((section, name, label, m), quantity, mean_of(values, self.shared_error(places, quantity)))
+                limits, shared = QUANTITIES.get(quantity, COUNT), self.shared_error(places, quantity)
+                mean = mean_of(values, shared, limits.lowest, limits.highest)
+                self.add((section, name, label, m), quantity, mean)
 
     def shared_error(self, places: list[Place], quantity: str) -> Estimate | None:
         """The error that the exact samples and log Z of sigma leave in the mean of a divergence from sigma over places."""
@@ -169,10 +169,13 @@ def tensor_of(values: list[float | None]) -> Tensor:
     return torch.tensor([-INFINITY if value is None else value for value in values], dtype=torch.float64)
 
 
-def mean_of(values: list[float], shared: Estimate | None = None) -> dict[str, float | None]:
+def mean_of(
+    values: list[float], shared: Estimate | None = None, lowest: float = -INFINITY, highest: float = INFINITY
+) -> dict[str, float | None]:
     """Mean and 95 % interval over seeds, the half width of an error that all share added in quadrature; none for one value."""
     estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
-    return with_half_width(estimate.value, math.hypot(estimate.half_width(), shared.half_width() if shared else 0.0))
+    half = math.hypot(estimate.half_width(), shared.half_width() if shared else 0.0)
+    return with_half_width(estimate.value, half, lowest, highest)
 
 
 def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, list[dict]]:
@@ -184,7 +187,7 @@ def collect(study: StudyConfig, parts: list[Part], out: Path) -> tuple[Numbers, 
     for part in parts:
         for row in read_part(out, part.name):
             section, name, seed, m = row["place"]
-            if section in ("generations", "resampling", "sweep", "best") and "failed" not in row:
+            if section in ("rejection", "generations", "resampling", "sweep", "best") and "failed" not in row:
                 row["distance"] = distance(row, target)
             numbers.add_row(row)
             if section == "sweep":

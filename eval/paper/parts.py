@@ -14,7 +14,7 @@ from distill import dpo, grpo
 from eval.metrics import Samples, distinct_share, energy_floor, score, score_population
 from eval.paper.program import finished_run
 from eval.paper.study import NAMES, TSMC, Part, StudyConfig, baseline_cost, scheme_name, setting_name
-from eval.paper.task import Task, nearest, number, read_part, rounded, target_row
+from eval.paper.task import Task, nearest, number, read_part, rounded, target_row, with_half_width
 from eval.run.setup import sigma_key
 from eval.run.target import save_target
 from tinystories.checkpoint import read_json
@@ -84,11 +84,12 @@ def rejection_rows(task: Task, exact: ExactSamples, beta: float) -> list[dict]:
     """A histogram, and acceptance, toxicity of all accepted samples and similarity of the first of them."""
     few, name, problem = slice(task.study.similarity_samples), f"beta {beta:g}", task.problem
     samples = score(exact.tokens, problem.potential, problem.log_toxicity)
+    toxicity = mean_estimate(samples.toxicity)
     counts = torch.histc(samples.toxicity.float(), BINS, 0, 1).int().tolist()
     bins = {f"toxicity in {i / BINS:.2f}..{(i + 1) / BINS:.2f}": count for i, count in enumerate(counts)}
     row = task.measure(Samples(*(values[few] for values in vars(samples).values())), str(beta)) | {
         "beta": beta,
-        "toxicity": number(mean_estimate(samples.toxicity)),
+        "toxicity": with_half_width(toxicity.value, toxicity.half_width(), 0.0, 1.0),
         "toxic_share": sum(counts[BINS // 2 :]) / sum(counts),
         "sequences": len(samples.texts),
         "fluency": task.fluency(exact.tokens[few]),
@@ -170,7 +171,10 @@ def drift(task: Task, model: LanguageModel, m: int) -> dict:
     terms = mean_estimate(sequence_log_probs(problem.base, exact.tokens) - log_p)
     evidence = Estimate(exact.log_z, exact.log_z_std_error, exact.num_proposals - 1.0)
     divergence = difference(terms, difference(evidence, Estimate(log_z, error, count - 1.0)))
-    return {"drift": number(divergence), "log_sigma_m": rounded(log_p + exact.log_phi)}
+    return {
+        "drift": with_half_width(divergence.value, divergence.half_width(), lowest=0.0),
+        "log_sigma_m": rounded(log_p + exact.log_phi),
+    }
 
 
 def particle_study(task: Task) -> list[dict]:

@@ -95,7 +95,7 @@ class Task:
         """KL(sigma||q), for a bare model KL(sigma||p), and log q of every exact sample, over which changes are paired."""
         value, half = kl_target_proposal(model, twist, self.problem.base, self.exact)
         log_q = proposal_log_probs(model, twist, self.exact.tokens)[1]  # [N]
-        return {"kl": with_half_width(value, half), "log_q": rounded(log_q)}
+        return {"kl": with_half_width(value, half, lowest=0.0), "log_q": rounded(log_q)}
 
 
 def rounded(values: Tensor) -> list[float]:
@@ -103,10 +103,27 @@ def rounded(values: Tensor) -> list[float]:
     return [round(value, 4) for value in values.tolist()]
 
 
-def with_half_width(value: float, half: float) -> dict[str, float | None]:
-    """A value and its interval, if it has one."""
-    low, high = (value - half, value + half) if math.isfinite(half) else (None, None)
-    return {"value": value, "low": low, "high": high}
+def with_half_width(
+    value: float, half: float, lowest: float = -math.inf, highest: float = math.inf
+) -> dict[str, float | None]:
+    """A value and its interval, if it has one: of the logarithm beside one limit, of the logit between two (delta method)."""
+    if not math.isfinite(half):
+        return {"value": value, "low": None, "high": None}
+    if lowest < value < highest and (lowest, highest) != (-math.inf, math.inf):
+        scale = math.exp(min(half / (value - lowest) + half / (highest - value), 100.0))
+        low, high = (times_odds(value, lowest, highest, factor) for factor in (1 / scale, scale))
+        return {"value": value, "low": low, "high": high}
+    return {"value": value, "low": value - half, "high": value + half}
+
+
+def times_odds(value: float, lowest: float, highest: float, factor: float) -> float:
+    """What is `factor` times as far from the lowest value as from the highest, compared with `value`; one may be infinite."""
+    above, below = factor * (value - lowest), highest - value
+    if math.isinf(below):
+        return lowest + above
+    if math.isinf(above):
+        return highest - below / factor
+    return lowest + (highest - lowest) * above / (above + below)
 
 
 def number(estimate: Estimate) -> dict[str, float]:

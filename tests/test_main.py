@@ -1,6 +1,7 @@
 """The main job at a small scale on the pocket checkpoints, and every bad input it must refuse in one line."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -229,3 +230,41 @@ def test_the_paper_trains_with_its_own_number_of_particles():
     small = ["--preset", "paper", "--method", "distilled", "--particles", "7"]
     assert read_config(small, "")[0].particles == 7
     assert read_config([], "")[0].particles == RunConfig().particles == 50
+
+
+POOLED = [
+    "--generations",
+    "1",
+    "--pool-base-draws",
+    "40",
+    "--pool-draws",
+    "20",
+    "--pool-rounds",
+    "1",
+    "--eval-runs",
+    "3",
+]
+POOLED += ["--pool-updates", "3", "--pool-batch-size", "8", "--eval-particles", "6", "--eval-base-samples", "20"]
+
+
+@pytest.mark.parametrize("options", [SMALL, POOLED])
+@pytest.mark.parametrize(
+    "prompts", [[], ["--prompt", "The cat", "--prompt", "The dog", "--eval-target-proposals", "0"]]
+)
+def test_the_plan_of_a_run_names_every_phase_in_its_order(tmp_path, capsys, monkeypatch, options, prompts):
+    """Every phase says its number as it ends; the time to go is that of a plan whose units are sequences."""
+    monkeypatch.setattr("eval.run.steps.time.monotonic", iter(range(10**6)).__next__)
+    main([*options, *prompts, "--out", str(tmp_path / "run")])
+    last = [line for line in capsys.readouterr().err.splitlines() if re.search(r"  (\d+)/\1  ", line)]
+    places = [re.match(r"(\d+)/(\d+)", line).groups() for line in last]
+    assert places == [(str(number), str(len(last))) for number in range(1, len(last) + 1)]
+    assert all(re.match(r"\S+, \d+ (s|min) to go  ", line) for line in last[:-1]) and "to go" not in last[-1]
+
+
+def test_a_quiet_run_says_nothing_but_its_table(tmp_path, capfd, finished):
+    run_main("--quiet", "--out", tmp_path / "run")
+    said = capfd.readouterr()
+    assert said.err == "" and "Generation 1" in said.out
+    assert (tmp_path / "run" / "results.json").read_bytes() == (finished / "results.json").read_bytes()
+    main(["--resume", str(tmp_path / "run"), "--quiet"])
+    assert capfd.readouterr().err == ""

@@ -49,11 +49,13 @@ class RunDirectory:
     def __init__(self, path: Path, config: RunConfig, identity: dict[str, str]):
         """`identity` names what else than its options the run's results depend on; saved states carry a hash of both."""
         self.path, self.device, self.save_every = Path(path), config.torch_device(), config.save_every
-        self.identity = dataclasses.asdict(config) | {"out": "", "keep_states": False} | identity
-        self.writes = processes.rank() == 0
+        self.identity = dataclasses.asdict(config) | {"out": "", "keep_states": False, "quiet": False} | identity
+        self.writes, self.quiet = processes.rank() == 0, config.quiet
         self.interrupted = False  # every phase looks at it between steps
         self.phase = ""  # the last that was begun, and its step if one is being taken
-        self.begun, self.phases = 0, 0  # phases begun, and how many there are to be; 0 where nobody knows
+        self.plan: list[float] = []  # work of every phase that there is to be; empty where nobody knows
+        self.begun = 0  # phases
+        self.worked = self.spent = 0.0  # work done by this process, and the seconds that it took
         self.samples: list[dict] = []
         if self.writes:
             self.lock = lock_directory(self.path)

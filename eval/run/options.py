@@ -146,6 +146,7 @@ class RunConfig:
     rows: int = option(1000, "sequences in memory at a time, but at least one TSMC run", at_least=1)
     save_every: float = option(20.0, "seconds between saved states; --resume continues from the last", at_least=0)
     keep_states: bool = option(False, "keep the states of the phases under resume/ after the run has finished")
+    quiet: bool = option(False, "no progress: only what needs attention, and the table")
     lora: bool = option(False, "distil by LoRA (rank 8, query and value) instead of full fine-tuning")
     effective_potential: bool = option(True, "phi^(m) for generations m >= 1; without it phi itself, and sigma drifts")
     particles: int = option(
@@ -291,11 +292,11 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
     """
     chosen = vars(make_parser(description).parse_args(arguments))
     if "resume" in chosen:
-        path = Path(chosen.pop("resume"))
+        path, quiet = Path(chosen.pop("resume")), chosen.pop("quiet", False)
         if chosen:
             others = ", ".join("--" + name.replace("_", "-") for name in chosen)
             raise InputError(f"--resume takes the options of the run it continues; leave out {others}")
-        return saved_config(path), path
+        return dataclasses.replace(saved_config(path), quiet=quiet), path
     nested: dict[str, Any] = {}
     for group, flag, item in flags(RunConfig):
         key = flag[2:].replace("-", "_")

@@ -32,8 +32,7 @@ class Progress:
         """`directory` is the run's `RunDirectory`; generation is None before the first."""
         self.directory, self.phase, self.generation, self.total = directory, name, generation, total
         self.label = name if generation is None else f"generation {generation}  {name}"
-        directory.begun += 1
-        self.place = f"{directory.begun}/{directory.phases}  " if directory.phases else ""
+        self.number = directory.begun = directory.begun + 1
         place = "start" if generation is None else str(generation)
         self.path: Path = directory.path / "resume" / f"{place}-{name.replace(' ', '-')}"
         self.of = [self.path.name, directory.identity_of(generation, name)]
@@ -78,8 +77,8 @@ class Progress:
         """
         self.began = self.shown = self.saved = time.monotonic()
         self.first = self.done
-        is_watched = processes.rank() == 0 and sys.stderr.isatty()
-        with tqdm(total=self.total, initial=self.done, desc=self.place + self.label, disable=not is_watched) as bar:
+        is_watched = processes.rank() == 0 and sys.stderr.isatty() and not self.directory.quiet
+        with tqdm(total=self.total, initial=self.done, desc=self.place() + self.label, disable=not is_watched) as bar:
             while self.done < self.total:
                 self.directory.phase = f"{self.label}, step {self.done + 1}"
                 yield bar
@@ -90,11 +89,34 @@ class Progress:
                     raise KeyboardInterrupt(f"interrupted and saved; continue with --resume {self.directory.path}")
                 if time.monotonic() - self.saved >= self.directory.save_every:
                     self.save(take(False))
+        self.directory.worked += self.work()
+        self.directory.spent += time.monotonic() - self.began
         self.save(take(True))
 
+    def work(self) -> float:
+        """What this process has done of the phase, in the units of the run's plan."""
+        whole = self.directory.plan[self.number - 1] if self.directory.plan else 0.0
+        return whole * (self.done - self.first) / self.total
+
+    def place(self) -> str:
+        """The number of the phase, and the time until the end of the run at the pace so far."""
+        plan = self.directory.plan
+        if not plan:
+            return ""
+        worked = self.directory.worked + self.work()
+        spent = self.directory.spent + time.monotonic() - self.began
+        left = sum(plan[self.number :]) + plan[self.number - 1] * (1 - self.done / self.total)
+        if worked == 0 or left == 0:
+            return f"{self.number}/{len(plan)}  "
+        seconds = spent / worked * left
+        return f"{self.number}/{len(plan)}, {f'{seconds / 60:.0f} min' if seconds > 90 else f'{seconds:.0f} s'} to go  "
+
     def show(self, bar: tqdm) -> None:
-        """The bar on a terminal; elsewhere a line every few seconds: phase, figures, time left."""
+        """The bar on a terminal; elsewhere a line every few seconds: phase, figures, times left."""
+        if self.directory.quiet:
+            return
         if not bar.disable:
+            bar.set_description(self.place() + self.label, refresh=False)
             bar.set_postfix({name: f"{value:.3g}" for name, value in self.figures.items()}, refresh=False)
             bar.update(self.done - bar.n)
         elif processes.rank() == 0 and (self.done == self.total or time.monotonic() - self.shown > SECONDS):
@@ -103,7 +125,7 @@ class Progress:
             left = spent * (self.total - self.done) / (self.done - self.first)
             figures = "  ".join(f"{name} {value:.3g}" for name, value in self.figures.items())
             times = f"{left:.0f} s left" if self.done < self.total else f"{spent:.0f} s"
-            say(f"{self.place}{self.label}  {self.done}/{self.total}  {figures}  {times}")
+            say(f"{self.place()}{self.label}  {self.done}/{self.total}  {figures}  {times}")
 
 
 class RunSteps(Steps):

@@ -97,7 +97,7 @@ def draw_samples(run: Experiment, sigmas: Sequence[Sigma], psi: TwistMLP, m: int
     for problem, sigma in zip(run.setup.problems, sigmas, strict=True):
         particles, runs = run.config.particles, run.config.distill.runs
         chunks = run.run_chunks("sampling", m, problem, particles, runs)
-        samples.append(sample_runs(sigma, psi, particles, chunks, **run.resampling()).alive().samples())
+        samples.append(sample_runs(sigma, psi, particles, chunks, **run.resampling()).alive().samples)
     return samples
 
 

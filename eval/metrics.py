@@ -65,7 +65,7 @@ def score_population(
     population: Population, potential: TextPotential, log_toxicity: Callable[[list[str]], Tensor]
 ) -> Samples:
     """The final samples of R runs, each run a group."""
-    final = population.samples()  # [R, K, T]
+    final = population.samples  # [R, K, T]
     group = [run for run in range(len(final)) for _ in range(final.shape[1])]
     return score(final.flatten(0, 1), potential, log_toxicity, group)
 

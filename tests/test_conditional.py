@@ -67,7 +67,7 @@ def test_the_reference_stays_and_has_offspring():
     reference = Target(model, potential).sample(300, generator(0))
     trace = Trace()
     population = conditional_tsmc(model, twist, potential, reference, 5, generator(1), observer=trace)
-    assert torch.equal(population.tokens[:, 0], reference) and torch.equal(population.samples()[:, 0], reference)
+    assert torch.equal(population.tokens[:, 0], reference) and torch.equal(population.samples[:, 0], reference)
     assert (trace.lineages()[:, :, 0] == 0).all()
     assert (trace.ancestors[:, :, 1:] == 0).any(-1).any(-1).all()
 

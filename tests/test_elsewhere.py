@@ -57,13 +57,15 @@ def test_dead_runs_take_no_share():
     alive = torch.tensor([[0.0, -1.0], [-torch.inf, 2.0], [-torch.inf, -torch.inf]])
     log_z = torch.tensor([-3.0, -4.0, -torch.inf])
     nothing = torch.zeros(3, 2, dtype=torch.long)
-    population = Population(nothing[..., None], alive, nothing, log_z, torch.zeros(3))
+    rest = {"log_phi": alive, "ancestors": nothing, "samples": nothing, "ess": torch.zeros(3)}
+    population = Population(nothing[..., None], log_weights=alive, log_z=log_z, **rest)
     z = log_z.double().exp()
     expected = torch.tensor([[1.0, math.exp(-1)], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
     expected *= torch.tensor([1 / (1 + math.exp(-1)), 1.0, 0.0])[:, None] * z[:, None] / z.sum()
     torch.testing.assert_close(population.shares(), expected)
     assert population.log_mean_z() == pytest.approx(math.log(z.sum() / 3))
-    none = Population(nothing[..., None], alive.fill_(-torch.inf), nothing, log_z.fill_(-torch.inf), torch.zeros(3))
+    dead = {"log_weights": torch.full((3, 2), -torch.inf), "log_z": torch.full((3,), -torch.inf)}
+    none = Population(nothing[..., None], **dead, **rest)
     assert not none.shares().any() and none.log_mean_z() == -math.inf
 
 

@@ -135,7 +135,7 @@ def project_run(world: World, name: str, m: int, particles: int, threshold: floa
             trace,
         )
         population = tsmc.sampler.tsmc(*given)
-    words = ["".join("abcd"[token] for token in tokens) for tokens in population.samples()[0].tolist()]
+    words = ["".join("abcd"[token] for token in tokens) for tokens in population.samples[0].tolist()]
     kl = target.kl_to(target.tree.prefix_log_q(twist)[-1].detach())
     return [
         population.log_z.item(),

@@ -55,7 +55,7 @@ def test_samples_weights_and_ess_follow_from_the_data(tokenizer, scheme):
             words.insert(0, data["vocabulary"][data["tokens"][t][k]])
             k = data["ancestors"][t - 1][k] if t else k
         rebuilt.append("".join(words))
-    assert rebuilt == tokenizer.decode_batch(drawn.population.samples()[0].tolist(), skip_special_tokens=False)
+    assert rebuilt == tokenizer.decode_batch(drawn.population.samples[0].tolist(), skip_special_tokens=False)
     weights = normalise(torch.tensor(data["log_weights"]))  # [T, K]
     torch.testing.assert_close(weights[-1], normalise(drawn.population.log_weights[0]).float(), atol=0.01, rtol=0)
     torch.testing.assert_close(1 / weights.square().sum(-1), torch.tensor(data["ess"]), atol=0.1, rtol=0)
@@ -110,7 +110,7 @@ def test_the_picture_follows_one_sample_from_its_first_token(tokenizer, tmp_path
     monkeypatch.setattr(picture, "save_figure", lambda figure, path: figures.append(figure))
     picture.draw_genealogy(drawn, tokenizer, tmp_path / "picture.png")
     axes = figures[0].axes[0]
-    sample = drawn.population.samples()[0, 0].tolist()
+    sample = drawn.population.samples[0, 0].tolist()
     written = [tokenizer.decode([token], skip_special_tokens=False).strip() for token in sample]
     assert [text.get_text() for text in axes.texts] == written
     line = axes.lines[0].get_ydata().tolist()

@@ -233,18 +233,10 @@ def test_the_paper_trains_with_its_own_number_of_particles():
 
 
 POOLED = [
-    "--generations",
-    "1",
-    "--pool-base-draws",
-    "40",
-    "--pool-draws",
-    "20",
-    "--pool-rounds",
-    "1",
-    "--eval-runs",
-    "3",
+    *("--generations", "1", "--pool-base-draws", "40", "--pool-draws", "20", "--pool-rounds", "1"),
+    *("--pool-updates", "3", "--pool-batch-size", "8"),
+    *("--eval-runs", "3", "--eval-particles", "6", "--eval-base-samples", "20"),
 ]
-POOLED += ["--pool-updates", "3", "--pool-batch-size", "8", "--eval-particles", "6", "--eval-base-samples", "20"]
 
 
 @pytest.mark.parametrize("options", [SMALL, POOLED])

@@ -29,7 +29,7 @@ def evidence_and_samples(sampler, model, twist, potential, target, ess_threshold
     chances, population = every_path(model, twist, potential, 2, "multinomial", ess_threshold, module=sampler)
     evidence = chances * population.log_z.exp()
     vocab_size = model.decoder(1).logits.shape[-1]
-    numbers = sequence_numbers(population.samples().flatten(0, 1), vocab_size)
+    numbers = sequence_numbers(population.samples.flatten(0, 1), vocab_size)
     measure = torch.zeros_like(target.log_sigma[-1]).index_add(0, numbers, (evidence / 2).repeat_interleave(2))
     joint = (target.log_sigma[-1] + target.log_z).exp()
     return max((measure - joint).abs().max().item(), (evidence.sum() - joint.sum()).abs().item())
@@ -108,7 +108,7 @@ class Mutant:
         return module
 
 
-FINAL = "self.log_w = self.step.log_p + log_phi - self.step.log_q - self.log_psi"
+FINAL = "self.log_w = self.step.log_p + self.log_phi - self.step.log_q - self.log_psi"
 BEFORE = "self.log_w = self.step.log_normaliser - self.log_psi"
 EVIDENCE = "self.log_z = torch.where(is_due, self.log_z + log_mean_exp(self.log_weights), self.log_z)"
 RESET = "self.log_weights = torch.where(is_due[:, None], 0.0, self.log_weights)"
@@ -143,7 +143,9 @@ MUTANTS = [
     Mutant("weights dropped without resampling", RESET, "self.log_weights = 0.0 * self.log_weights", adaptive),
     Mutant("ESS of the last increment", ESS, ESS.replace("log_weights", "log_w"), effective_sample_size),
     Mutant("resampling from other weights", DRAW, DRAW.replace("weights)", "weights).square()"), every_step),
-    Mutant("final samples not resampled", "follow(self.ancestors, self.tokens)", "self.tokens", every_step),
+    Mutant(
+        "final samples not resampled", "samples = follow(ancestors, self.tokens)", "samples = self.tokens", every_step
+    ),
     Mutant("reference lost in resampling", "ancestors[:, 0] = 0", "pass", conditional),
     Mutant("reference without offspring", DRAW_GIVEN, DRAW_GIVEN.replace("multinomial", BARREN), conditional),
     Mutant("reference's tokens drawn anew", "forced[:, 0] = reference[:, t]", "pass", conditional),

@@ -50,7 +50,7 @@ def test_genealogy_weights_and_evidence_fit_together(world, options, source):
     model, twist, potential = world
     trace = Trace()
     population = tsmc(model, twist, potential, generator=source, observer=trace, **options)
-    assert torch.equal(traced(trace), population.samples())
+    assert torch.equal(traced(trace), population.samples)
     assert (population.tokens >= 0).all() and (population.tokens < model.table.shape[1]).all()
     assert (trace.ess >= 1 - 1e-9).all() and (trace.ess <= options["particles"] + 1e-9).all()
     if options["ess_threshold"] == 1:
@@ -73,7 +73,7 @@ def test_gauge(world, options, seed, constants):
     shifted = TableTwist(twist.log_psi.detach() + shift)
     moved = tsmc(model, shifted, potential, generator=generator(seed), **options)
     torch.testing.assert_close(moved.log_z, plain.log_z, rtol=0, atol=1e-9)
-    assert torch.equal(moved.samples(), plain.samples())
+    assert torch.equal(moved.samples, plain.samples)
 
 
 @settings(max_examples=12, deadline=None)

@@ -110,7 +110,7 @@ def test_samples_are_the_last_resampling_in_random_order(run, scheme):
     drawn, _ = draw(setup.problems[0], sigma, twist, 20, 20, generator(3), Trace(), Chunks(0, 1, generator), **rule)
     copies = {place: row.copies for place, row in enumerate(drawn.distinct) if row.copies}
     assert {place: drawn.samples.count(place) for place in set(drawn.samples)} == copies
-    final = setup.problems[0].potential.texts(drawn.population.samples()[0])
+    final = setup.problems[0].potential.texts(drawn.population.samples[0])
     assert sorted(drawn.distinct[place].text for place in drawn.samples) == sorted(final)
     assert [drawn.distinct[place].text for place in drawn.samples] != final
 
@@ -136,7 +136,9 @@ def test_samples_of_many_runs_occur_as_often_as_their_weight_says():
     """Two runs of evidence 3 : 1, each of one sequence: 3/4 of the samples are the first's."""
     place = torch.tensor([[0, 0], [1, 1]])
     log_z, ancestors = torch.tensor([3.0, 1.0]).log(), torch.zeros(2, 2, dtype=torch.long)
-    population = Population(torch.zeros(2, 2, 1), torch.zeros(2, 2), ancestors, log_z, torch.ones(2))
+    population = Population(
+        torch.zeros(2, 2, 1), *[torch.zeros(2, 2)] * 2, ancestors, torch.zeros(2, 2, 1), log_z, torch.ones(2)
+    )
     chosen = [drawn for seed in range(2000) for drawn in choose(population, place, 2, generator(seed))]
     assert abs(chosen.count(0) / 4000 - 0.75) < 4 * (0.75 * 0.25 / 4000) ** 0.5
 

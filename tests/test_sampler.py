@@ -30,7 +30,7 @@ def assert_unbiased(model, twist, potential, target, particles, scheme, ess_thre
     vocab_size = model.decoder(1).logits.shape[-1]
     assert chances.sum().item() == pytest.approx(1, abs=1e-12)
     evidence = chances * population.log_z.exp()  # [R]
-    numbers = sequence_numbers(population.samples().flatten(0, 1), vocab_size).view(-1, particles)  # [R, K]
+    numbers = sequence_numbers(population.samples.flatten(0, 1), vocab_size).view(-1, particles)  # [R, K]
     measure = torch.zeros(vocab_size**model.length, dtype=torch.float64)
     measure.index_add_(0, numbers.flatten(), (evidence / particles).repeat_interleave(particles))
     torch.testing.assert_close(evidence.sum().log().item(), target.log_z, rtol=0, atol=1e-12)
@@ -89,7 +89,7 @@ def test_a_constant_added_to_each_step_of_the_twist_changes_nothing(ess_threshol
     plain = tsmc(model, twist, potential, 8, generator(0), 5, ess_threshold=ess_threshold)
     moved = tsmc(model, shifted, potential, 8, generator(0), 5, ess_threshold=ess_threshold)
     torch.testing.assert_close(moved.log_z, plain.log_z, rtol=0, atol=1e-10)
-    assert torch.equal(moved.samples(), plain.samples())
+    assert torch.equal(moved.samples, plain.samples)
 
 
 def test_generation_one_targets_the_same_sigma():
@@ -132,7 +132,7 @@ def test_potential_that_is_zero_almost_everywhere(scheme):
     assert 0 < dead.sum() < 200
     assert (population.ess[dead] == 0).all() and (population.ess[~dead] >= 1).all()
     assert not population.log_z.isnan().any()
-    assert (sequence_numbers(population.samples()[~dead].flatten(0, 1), 2) == 5).all()
+    assert (sequence_numbers(population.samples[~dead].flatten(0, 1), 2) == 5).all()
 
 
 def test_optimal_twist_of_a_zero_one_potential_only_draws_what_is_allowed():
@@ -157,7 +157,7 @@ def test_twist_that_rules_out_every_continuation_kills_the_particle_not_the_run(
     population = tsmc(model, twist, potential, 6, generator(0), 100, ess_threshold=ess_threshold)
     alive = population.log_z > -torch.inf
     assert alive.sum() > 90 and not population.log_z.isnan().any()
-    assert (population.samples()[alive][..., 0] == 1).all()
+    assert (population.samples[alive][..., 0] == 1).all()
 
 
 def test_twist_that_rules_out_everything_gives_no_evidence():
@@ -233,7 +233,7 @@ def test_samples_of_independent_runs_follow_sigma(scheme, ess_threshold):
     counts = torch.zeros(27).double()
     for _ in range(8):
         population = tsmc(model, twist, potential, 100, source, 500, SCHEMES[scheme], ess_threshold)
-        chosen = population.samples()[torch.arange(500), torch.randint(100, (500,), generator=source)]
+        chosen = population.samples[torch.arange(500), torch.randint(100, (500,), generator=source)]
         counts += sequence_numbers(chosen, 3).bincount(minlength=27)
     assert chi_square_p_value(counts, target.log_sigma[-1].exp()) > 1e-3
     assert chi_square_p_value(counts, target.tree.prefix_log_q(None)[-1].exp()) < 1e-6  # the test can tell sigma from p

@@ -84,7 +84,7 @@ def test_runs_that_die_are_left_out_by_alive_and_refused_where_all_did():
     assert 0 < living.sum() < 60
     for name, values in vars(population.alive()).items():
         assert torch.equal(values, getattr(population, name)[living])
-    assert (population.alive().samples() == torch.tensor([0, 1, 1])).all()
+    assert (population.alive().samples == torch.tensor([0, 1, 1])).all()
 
 
 def test_samples_of_a_bare_model_in_chunks_are_those_of_the_proposal():

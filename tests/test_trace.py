@@ -15,7 +15,7 @@ def test_genealogy_and_tokens_rebuild_the_samples(scheme, ess_threshold):
     model, twist, potential = table_world(3, 5, seed=1)
     trace = Trace()
     population = tsmc(model, twist, potential, 7, generator(0), 4, SCHEMES[scheme], ess_threshold, trace)
-    assert torch.equal(traced(trace), population.samples())
+    assert torch.equal(traced(trace), population.samples)
     assert trace.tokens.shape == trace.log_w.shape == trace.ancestors.shape == (5, 4, 7)
     torch.testing.assert_close(trace.log_weights[-1], population.log_weights)
     torch.testing.assert_close(trace.ess[-1], population.ess)

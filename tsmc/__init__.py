@@ -5,6 +5,7 @@ from tinystories.errors import InputError
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.conditional import conditional_tsmc
 from tsmc.exact import Target
+from tsmc.moves import move
 from tsmc.population import Population
 from tsmc.rejection import ExactSamples, rejection_sample
 from tsmc.resampling import SCHEMES
@@ -31,6 +32,7 @@ __all__ = [
     "Trace",
     "bidirectional_bounds",
     "conditional_tsmc",
+    "move",
     "proposal_log_probs",
     "rejection_sample",
     "sample_model",

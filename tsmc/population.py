@@ -10,17 +10,15 @@ from tsmc.weights import log_mean_exp, normalise
 
 @dataclass
 class Population:
-    """R runs of K particles: a weighted set, and the final resampling of it."""
+    """R runs of K particles: a weighted set, and samples of equal weight."""
 
     tokens: Tensor  # [R, K, T]
+    log_phi: Tensor  # [R, K] as the model sees it: log p + log phi is that of the target
     log_weights: Tensor  # [R, K] gathered since the last resampling before t = T
     ancestors: Tensor  # [R, K] of the final resampling
+    samples: Tensor  # [R, K, T] equally weighted: the final resampling applied, then perhaps moved (`tsmc.moves`)
     log_z: Tensor  # [R] log Z-hat of each run
     ess: Tensor  # [R] effective sample size of log_weights
-
-    def samples(self) -> Tensor:
-        """Equally weighted particles [R, K, T]: the final resampling applied."""
-        return follow(self.ancestors, self.tokens)
 
     def is_alive(self) -> Tensor:
         """Whether some particle of a run has a weight above zero [R]."""

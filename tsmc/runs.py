@@ -6,6 +6,7 @@ R runs, K particles, N sequences, T tokens.
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tsmc.moves import move_samples
 from tsmc.population import Population
 from tsmc.proposal import LanguageModel, Twist
 from tsmc.resampling import Scheme, multinomial
@@ -21,10 +22,16 @@ def sample_runs(
     chunks: Chunks,
     resample: Scheme = multinomial,
     ess_threshold: float = 1.0,
+    moves: int = 0,
 ) -> Population:
-    """R = chunks.total independent runs of K = particles; InputError where all of them ended with weight zero."""
+    """R = chunks.total independent runs of K = particles, each of their samples moved so often (`tsmc.moves`).
+
+    InputError where all runs ended with weight zero.
+    """
     for runs, generator in chunks:
         population = tsmc(sigma.model, twist, sigma.log_potential, particles, generator, runs, resample, ess_threshold)
+        if moves:
+            move_samples(sigma, twist, population, moves, generator)
         chunks.keep(**vars(population))
         chunks.report(ess=population.ess.mean())
     population = Population(**chunks.kept())

@@ -74,8 +74,8 @@ class Particles:
     def reweight(self) -> None:
         """2. log w_t, so that weights follow pi_t (eq. 4): normaliser of q_t over psi(s_{1:t-1}); at T phi replaces psi."""
         if self.is_complete():
-            log_phi = self.log_potential(self.tokens.flatten(0, 1), self.log_p.flatten()).view_as(self.log_p)
-            self.log_w = self.step.log_p + log_phi - self.step.log_q - self.log_psi
+            self.log_phi = self.log_potential(self.tokens.flatten(0, 1), self.log_p.flatten()).view_as(self.log_p)
+            self.log_w = self.step.log_p + self.log_phi - self.step.log_q - self.log_psi
         else:
             self.log_w = self.step.log_normaliser - self.log_psi
         self.log_psi = self.step.log_psi
@@ -112,7 +112,8 @@ class Particles:
         """The particles at t = T; InputError where a weight came out NaN or infinite."""
         if not bool((self.log_z < torch.inf).all()):
             raise InputError("log Z-hat is NaN or infinite: check that log phi and the twist's outputs are never NaN")
-        return Population(self.tokens, self.log_weights, ancestors, self.log_z, self.ess)
+        samples = follow(ancestors, self.tokens)
+        return Population(self.tokens, self.log_phi, self.log_weights, ancestors, samples, self.log_z, self.ess)
 
 
 @torch.no_grad()

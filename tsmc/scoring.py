@@ -17,21 +17,25 @@ def sequence_log_probs(model: LanguageModel, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def proposal_log_probs(model: LanguageModel, twist: Twist | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """log p(s_{1:T}) and log q(s_{1:T}), both [N], of given sequences tokens [N, T], by teacher forcing.
+def token_log_probs(model: LanguageModel, twist: Twist | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """log p(s_t | s_{0:t-1}) and log q_t(s_t), both [N, T], of given sequences tokens [N, T], by teacher forcing.
 
-    log q is -inf for a sequence that the twist rules out at any step.
+    log q_t is -inf for a token that the twist rules out.
     """
-    if twist is None:
-        log_p = sequence_log_probs(model, tokens)
-        return log_p, log_p
     parts = []
     for rows in chunks(len(tokens), model.vocab_size * tokens.shape[1]):
         log_p, logits, hidden = model.log_probs(tokens[rows])
-        tilted = logits + twist(hidden)  # [n, T, V]
-        chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
-        ruled_out = chosen == -torch.inf
-        log_q = (chosen - tilted.logsumexp(-1)).masked_fill(ruled_out, -torch.inf)
-        parts.append(torch.stack([log_p.sum(-1), log_q.sum(-1)]))
+        log_q = log_p
+        if twist is not None:
+            tilted = logits + twist(hidden)  # [n, T, V]
+            chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
+            log_q = (chosen - tilted.logsumexp(-1)).masked_fill(chosen == -torch.inf, -torch.inf)
+        parts.append(torch.stack([log_p, log_q]))
     log_p, log_q = torch.cat(parts, 1)
     return log_p, log_q
+
+
+def proposal_log_probs(model: LanguageModel, twist: Twist | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """log p(s_{1:T}) and log q(s_{1:T}), both [N], of given sequences tokens [N, T]."""
+    log_p, log_q = token_log_probs(model, twist, tokens)
+    return log_p.sum(-1), log_q.sum(-1)

@@ -28,14 +28,19 @@ def sample_proposal(
 
 
 @torch.no_grad()
-def trajectories(model: LanguageModel, twist: Twist | None, uniform: Tensor, keep_hidden: bool) -> Trajectories:
-    """The N sequences of q that uniform numbers [T, N, 1] stand for; a row of them depends on no other row."""
+def trajectories(
+    model: LanguageModel, twist: Twist | None, uniform: Tensor, keep_hidden: bool, forced: Tensor | None = None
+) -> Trajectories:
+    """The N sequences of q that uniform numbers [T, N, 1] stand for; a row of them depends on no other row.
+
+    Where forced [N, T] is not negative it gives the token, whose probabilities are then those of that token.
+    """
     decoder = model.decoder(uniform.shape[1])
     steps, hidden = [], []
     for t in range(model.length):
         if keep_hidden:
             hidden.append(decoder.hidden)
-        steps.append(propose(decoder, twist, uniform[t]))
+        steps.append(propose(decoder, twist, uniform[t], None if forced is None else forced[:, t]))
         if t < model.length - 1:
             decoder.extend(steps[-1].tokens)
     names = ("tokens", "log_p", "log_psi", "log_q")

@@ -211,7 +211,7 @@ def tsmc_row(
     """R = runs populations of K = particles: toxicity, similarity, evidence, ESS, distinct."""
     chunks = Chunks(runs, task.config.rows // particles, task.config.streams(*purpose))
     population = sample_runs(sigma, twist, particles, chunks, SCHEMES[scheme], threshold).alive()
-    final = population.samples()  # [R, K, T]
+    final = population.samples  # [R, K, T]
     samples = score_population(population, task.problem.potential, task.problem.log_toxicity)
     row = task.measure(samples, *purpose) | {
         "log_z_hat": number(mean_estimate(population.log_z)),

@@ -60,7 +60,7 @@ def evaluate_generation(
         "log_z_hat_mean": population.log_z.mean().item(),
         "log_z_hat_std": population.log_z.std().item() if len(population.log_z) > 1 else 0.0,
         "ess": population.ess.mean().item(),
-        "distinct": distinct_share(population.samples()),
+        "distinct": distinct_share(population.samples),
         "dead_runs": runs - len(population.log_z),
         "num_runs": runs,
         "model_toxicity": of_model.toxicity.mean().item(),

@@ -29,7 +29,7 @@ def planned_work(config: RunConfig, prompts: int, without_target: int) -> list[f
     One sequence in a step of a fit costs 0.6 for the pooled twist, 1.7 for CTL, which draws it, and 1.5 for distillation.
     """
     pool, ctl, distill, last = config.pool, config.ctl, config.distill, config.generations
-    bare = config.eval.base_samples
+    bare, of_particle = config.eval.base_samples, 1 + config.moves
     plan = [config.eval.target_proposals] * (without_target if config.eval.target_proposals else 0) + [bare] * prompts
     for m in range(last + 1):
         if config.method == "pooled":
@@ -38,9 +38,11 @@ def planned_work(config: RunConfig, prompts: int, without_target: int) -> list[f
                 plan += [0.6 * pool.updates * pool.batch_size]
         else:
             if m > 0:
-                plan += [config.particles * distill.runs] * prompts + [1.5 * distill.updates * distill.batch_size]
+                plan += [of_particle * config.particles * distill.runs] * prompts + [
+                    1.5 * distill.updates * distill.batch_size
+                ]
             plan += [1.7 * ctl.updates * ctl.batch_size]
-        plan += [config.eval.particles * config.eval.runs, bare] * prompts
+        plan += [of_particle * config.eval.particles * config.eval.runs, bare] * prompts
     return plan
 
 
@@ -94,8 +96,13 @@ class Experiment:
         return self.chunks(name, m, problem, runs, self.config.rows // particles, (name, m, problem.name))
 
     def resampling(self) -> dict:
-        """How the sampler resamples: arguments of `tsmc` and `sample_runs`."""
-        return {"resample": SCHEMES[self.config.resampling], "ess_threshold": self.config.ess_threshold}
+        """How the sampler resamples, and moves its samples: arguments of `sample_runs`."""
+        config = self.config
+        return {
+            "resample": SCHEMES[config.resampling],
+            "ess_threshold": config.ess_threshold,
+            "moves": config.moves,
+        }
 
     def sample_base(self, name: str, m: int | None, problem: Problem, model: LanguageModel, purpose: tuple) -> Tensor:
         """Independent samples of a bare model for the table."""

@@ -156,7 +156,10 @@ class RunConfig:
     ess_threshold: float = option(
         0.0, "resample where ESS < this share of K: 1 always, 0 at the end alone", at_least=0, at_most=1
     )
-    as_published: bool = option(False, "as in the paper: --method distilled --resampling multinomial --ess-threshold 1")
+    moves: int = option(1, "moves of each sample after the last resampling, which tell copies apart", at_least=0)
+    as_published: bool = option(
+        False, "as in the paper: --method distilled --resampling multinomial --ess-threshold 1 --moves 0"
+    )
     lm: str = option("", f"language model: {SOURCE}")
     toxicity_model: str = option("", f"toxicity classifier: {SOURCE}")
     similarity_model: str = option("", f"sentence encoder: {SOURCE}")
@@ -304,7 +307,7 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
             values = nested.setdefault(group, {}) if group else nested
             values[item.name] = chosen[key]
     if nested.get("as_published"):
-        published = {"method": "distilled", "resampling": "multinomial", "ess_threshold": 1.0}
+        published = {"method": "distilled", "resampling": "multinomial", "ess_threshold": 1.0, "moves": 0}
         if doubled := published.keys() & nested.keys():
             raise InputError(f"--as-published sets --{doubled.pop().replace('_', '-')} itself; leave one of them out")
         nested |= published

@@ -15,9 +15,9 @@ from pathlib import Path
 from eval.run import options
 from eval.run.command import one_line_errors, printable, say
 from eval.run.directory import finite_or_null
-from eval.run.options import MOST, OneLineParser, saved_config
+from eval.run.options import MOST, OneLineParser, RunConfig, saved_config
 from eval.run.saved import chosen_generation, load_generation
-from eval.run.setup import load_setup
+from eval.run.setup import Setup, load_setup
 from eval.run.table import align
 from eval.viewer import genealogy
 from eval.viewer.draws import Draws, draw
@@ -36,6 +36,14 @@ resampling, `log phi` the potential and `score` the toxicity p(toxic | s). log Z
 of the target, ESS is that of the weights at the last token. Exit codes: 2 bad input, 130 Ctrl-C, 141 nobody reads on."""
 
 
+def number(text: str) -> int:
+    """A number of a generation; argparse shows the message where it is none."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; give the prompts before --generation") from error
+
+
 def make_parser() -> OneLineParser:
     """Every option with its help."""
     parser = OneLineParser(
@@ -52,7 +60,8 @@ def make_parser() -> OneLineParser:
         metavar="prompt",
         help="openings to continue, a population for each (default: the run's own)",
     )
-    add("--generation", type=int, metavar="M", help="which saved pair (default: the last)")
+    several = "which saved pairs, side by side in --html; --watch and --picture take one (default: the last)"
+    add("--generation", type=number, nargs="+", metavar="M", help=f"{several}; prompts go before it")
     add("--particles", type=int, default=50, metavar="K", help="K (default: %(default)s)")
     add("--runs", type=int, default=8, metavar="R", help="independent runs, pooled by Z-hat (default: %(default)s)")
     add("--samples", type=int, metavar="N", help="samples to print, at most K (default: 10)")
@@ -75,7 +84,7 @@ def make_parser() -> OneLineParser:
     add(
         "--json",
         action="store_true",
-        help="a JSON object for each prompt, one a line, every distinct sequence included",
+        help="a JSON object for each generation and prompt, one a line, every distinct sequence included",
     )
     add("--watch", action="store_true", help="show the particles step by step before the samples")
     add(
@@ -85,13 +94,13 @@ def make_parser() -> OneLineParser:
         metavar="SECONDS",
         help="--watch on a terminal: time a step (default: %(default)s)",
     )
-    add("--html", type=Path, metavar="FILE", help="write a page with the genealogy of the particles")
+    add("--html", type=Path, metavar="FILE", help="write a page with the genealogy of the particles of the first run")
     add("--picture", type=Path, metavar="FILE", help="write a picture (PNG) of the first prompt's genealogy")
     return parser
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, prompts and options in any order; InputError names an option whose value is out of range."""
+    """The command line, options and prompts in any order; InputError names an option whose value is out of range."""
     args = make_parser().parse_intermixed_args(arguments)
     args.samples = min(10, args.particles) if args.samples is None else args.samples
     check(args)
@@ -107,6 +116,9 @@ def check(args: argparse.Namespace) -> None:
             options.check("--" + name.replace("_", "-"), getattr(args, name), limits)
     if args.samples > args.particles:
         raise InputError(f"--samples {args.samples} exceeds --particles {args.particles}; raise --particles")
+    for flag in ("watch", "picture"):
+        if len(set(args.generation or ())) > 1 and getattr(args, flag):
+            raise InputError(f"--{flag} shows a single generation; give --generation one number")
     if args.json and args.watch:
         raise InputError("--json and --watch both want standard output; give one of them")
     for prompt in args.prompts:
@@ -165,35 +177,48 @@ def as_text(draws: Draws, about: dict) -> str:
     return "\n".join([*heading, *lines])
 
 
-def sample(args: argparse.Namespace) -> None:
-    """Load the pair, draw a population after every prompt, print it, write the page."""
-    m, directory = chosen_generation(args.run, args.generation, "--generation")
-    own = saved_config(args.run)
-    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    given |= {"prompt": tuple(args.prompts) or own.prompt, "potential": tuple(args.potential or own.potential)}
-    config = dataclasses.replace(own, dtype="float32", **given)
-    setup = load_setup(config)
+def draw_generation(args: argparse.Namespace, config: RunConfig, setup: Setup, m: int, directory: Path) -> list[Draws]:
+    """Draw a population of generation m after every prompt, print it, and return the first run of each."""
     sigmas, twist = load_generation(setup, directory, m, config.torch_device())
+    own = saved_config(args.run)
     about = {"run": str(args.run), "generation": m, "trained_on": list(own.prompt), "runs": args.runs}
     about |= {name: getattr(config, name) for name in (*OPTIONS, "potential")}
     rule = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
     drawn = []
     for problem, sigma in zip(setup.problems, sigmas, strict=True):
         watch = Watch(problem.prompt, setup.tokenizer, config.length, args.delay) if args.watch else Trace()
-        purpose = ("sample", m, problem.prompt)  # the same whatever other prompts there are
+        purpose = ("sample", m, problem.prompt)  # the same whatever other prompts and generations there are
         others = Chunks(args.runs - 1, own.rows // args.particles, config.streams(*purpose))
         sizes = args.particles, args.samples
         shown, pooled = draw(problem, sigma, twist, *sizes, config.generator(*purpose), watch, others, **rule)
         drawn.append(shown)
         text = as_json(pooled, about) if args.json else as_text(pooled, about)
         print(text if args.json or len(drawn) == 1 else f"\n{text}", flush=True)
+    return drawn
+
+
+def sample(args: argparse.Namespace) -> None:
+    """Load the pairs, draw and print the populations of each, write the page and the picture."""
+    chosen = dict(chosen_generation(args.run, m, "--generation") for m in args.generation or [None])
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    own = saved_config(args.run)
+    given |= {"prompt": tuple(args.prompts) or own.prompt, "potential": tuple(args.potential or own.potential)}
+    config = dataclasses.replace(own, dtype="float32", **given)
+    setup, drawn = load_setup(config), {}
+    for m, directory in chosen.items():
+        if len(chosen) > 1 and not args.json:
+            print("\n" * bool(drawn) + f"Generation {m}\n")
+        drawn[m] = draw_generation(args, config, setup, m, directory)
     if args.html:
-        write_text(args.html.resolve(), genealogy.page(drawn, about, setup.tokenizer))  # a link stays one
+        about = {"run": str(args.run)} | {name: getattr(config, name) for name in OPTIONS}
+        log_z_sigma = {problem.prompt: problem.exact.log_z for problem in setup.problems if problem.exact}
+        text = genealogy.page(drawn, about, setup.tokenizer, log_z_sigma)
+        write_text(args.html.resolve(), text)  # a link stays one
         say(f"wrote {args.html}")
     if args.picture:
         from eval.viewer.picture import draw_genealogy  # matplotlib takes a second to load
 
-        draw_genealogy(drawn[0], setup.tokenizer, args.picture)
+        draw_genealogy(drawn[m][0], setup.tokenizer, args.picture)
         say(f"wrote {args.picture}")
 
 

@@ -1,23 +1,30 @@
 """The genealogy of the particles as one page of HTML that needs nothing else: `python -m tsmc RUN --html FILE`.
 
-The page is `genealogy.html` with the trace in it as JSON. [T][K] lists hold a row a step, rounded, null for minus infinity:
+The page is `genealogy.html` with the traces in it as JSON, a population for each generation and prompt. Particles with the same
+prefix s_{1:t} share psi, w and weight, so that they are one node of step t. A node is a list:
 
-    tokens        place of s_t in `vocabulary`, before step t's resampling       log_psi, log_w, log_weights   as in the trace
-    ancestors     drawn at the end of step t: particle k of step t + 1 continues ancestors[t][k]
+    parent     place of s_{1:t-1} among the nodes of step t - 1       share   of the population's weight, the node's together
+    token      place of s_t in `vocabulary`                           final   how many of the K final samples descend from it
+    count      particles in the node                                  log_psi, log_w   as in the trace
 
-Everything else is read off these in the browser: lineages, quantiles, the order of the rows.
+Nodes follow the order of their parents, so lines from parents to children never cross. Numbers are rounded, null for minus
+infinity. K particles, T steps.
 """
 
 import json
 import math
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
 from eval.viewer.draws import Draws
+from tsmc import Trace
+from tsmc.weights import normalise
 
 TEMPLATE = Path(__file__).with_name("genealogy.html")
 PLACE = "{{data}}"
+QUARTILES = (0, 0.25, 0.5, 0.75, 1)
 
 
 def rounded(values: list | float, digits: int = 2) -> list | float | None:
@@ -27,22 +34,47 @@ def rounded(values: list | float, digits: int = 2) -> list | float | None:
     return round(values, digits) if math.isfinite(values) else None
 
 
+def merge_identical(trace: Trace, place: dict[int, int]) -> list[list[list]]:
+    """The nodes of every step; `place` numbers the tokens."""
+    tokens, ancestors, lineages = (x[:, 0].cpu() for x in (trace.tokens, trace.ancestors, trace.lineages()))  # [T, K]
+    log_psi, log_w = (x[:, 0].cpu() for x in (trace.log_psi, trace.log_w))
+    weights = normalise(trace.log_weights[:, 0].cpu().double())
+    parent, steps = torch.zeros_like(tokens[0]), []
+    for t in range(len(tokens)):
+        prefixes = torch.stack([parent, tokens[t]], -1)
+        pairs, node, count = prefixes.unique(dim=0, return_inverse=True, return_counts=True)  # [D, 2], [K], [D]
+        some = {n: k for k, n in enumerate(node.tolist())}  # one particle of each node: identical ones share all numbers
+        particle = [some[n] for n in range(len(pairs))]
+        share = torch.zeros(len(pairs), dtype=torch.float64).index_add(0, node, weights[t])
+        columns = (
+            pairs[:, 0].tolist(),
+            [place[token] for token in pairs[:, 1].tolist()],
+            count.tolist(),
+            rounded(log_psi[t, particle].tolist()),
+            rounded(log_w[t, particle].tolist()),
+            rounded(share.tolist(), 5),
+            node[lineages[t]].bincount(minlength=len(pairs)).tolist(),
+        )
+        steps.append([list(row) for row in zip(*columns, strict=True)])
+        parent = node[ancestors[t]]
+    return steps
+
+
 def population_data(draws: Draws, tokenizer: Tokenizer) -> dict:
-    """What the page shows of one prompt."""
+    """What the page shows of one prompt in one generation."""
     trace = draws.trace
-    tokens = trace.tokens[:, 0].tolist()  # [T][K]
-    vocabulary = sorted({token for step in tokens for token in step})
-    place = {token: i for i, token in enumerate(vocabulary)}
-    named = ("text", "weight", "copies", "log_phi", "score")
-    numbers = {name: rounded(getattr(trace, name)[:, 0].tolist()) for name in ("log_psi", "log_w", "log_weights")}
+    vocabulary = trace.tokens[:, 0].unique().tolist()
+    log_w = trace.log_w[:, 0].sort().values  # [T, K]
+    nearest = [round(q * (log_w.shape[1] - 1)) for q in QUARTILES]  # by rank: no sums of infinities
+    named = ("text", "weight", "particles", "copies", "log_phi", "score")
     return {
         "prompt": draws.prompt,
-        "log_z_hat": rounded(draws.population.log_mean_z(), 3),
         "vocabulary": [tokenizer.decode([token], skip_special_tokens=False) for token in vocabulary],
-        "tokens": [[place[token] for token in step] for step in tokens],
-        **numbers,
+        "nodes": merge_identical(trace, {token: i for i, token in enumerate(vocabulary)}),
+        "log_w": rounded(log_w[:, nearest].tolist()),
         "ess": rounded(trace.ess[:, 0].tolist()),
-        "ancestors": trace.ancestors[:, 0].tolist(),
+        "log_z_hat": rounded(trace.log_z[:, 0].tolist(), 3),
+        "continued": [len(set(step)) for step in trace.ancestors[:, 0].tolist()],
         "distinct": [
             [value if isinstance(value, str) else rounded(value, 4) for value in (getattr(row, name) for name in named)]
             for row in draws.distinct
@@ -50,9 +82,17 @@ def population_data(draws: Draws, tokenizer: Tokenizer) -> dict:
     }
 
 
-def page(drawn: list[Draws], about: dict, tokenizer: Tokenizer) -> str:
-    """The page of the populations after one or more prompts; `about` names the generation, K, T, the seed and the options."""
-    data = {"about": about, "populations": [population_data(draws, tokenizer) for draws in drawn]}
+def page(drawn: dict[int, list[Draws]], about: dict, tokenizer: Tokenizer, log_z_sigma: dict[str, float]) -> str:
+    """The page of the populations of one or more generations, each after the same prompts.
+
+    `about` names the run, K, T, the seed and the options; `log_z_sigma` is by prompt, where it is known.
+    """
+    populations = [
+        {"generation": m, "log_z_sigma": log_z_sigma.get(draws.prompt), **population_data(draws, tokenizer)}
+        for m, prompts in drawn.items()
+        for draws in prompts
+    ]
+    data = {"about": about, "populations": populations}
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     safe = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, safe)

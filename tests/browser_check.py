@@ -1,9 +1,10 @@
 """The page of particles in a real browser; not part of the test suite, since it needs Chromium and chromedriver.
 
-    python -m tsmc runs/pocket --html page.html && python tests/browser_check.py page.html pictures/
+    python -m tsmc runs/pocket --generation 0 1 2 --html page.html && python tests/browser_check.py page.html pictures/
 
-drives the page by keyboard, mouse and touch, checks that every step is drawn without freezing, prints the times, and leaves
-pictures in light and dark, wide and narrow, to be looked at.
+drives the page by keyboard, mouse and touch, checks that every step is drawn without freezing, that identical particles are
+counted together, that all text contrasts with what is behind it and that nothing is cut, prints the times, and leaves pictures
+in light and dark, wide and narrow, to be looked at.
 """
 
 import base64
@@ -19,18 +20,43 @@ from pathlib import Path
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
 FLAGS += ["--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]
-KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, " ": 32}
+KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, " ": 32, "Escape": 27, "Home": 36, "End": 35}
 MILLISECONDS = 500  # a step slower than this feels frozen
 
 DRAWN = """Math.max(performance.getEntriesByType('paint').at(-1).startTime,
   performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd)"""
-STATE = """({now, t: chosen.t, k: chosen.k, playing: playing !== null, text: get('text').textContent,
-  focus: document.activeElement.id})"""
+STATE = """({now, steps: panels.map((panel) => panel.chosen.t), n: panels[0].chosen.n, playing: playing !== null,
+  text: part(panels[0], 'text').textContent, look: get('look').textContent,
+  gloss: get('gloss').hidden ? '' : get('gloss').textContent})"""
 TIMED_KEY = """(() => { const began = performance.now();
-  get('view').dispatchEvent(new KeyboardEvent('keydown', {key: '%s', bubbles: true, cancelable: true})); show();
-  get('tree').getContext('2d').getImageData(0, 0, 1, 1); return performance.now() - began; })()"""
-PLACE = """(() => { const box = get('tree').getBoundingClientRect(), g = geometry;
-  return [box.left + g.x(%d) + g.cell / 2, box.top + g.y(%d) + g.row / 2]; })()"""
+  document.body.dispatchEvent(new KeyboardEvent('keydown', {key: '%s', bubbles: true, cancelable: true})); show();
+  part(panels.at(-1), 'tree').getContext('2d').getImageData(0, 0, 1, 1); return performance.now() - began; })()"""
+PLACE = """((t, n) => { const g = geometry, box = part(panels[0], 'tree').getBoundingClientRect();
+  const node = panels[0].levels[t].at(n);
+  return [box.left + g.x(t) + g.cell / 2, box.top + (node.first + node.count / 2) * g.row]; })(%d, %d)"""
+CENTRE = (
+    "(() => { const box = %s.getBoundingClientRect(); return [box.left + box.width / 2, box.top + box.height / 2]; })()"
+)
+COUNTS = """panels.flatMap(({levels}) => levels.map((level) => level.reduce((sum, node) => sum + node.count, 0)))
+  .every((sum) => sum === K)"""
+CONTRAST = """(() => {
+  const light = (colour) => luminance(colour.match(/[\\d.]+/g).slice(0, 3).map(Number));
+  const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  const behind = (element) => { for (let e = element; e; e = e.parentElement) {
+    const colour = getComputedStyle(e).backgroundColor; if (!/, 0\\)$/.test(colour)) return colour; } };
+  const own = (e) => [...e.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()) && e.offsetParent;
+  const ratios = [...document.querySelectorAll('body *')].filter(own).map((e) =>
+    ratio(light(getComputedStyle(e).color), light(behind(e))));
+  const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+  for (const strength of [0.5, 1]) for (let level = -32; level <= 32; level++) {
+    const {fill, ink} = colour(limit * level / 32, strength); ratios.push(ratio(light(fill), luminance(rgb(ink)))); }
+  for (const ink of ['text', 'muted', 'chosen']) for (const paper of ['page', 'panel'])
+    ratios.push(ratio(luminance(rgb(palette.hex(ink))), luminance(rgb(palette.hex(paper)))));
+  return Math.min(...ratios); })()"""
+CUT = """[...document.querySelectorAll('body *')].filter((e) => e.offsetParent && !e.closest('.scroll') && e.id !== 'spoken')
+  .filter((e) => { const box = e.getBoundingClientRect(); return box.left < 0 || box.right > innerWidth + 0.5 ||
+    (getComputedStyle(e).overflowX !== 'visible' && e.scrollWidth > e.clientWidth + 1); })
+  .map((e) => `${e.tagName} ${e.className} ${e.textContent.slice(0, 40)}`)"""
 
 
 class Browser:
@@ -89,6 +115,16 @@ class Browser:
             self.devtools("Input.dispatchKeyEvent", type=kind, **code)
         return self.settled()
 
+    def move(self, x: float, y: float) -> None:
+        """The mouse moves to a place in the window."""
+        self.devtools("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def tap(self, x: float, y: float) -> None:
+        """A finger taps a place in the window."""
+        self.devtools("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.devtools("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        time.sleep(0.4)
+
     def settled(self) -> dict:
         """The page's state after the next two frames."""
         self.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -101,25 +137,23 @@ class Browser:
 
 
 def check_keys(browser: Browser) -> None:
-    """Arrows step and move, space plays; every step must be quick."""
-    start = browser.value(STATE)
-    last = browser.value("T - 1")
-    assert start["now"] == start["t"] == last and start["focus"] == "view", start
-    back = browser.press("ArrowLeft")
-    assert back["t"] == back["now"] == last - 1 and start["text"].startswith(back["text"]), (start, back)
-    assert browser.press("ArrowRight")["t"] == last
-    rank = "world.rank[chosen.t][chosen.k]"
-    place = browser.value(rank)
-    by = 1 if place == 0 else -1
-    browser.press("ArrowDown" if by > 0 else "ArrowUp")
-    assert browser.value(rank) == place + by
+    """The page opens at step 1; arrows step in every panel and move in the one with the focus; every step must be quick."""
+    start, last, count = browser.value(STATE), browser.value("T - 1"), browser.value("panels.length")
+    assert start["now"] == 0 and start["steps"] == [0] * count and "first token" in start["look"], start
+    forth = browser.press("ArrowRight")
+    assert forth["now"] == 1 and forth["steps"] == [1] * count and forth["text"].startswith(start["text"]), forth
+    assert forth["look"] != start["look"] and browser.press("ArrowLeft")["now"] == 0
+    browser.value("part(panels[0], 'view').focus({preventScroll: true})")
+    by = 1 if start["n"] == 0 else -1
+    assert browser.press("ArrowDown" if by > 0 else "ArrowUp")["n"] == start["n"] + by
+    assert browser.press("End")["now"] == last
     assert browser.press(" ")["playing"] and browser.value("now") == 0
-    time.sleep(1.7)
+    time.sleep(2)
     assert browser.value("now") >= 2
     assert not browser.press(" ")["playing"]
-    browser.value("play(false), step(T - 1)")
-    times = [browser.value(TIMED_KEY % "ArrowLeft") for _ in range(last)]
-    assert browser.settled()["t"] == 0
+    browser.value("step(0)")
+    times = [browser.value(TIMED_KEY % "ArrowRight") for _ in range(last)]
+    assert browser.settled()["now"] == last
     print(
         f"drawn after {browser.value(DRAWN):.0f} ms, a step {sum(times) / len(times):.1f} ms, the slowest {max(times):.0f} ms"
     )
@@ -127,27 +161,58 @@ def check_keys(browser: Browser) -> None:
 
 
 def check_mouse(browser: Browser) -> None:
-    """Hovering over a cell chooses it and leaves the step alone; a click on the charts goes to a step."""
+    """Hovering over a block chooses it and leaves the step alone; a click on the charts goes to a step."""
     browser.value("step(T - 1)")
-    browser.settled()
-    browser.value("scrollTo(0, 0)")
-    x, y = browser.value(PLACE % (3, 5))
-    browser.devtools("Input.dispatchMouseEvent", type="mouseMoved", x=x - 3, y=y)
-    browser.devtools("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    browser.value("part(panels[0], 'tree').scrollIntoView({block: 'center'})")
+    for n in (0, -1):
+        x, y = browser.value(PLACE % (3, n))
+        browser.move(x - 1, y)
+        browser.move(x, y)
     state = browser.settled()
-    assert (state["t"], state["now"]) == (3, browser.value("T - 1")), state
-    assert abs(browser.value("world.rank[chosen.t][chosen.k]") - 5) <= 1, "rows of one pixel: a neighbour will do"
+    assert (state["steps"][0], state["now"]) == (3, browser.value("T - 1")), state
+    assert state["n"] == browser.value("panels[0].levels[3].length - 1")
+    browser.value("scrollTo(0, 0)")
+    browser.value(
+        "part(panels[0], 'ess').dispatchEvent(new MouseEvent('click', {clientX: geometry.left + 3 * geometry.column}))"
+    )
+    assert 0 < browser.settled()["now"] < browser.value("T - 1")
+
+
+def check_glossary(browser: Browser, touch: bool) -> None:
+    """A term explains itself under the pointer, with the focus and under a finger; Escape closes, and the box stays inside."""
+    browser.value("scrollTo(0, 0)")
+    for i in range(browser.value("document.querySelectorAll('.term').length")):
+        term = f"document.querySelectorAll('.term')[{i}]"
+        browser.value(f"{term}.focus()")
+        assert browser.settled()["gloss"], "the focus opens it"
+        assert browser.value(
+            "(({left, right}) => left >= 0 && right <= innerWidth)(get('gloss').getBoundingClientRect())"
+        )
+        assert not browser.press("Escape")["gloss"]
+        browser.value("document.activeElement.blur()")
+    browser.value(f"{term}.scrollIntoView({{block: 'center'}})")
+    x, y = browser.value(CENTRE % term)
+    browser.tap(x, y) if touch else browser.move(x, y)
+    assert browser.settled()["gloss"], "a finger or the pointer opens it"
+    browser.press("Escape")
 
 
 def check_touch(browser: Browser) -> None:
-    """A tap chooses a cell; nothing is wider than the window."""
-    browser.value("get('tree').scrollIntoView({block: 'center'})")
-    x, y = browser.value(PLACE % (2, browser.value("K >> 1")))
-    browser.devtools("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
-    browser.devtools("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-    time.sleep(0.4)
-    assert browser.settled()["t"] == 2
-    assert browser.value("document.documentElement.scrollWidth <= innerWidth")
+    """A tap chooses a block and goes to its step."""
+    browser.value("part(panels[0], 'tree').scrollIntoView({block: 'center'})")
+    browser.tap(*browser.value(PLACE % (2, browser.value("panels[0].levels[2].length >> 1"))))
+    state = browser.settled()
+    assert state["now"] == 2 and state["n"] == browser.value("panels[0].levels[2].length >> 1"), state
+
+
+def check_looks(browser: Browser) -> None:
+    """Counts add up to K, text contrasts by 4.5 at least, and nothing is cut, at the first step and at the last."""
+    assert browser.value(COUNTS)
+    for to in ("0", "T - 1"):
+        browser.value(f"step({to})")
+        browser.settled()
+        assert browser.value(CONTRAST) >= 4.5, browser.value(CONTRAST)
+        assert browser.value(CUT) == [] and browser.value("document.documentElement.scrollWidth <= innerWidth")
 
 
 def main(page: Path, folder: Path) -> None:
@@ -155,16 +220,22 @@ def main(page: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with Browser() as browser:
         for scheme in ("light", "dark"):
-            browser.open(page, 1400, 900, scheme)
+            name = f"{page.stem}-{scheme}"
+            browser.open(page, 1280, 900, scheme)
             browser.settled()
-            browser.picture(folder / f"{page.stem}-{scheme}.png", whole=True)
+            browser.picture(folder / f"{name}.png")
             check_keys(browser)
             check_mouse(browser)
-            browser.picture(folder / f"{page.stem}-{scheme}-hover.png")
+            browser.picture(folder / f"{name}-middle.png", whole=True)
+            check_glossary(browser, touch=False)
+            check_looks(browser)
+            browser.picture(folder / f"{name}-last.png", whole=True)
             browser.open(page, 390, 844, scheme, touch=True)
-            browser.picture(folder / f"{page.stem}-{scheme}-phone-top.png")
+            browser.picture(folder / f"{name}-phone.png")
             check_touch(browser)
-            browser.picture(folder / f"{page.stem}-{scheme}-phone.png")
+            browser.picture(folder / f"{name}-phone-tree.png")
+            check_glossary(browser, touch=True)
+            check_looks(browser)
         loaded = browser.value("performance.getEntriesByType('resource').length")
         assert loaded == 0, f"the page loaded {loaded} things besides itself"
     print(f"{page}: everything works; pictures are in {folder}")

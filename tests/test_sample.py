@@ -169,6 +169,27 @@ def test_the_seed_and_the_prompt_decide(printed):
     assert json.loads(printed(*options, "--generation", 0))["log_z_hat"] != json.loads(one)["log_z_hat"]
 
 
+def test_several_generations_are_what_each_is_alone(printed, tmp_path):
+    prompts, options = (PROMPT, OTHER), ("--json", "--particles", 6, "--generation")
+    page = tmp_path / "page.html"
+    lines = printed(*prompts, *options, 1, 0, 1, "--html", page).splitlines()
+    assert lines == [line for m in (1, 0) for line in printed(*prompts, *options, m).splitlines()]
+    assert [json.loads(line)["generation"] for line in lines] == [1, 1, 0, 0]
+    data = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    populations = json.loads(data)["populations"]
+    assert [(one["generation"], one["prompt"]) for one in populations] == [
+        (m, prompt) for m in (1, 0) for prompt in prompts
+    ]
+    log_z_hat = [json.loads(line)["log_z_hat"] for line in lines]
+    assert [one["log_z_hat"][-1] for one in populations] == pytest.approx(log_z_hat, abs=1e-3)
+
+
+def test_several_generations_are_printed_under_their_numbers(printed):
+    options = ("--particles", 4, "--generation")
+    alone = [printed(*options, m) for m in (0, 1)]
+    assert printed(*options, 0, 1) == f"Generation 0\n\n{alone[0]}\nGeneration 1\n\n{alone[1]}"
+
+
 def test_the_table_shows_each_drawn_sequence_once(printed):
     lines = printed("--particles", 8, "--samples", 8).splitlines()
     record = json.loads(printed("--particles", 8, "--samples", 8, "--json"))
@@ -219,7 +240,13 @@ def watch_one_step(tokens: torch.Tensor, ancestors: list[int], **changes) -> Wat
         setattr(watch, name, value)
     log_w = torch.arange(1.0, len(tokens) + 1).log()[None]
     log_psi = torch.tensor([[-1.0, 1.0] * len(tokens)])[:, : len(tokens)]
-    weights = {"log_psi": log_psi, "log_w": log_w, "log_weights": log_w, "ess": effective_sample_size(log_w)}
+    weights = {
+        "log_psi": log_psi,
+        "log_w": log_w,
+        "log_weights": log_w,
+        "ess": effective_sample_size(log_w),
+        "log_z": 0.0,
+    }
     watch(types.SimpleNamespace(tokens=tokens[None, :, None], **weights), torch.tensor([ancestors]))
     return watch
 
@@ -268,7 +295,11 @@ def expect_refusal(capsys, arguments: list, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--generation", 7], ["--generation 7", "0, 1"]),
+        (["--generation", 7], ["--generation 7 is not in", "; it holds 0, 1"]),
+        (["--generation", 0, 7, 1], ["--generation 7 is not in", "; it holds 0, 1"]),
+        (["--generation", 0, "Once"], ["'Once'", "give the prompts before --generation"]),
+        (["--generation", 0, 1, "--watch"], ["--watch shows a single generation", "--generation one number"]),
+        (["--generation", 0, 1, "--picture", "p.png"], ["--picture shows a single generation"]),
         (["--particles", 0], ["--particles", "at least 1"]),
         (["--particles", 10**20], ["--particles", "at most 1000000000"]),
         (["--particles", 10**8], ["--particles", "GB", "lower it"]),

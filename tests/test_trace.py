@@ -7,6 +7,7 @@ from worlds import generator, table_world, traced
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import tsmc
 from tsmc.trace import Trace
+from tsmc.weights import normalise
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -19,6 +20,17 @@ def test_genealogy_and_tokens_rebuild_the_samples(scheme, ess_threshold):
     assert trace.tokens.shape == trace.log_w.shape == trace.ancestors.shape == (5, 4, 7)
     torch.testing.assert_close(trace.log_weights[-1], population.log_weights)
     torch.testing.assert_close(trace.ess[-1], population.ess)
+    assert torch.equal(trace.log_z[-1], population.log_z)
+
+
+@pytest.mark.parametrize("ess_threshold", [1.0, 0.6, 0.0])
+def test_log_z_hat_runs_over_the_increments_of_the_weights(ess_threshold):
+    """Each step multiplies Z-hat by the mean of w under the weights it found: all one, where step t - 1 resampled."""
+    model, twist, potential = table_world(3, 5, seed=1)
+    trace = Trace()
+    tsmc(model, twist, potential, 7, generator(0), 4, SCHEMES["systematic"], ess_threshold, trace)
+    found = normalise(trace.log_weights - trace.log_w)  # [T, R, K]
+    torch.testing.assert_close(trace.log_z, (found * trace.log_w.exp()).sum(-1).log().cumsum(0))
 
 
 def test_unique_ancestors_counts_distinct_lineages():

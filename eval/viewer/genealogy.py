@@ -43,9 +43,7 @@ def merge_identical(trace: Trace, place: dict[int, int]) -> list[list[list]]:
     for t in range(len(tokens)):
         prefixes = torch.stack([parent, tokens[t]], -1)
         pairs, node, count = prefixes.unique(dim=0, return_inverse=True, return_counts=True)  # [D, 2], [K], [D]
-        some = {
-            n: k for k, n in enumerate(node.tolist())
-        }  # one particle of each node: identical ones share all numbers
+        some = {n: k for k, n in enumerate(node.tolist())}  # a particle of each node: identical ones share all numbers
         particle = [some[n] for n in range(len(pairs))]
         share = torch.zeros(len(pairs), dtype=torch.float64).index_add(0, node, weights[t])
         columns = (

@@ -54,8 +54,8 @@ CONTRAST = """(() => {
     ratios.push(ratio(luminance(rgb(palette.hex(ink))), luminance(rgb(palette.hex(paper)))));
   return Math.min(...ratios); })()"""
 CUT = """[...document.querySelectorAll('body *')].filter((e) => e.offsetParent && !e.closest('.scroll') && e.id !== 'spoken')
-  .filter((e) => { const box = e.getBoundingClientRect(); return box.left < 0 || box.right > innerWidth + 0.5 ||
-    (getComputedStyle(e).overflowX !== 'visible' && e.scrollWidth > e.clientWidth + 1); })
+  .filter((e) => { const box = e.getBoundingClientRect(), room = document.documentElement.clientWidth + 0.5;
+    return box.left < 0 || box.right > room || (getComputedStyle(e).overflowX !== 'visible' && e.scrollWidth > e.clientWidth + 1); })
   .map((e) => `${e.tagName} ${e.className} ${e.textContent.slice(0, 40)}`)"""
 
 
@@ -212,7 +212,9 @@ def check_looks(browser: Browser) -> None:
         browser.value(f"step({to})")
         browser.settled()
         assert browser.value(CONTRAST) >= 4.5, browser.value(CONTRAST)
-        assert browser.value(CUT) == [] and browser.value("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.value(CUT) == [] and browser.value(
+            "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        )
 
 
 def main(page: Path, folder: Path) -> None:

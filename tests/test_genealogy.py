@@ -16,7 +16,7 @@ from tinystories.checkpoint import read_tokenizer
 from tsmc import SCHEMES, Trace, tsmc
 
 K, T = 7, 4
-ABOUT = {"run": "r", "length": T, "particles": K, "seed": 0, "resampling": "x", "ess_threshold": 0.7}
+ABOUT = {"run": "r", "runs": 1, "length": T, "particles": K, "seed": 0, "resampling": "x", "ess_threshold": 0.7}
 
 
 def draws(prompt: str = "Hello", seed: int = 0, scheme: str = "multinomial", ess_threshold: float = 0.7) -> Draws:

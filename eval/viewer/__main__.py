@@ -210,7 +210,7 @@ def sample(args: argparse.Namespace) -> None:
             print("\n" * bool(drawn) + f"Generation {m}\n")
         drawn[m] = draw_generation(args, config, setup, m, directory)
     if args.html:
-        about = {"run": str(args.run)} | {name: getattr(config, name) for name in OPTIONS}
+        about = {"run": str(args.run), "runs": args.runs} | {name: getattr(config, name) for name in OPTIONS}
         log_z_sigma = {problem.prompt: problem.exact.log_z for problem in setup.problems if problem.exact}
         text = genealogy.page(drawn, about, setup.tokenizer, log_z_sigma)
         write_text(args.html.resolve(), text)  # a link stays one

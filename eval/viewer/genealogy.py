@@ -85,7 +85,7 @@ def population_data(draws: Draws, tokenizer: Tokenizer) -> dict:
 def page(drawn: dict[int, list[Draws]], about: dict, tokenizer: Tokenizer, log_z_sigma: dict[str, float]) -> str:
     """The page of the populations of one or more generations, each after the same prompts.
 
-    `about` names the run, K, T, the seed and the options; `log_z_sigma` is by prompt, where it is known.
+    `about` names the run, how many runs, K, T, the seed and the options; `log_z_sigma` is by prompt, where it is known.
     """
     populations = [
         {"generation": m, "log_z_sigma": log_z_sigma.get(draws.prompt), **population_data(draws, tokenizer)}

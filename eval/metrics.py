@@ -10,10 +10,10 @@
     energy       2 E|x - y| - E|x - x'| - E|y - y'|     energy distance of the sentence embeddings, texts x against exact
                  samples y of sigma: zero where both are of one law. In Target's row the 95 % quantile between halves of y
     ESS          of the weights at t = T, before the last resampling, mean over runs
-    distinct     share of different sequences among a run's K final particles, mean over runs
+    distinct     share of different sequences among a run's K samples, mean over runs
 
-Particles that are copies of each other count as often as they occur, in toxicity and in similarity: they are what the
-sampler returns. Particles of one run are dependent, so intervals come from whole runs. Intervals are 95 %.
+Samples are the particles after the last resampling, moved as often as the run asks for. Copies of each other count as often as
+they occur, in toxicity and in similarity: they are what the sampler returns. Particles of one run are dependent, so intervals come from whole runs. Intervals are 95 %.
 """
 
 import math

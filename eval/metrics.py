@@ -13,7 +13,8 @@
     distinct     share of different sequences among a run's K samples, mean over runs
 
 Samples are the particles after the last resampling, moved as often as the run asks for. Copies of each other count as often as
-they occur, in toxicity and in similarity: they are what the sampler returns. Particles of one run are dependent, so intervals come from whole runs. Intervals are 95 %.
+they occur, in toxicity and in similarity: they are what the sampler returns. Particles of one run are dependent, so intervals
+come from whole runs. Intervals are 95 %.
 """
 
 import math

@@ -66,6 +66,7 @@ def compare(args: argparse.Namespace) -> None:
     """Print the table of one run."""
     config = saved_config(args.run)
     config = dataclasses.replace(config, dtype=args.dtype or config.dtype)
+    say(f"loading the networks of {args.run}")
     setup, own = load_setup(config), args.run / "target"
     problem = setup.problems[0]
     exact = problem.exact or (load_target(own, sigma_key(config, problem.prompt)) if own.is_dir() else None)
@@ -73,6 +74,7 @@ def compare(args: argparse.Namespace) -> None:
         raise InputError(f"{args.run}: there are no exact samples for its options; name a run that main.py finished")
     problem.exact = exact.to(problem.base.prompt.device)
     lines = [["", "by", "KL(sigma||q)", "95 % interval", "log Z_sigma"]]
+    say("Base: its KL from the exact samples")
     lines.append(["Base, q = p", *by_rejection(problem.base, None, problem)])
     for m, directory in generations(args.run).items():
         (sigma, *_), twist = load_generation(setup, directory, m, config.torch_device())

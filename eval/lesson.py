@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-from eval.run.command import one_line_errors
+from eval.run.command import one_line_errors, say
 from eval.run.figures import COLOURS, MARKERS, save_figure
 from eval.run.options import OneLineParser, check
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
@@ -155,6 +155,7 @@ def main() -> None:
 def lesson(args: argparse.Namespace) -> None:
     """Enumerate, learn a twist, print the table, draw the figure."""
     check("--seed", args.seed, {"at_least": 0, "at_most": math.inf})
+    say(f"learning a twist in a world of {VOCABULARY**LENGTH} sequences")
     generator = torch.Generator().manual_seed(args.seed)
     model = TableModel.random(VOCABULARY, LENGTH, generator)
     target = Target(model, log_phi)
@@ -167,6 +168,7 @@ def lesson(args: argparse.Namespace) -> None:
     for name, exact, estimate, side in lines(model, twist, target, generator):
         numbers = f"{exact:10.5f} {estimate.value:10.5f} {estimate.std_error:9.5f}"
         print(f"{name:50} {numbers}  {verdict(exact, estimate, side)}", flush=True)
+    say("drawing the figure")
     figure(model, proposals, target.log_z, args.out, generator)
     print(f"figure in {args.out}")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from eval.metrics import Samples, describe
-from eval.run.command import one_line_errors
+from eval.run.command import one_line_errors, say
 from eval.run.evaluate import evaluate_target
 from eval.run.options import OneLineParser, RunConfig
 from eval.run.setup import Problem, load_setup
@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument("files", nargs="+", type=Path, help="UTF-8, a text in each line, prompt included")
         files = {path: read_texts(path) for path in parser.parse_args(arguments).files}
         config = RunConfig()
+        say("loading the networks of the preset pocket, and scoring its exact samples")
         setup = load_setup(config)
         problem = setup.problems[0]
         target, _ = evaluate_target(problem, setup.encode)

@@ -213,7 +213,12 @@ def test_a_stale_target_is_refused(capsys, tmp_path, copied, monkeypatch):
 
 def test_as_published_is_the_papers_rule():
     config = read_config(["--as-published"], "")[0]
-    assert (config.method, config.resampling, config.ess_threshold, config.moves) == ("distilled", "multinomial", 1.0, 0)
+    assert (config.method, config.resampling, config.ess_threshold, config.moves) == (
+        "distilled",
+        "multinomial",
+        1.0,
+        0,
+    )
     config = read_config([], "")[0]
     assert (config.method, config.resampling, config.ess_threshold, config.moves) == ("pooled", "systematic", 0.0, 1)
     with pytest.raises(InputError, match="--as-published sets --ess-threshold itself"):

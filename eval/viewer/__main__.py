@@ -204,6 +204,7 @@ def sample(args: argparse.Namespace) -> None:
     own = saved_config(args.run)
     given |= {"prompt": tuple(args.prompts) or own.prompt, "potential": tuple(args.potential or own.potential)}
     config = dataclasses.replace(own, dtype="float32", **given)
+    say(f"loading the networks of {args.run}")
     setup, drawn = load_setup(config), {}
     for m, directory in chosen.items():
         if len(chosen) > 1 and not args.json:

@@ -36,6 +36,8 @@ UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.
 LAYERS = "num_hidden_layers"
 PADDING = {"bert": 0, "roberta": 1}  # where config.json names no pad_token_id
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
+ENOUGH_TOKENS = 2**9  # from which a batch is large enough for fast products
+LONGER = 1.1  # a text that is so many times as long as the shortest begins a new batch, if the last has enough tokens
 SPECIAL_TOKENS = {
     "bos_token": ("<s>",),
     "eos_token": ("</s>",),
@@ -169,7 +171,8 @@ class Encoder(nn.Module):
 class Runner:
     """A network run over texts: tokenized, truncated, sorted by length, batched and padded.
 
-    A batch holds at most `batch_size` texts and MAX_TOKENS tokens, padding included, which bounds its memory.
+    A batch holds at most `batch_size` texts and MAX_TOKENS tokens, padding included, which bounds its memory, and once it has
+    ENOUGH_TOKENS only texts of nearly one length.
     `model` has `max_tokens`, `pad_token_id` and maps ids [B, T] and mask [B, T] to [B, ...].
     """
 
@@ -199,8 +202,10 @@ class Runner:
         """Rows, from short to long, in batches; of no rows one empty batch, whose result has the right shape."""
         batches: list[list[list[int]]] = [[]]
         for row in rows:
-            size = len(batches[-1]) + 1
-            if size > self.batch_size or (size > 1 and size * len(row) > MAX_TOKENS):
+            last, size = batches[-1], len(batches[-1])
+            is_full = size == self.batch_size or (size + 1) * len(row) > MAX_TOKENS
+            is_longer = size > 0 and len(row) > LONGER * len(last[0]) and size * len(last[-1]) >= ENOUGH_TOKENS
+            if size > 0 and (is_full or is_longer):
                 batches.append([])
             batches[-1].append(row)
         return batches

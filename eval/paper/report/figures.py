@@ -51,8 +51,8 @@ class Series(NamedTuple):
 
 SERIES = (
     Series("tsmc", "TSMC as published", COLOURS[0], "o", "-"),
-    Series("late", "TSMC, resampled last", COLOURS[4], "h", "--"),
-    Series("pooled", "Pooled twist", COLOURS[2], "p", "-."),
+    Series("late", NAMES["late"], "#8F6FD0", "h", "--"),
+    Series("pooled", NAMES["pooled"], COLOURS[2], "p", "-."),
 )
 
 

@@ -71,7 +71,7 @@ def pooled_twist_learning(
 ) -> EmbeddingTwist:
     """The twist after a round of generation m, learned anew from psi = 1."""
     options, generator = run.config.pool, run.generator("pool", m, number)
-    psi = accelerate(EmbeddingTwist(options.hidden_units, run.setup.model.wte.weight, generator))
+    psi = accelerate(EmbeddingTwist(options.hidden_units, run.setup.model.output_weight, generator))
     optimizer = torch.optim.Adam(psi.shift.parameters(), lr=options.learning_rate)
     models, sizes = [sigma.model for sigma in sigmas], (options.updates, options.batch_size)
     draw_batch = batches_from_pools(models, pools, options.least_ess, *sizes, generator)

@@ -107,14 +107,9 @@ def log_mean_z(log_z: Tensor) -> tuple[float, float]:
     return math.log(mean.value) + peak.item(), mean.half_width() / mean.value
 
 
-def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict[str, float]:
-    """Toxicity and log phi with their intervals over groups (runs), similarity, and the distance from exact samples.
-
-    vectors [N, D] are the texts' embeddings, exact_vectors [M, D] those of exact samples of sigma, where there are any.
-    """
-    group, distance = torch.tensor(samples.group), {}
-    if exact_vectors is not None and group[0] != group[-1]:
-        distance["energy"] = energy_distance(vectors, exact_vectors, group.to(vectors.device))
+def mean_scores(samples: Samples) -> dict[str, float]:
+    """Toxicity and log phi with their intervals over groups (runs), and the share of texts that phi does not rule out."""
+    group = torch.tensor(samples.group)
 
     def half_width(values: Tensor) -> float:
         return mean_estimate(torch.bincount(group, values) / torch.bincount(group)).half_width()
@@ -125,10 +120,19 @@ def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = N
         "log_phi": samples.log_phi.mean().item(),
         "log_phi_half_width": half_width(samples.log_phi),
         "phi_positive": (samples.log_phi > -torch.inf).double().mean().item(),
-        "similarity": mean_pairwise_cosine(vectors),
-        **distance,
-        "num_sequences": len(samples.texts),
     }
+
+
+def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict[str, float]:
+    """The mean scores, similarity, and the distance from exact samples.
+
+    vectors [N, D] are the texts' embeddings, exact_vectors [M, D] those of exact samples of sigma, where there are any.
+    """
+    group, row = torch.tensor(samples.group), mean_scores(samples)
+    row |= {"similarity": mean_pairwise_cosine(vectors), "num_sequences": len(samples.texts)}
+    if exact_vectors is not None and group[0] != group[-1]:
+        row["energy"] = energy_distance(vectors, exact_vectors, group.to(vectors.device))
+    return row
 
 
 def kl_target_proposal(

@@ -14,7 +14,7 @@ from tsmc.scoring import proposal_log_probs
 from tsmc.steps import Chunks, Steps
 from tsmc.table import TableTwist
 from twist.embedding import EmbeddingTwist
-from twist.pool import Pool, batches_from_pools, draw_round, learn_twist_from_pools, negative_log_proposal
+from twist.pool import Pool, PoolBatch, batches_from_pools, draw_round, learn_twist_from_pools, negative_log_proposal
 
 INF = math.inf
 
@@ -153,6 +153,16 @@ def test_the_embedding_twist_moves_the_hidden_state_of_a_tied_head():
     torch.nn.init.normal_(twist.shift.last.weight, generator=source)
     together = model.head(hidden) + twist(hidden)
     torch.testing.assert_close(together, model.head(hidden + twist.shift(hidden)))
+    batch = PoolBatch(model, torch.randint(11, (5, 3), generator=source), hidden, 5)
+    by_one_product, by_two = (
+        negative_log_proposal(twist, batch),
+        negative_log_proposal(lambda states: twist(states), batch),
+    )
+    torch.testing.assert_close(by_one_product, by_two)
+    trained = list(twist.shift.parameters())
+    gradients = (torch.autograd.grad(loss, trained, retain_graph=True) for loss in (by_one_product, by_two))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
     trained = [name for name, parameter in twist.named_parameters() if parameter.requires_grad]
     assert trained and all(name.startswith("shift.") for name in trained)
     assert twist(hidden.bfloat16()).dtype == torch.float32

@@ -2,10 +2,10 @@
 
     h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> U [.., D] -> products with e [V, D] -> log psi [.., V]
 
-U is `TwistMLP` with D outputs in place of V, and e belongs to p^(0) and is not trained. Where the head of p^(0) is tied to
-e too (GPT-Neo's is), logits are h e, so q is softmax((h + U(h)) e): the twist moves the hidden state. What is learned of one
-token holds for tokens with similar embeddings, so that far fewer sequences teach it than an output of its own for each
-token needs (docs/results.md). D width, H hidden units, V vocabulary.
+U is `TwistMLP` with D outputs in place of V, and e are the output weights of p^(0), in GPT-Neo its embeddings, which are not
+trained. The logits of p^(0) are h e, so q is softmax((h + U(h)) e): the twist moves the hidden state, and one product gives
+both. What is learned of one token holds for tokens with similar embeddings, so that far fewer sequences teach it than an
+output of its own for each token needs (docs/results.md). D width, H hidden units, V vocabulary.
 """
 
 import torch
@@ -19,7 +19,7 @@ class EmbeddingTwist(nn.Module):
     """log psi for hidden states; psi = 1 at first, as with `TwistMLP`."""
 
     def __init__(self, hidden_units: int, embeddings: Tensor, generator: torch.Generator):
-        """embeddings [V, D], of a language model whose hidden states have the same width D."""
+        """embeddings [V, D]: the weights with which the language model makes logits of hidden states of width D."""
         super().__init__()
         self.vocab_size, self.width = embeddings.shape
         self.shift = TwistMLP(self.width, hidden_units, self.width, generator)
@@ -29,3 +29,7 @@ class EmbeddingTwist(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """log psi of every next token [..., V] after hidden states [..., D], float32 or wider."""
         return self.products(self.shift(hidden))
+
+    def tilted_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of q [..., V] after hidden states [..., D]: those of p and log psi together."""
+        return self.products(at_least_float32(hidden) + self.shift(hidden))

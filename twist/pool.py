@@ -30,6 +30,7 @@ from tsmc.steps import Chunks, Steps
 from tsmc.trajectories import sample_proposal
 from tsmc.weights import effective_sample_size, normalise
 from twist.ctl import positive_log_weights
+from twist.embedding import EmbeddingTwist
 
 HALVINGS = 40  # of the interval that log c is searched in
 
@@ -132,9 +133,12 @@ def batches_from_pools(
 
 def negative_log_proposal(twist: Twist, batch: PoolBatch) -> Tensor:
     """-log q(s_t | s_{0:t-1}) summed over the rows of `batch` and divided by batch_size T, a scalar with gradient in psi."""
-    with torch.no_grad():
-        logits = batch.model.head(batch.hidden)  # [n, T, V]
-    tilted = logits + twist(batch.hidden)  # [n, T, V]
+    if isinstance(twist, EmbeddingTwist):
+        tilted = twist.tilted_logits(batch.hidden)  # [n, T, V]
+    else:
+        with torch.no_grad():
+            logits = batch.model.head(batch.hidden)  # [n, T, V]
+        tilted = logits + twist(batch.hidden)  # [n, T, V]
     losses = F.cross_entropy(tilted.flatten(0, 1), batch.tokens.flatten(), reduction="sum")
     return losses / (batch.batch_size * batch.tokens.shape[1])
 

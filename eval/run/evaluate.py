@@ -42,16 +42,12 @@ def evaluate_target(problem: Problem, encode: SimilarityScorer) -> tuple[dict, S
 
 
 def evaluate_generation(
-    problem: Problem, sigma: Sigma, twist: Twist, m: int, population: Population, bare: Tensor, encode: SimilarityScorer
+    problem: Problem, sigma: Sigma, twist: Twist, m: int, population: Population, encode: SimilarityScorer
 ) -> tuple[dict, Samples]:
-    """The row of generation m: TSMC runs, KL(sigma||q), and independent samples [N, T] of the bare p^(m) beside them.
-
-    Runs that died have no samples; they are counted.
-    """
+    """The row of generation m: TSMC runs, and KL(sigma||q). Runs that died have no samples; they are counted."""
     runs, (log_z, log_z_half_width) = len(population.log_z), log_mean_z(population.log_z)
     population = population.alive()
     samples = score_population(population, problem.potential, problem.log_toxicity)
-    of_model = score(bare, problem.potential, problem.log_toxicity)
     row = {
         "generation": m,
         **describe(samples, encode(samples.texts), problem.exact_vectors),
@@ -63,9 +59,6 @@ def evaluate_generation(
         "distinct": distinct_share(population.samples),
         "dead_runs": runs - len(population.log_z),
         "num_runs": runs,
-        "model_toxicity": of_model.toxicity.mean().item(),
-        "model_log_phi": of_model.log_phi.mean().item(),
-        "model_phi_positive": (of_model.log_phi > -torch.inf).double().mean().item(),
     }
     if problem.exact is not None:
         kl, half_width = kl_target_proposal(sigma.model, twist, problem.base, problem.exact)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from eval.metrics import mean_scores, score
 from eval.run import processes
 from eval.run.command import say
 from eval.run.directory import RunDirectory
@@ -42,7 +43,8 @@ def planned_work(config: RunConfig, prompts: int, without_target: int) -> list[f
                     1.5 * distill.updates * distill.batch_size
                 ]
             plan += [1.7 * ctl.updates * ctl.batch_size]
-        plan += [of_particle * config.eval.particles * config.eval.runs, bare] * prompts
+        evaluation = [of_particle * config.eval.particles * config.eval.runs]
+        plan += (evaluation + [bare] * (config.method == "distilled" and m > 0)) * prompts
     return plan
 
 
@@ -176,9 +178,9 @@ class Experiment:
         for problem, sigma, result in zip(self.setup.problems, sigmas, results, strict=True):
             chunks = self.run_chunks("evaluation", m, problem, particles, runs)
             population = sample_runs(sigma, twist, particles, chunks, **self.resampling())
-            purpose = ("bare model", m, problem.name)
-            bare = self.sample_base("bare model", m, problem, sigma.model, purpose)
-            row, samples = evaluate_generation(problem, sigma, twist, m, population, bare, self.setup.encode)
+            bare = result["base"] if model is self.setup.model else self.bare_scores(m, problem, sigma.model)
+            row, samples = evaluate_generation(problem, sigma, twist, m, population, self.setup.encode)
+            row |= {f"model_{name}": bare[name] for name in ("toxicity", "log_phi", "phi_positive")}
             self.directory.add_samples(samples.rows(f"generation {m}", problem.name))
             if row["dead_runs"] > runs / 10:
                 dead = (
@@ -186,6 +188,11 @@ class Experiment:
                 )
                 self.say(f"generation {m}: {dead}; raise --eval-particles, or soften the potential")
             result["generations"].append(row)
+
+    def bare_scores(self, m: int, problem: Problem, model: LanguageModel) -> dict[str, float]:
+        """Mean scores of p^(m) without a twist."""
+        tokens = self.sample_base("bare model", m, problem, model, ("bare model", m, problem.name))
+        return mean_scores(score(tokens, problem.potential, problem.log_toxicity))
 
     def note_held_out(self, m: int, before: float, after: float) -> None:
         """One line of metrics.jsonl: what distillation did to the loss on samples that were held out."""

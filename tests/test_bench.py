@@ -9,8 +9,10 @@ import torch
 from eval.bench import __main__ as bench
 from eval.bench import contestants, roofline
 from eval.bench.roofline import Work, encoder_work, gpt_neo_flops, sampling_work
+from eval.bench.whole import Mark, budget, marked
 from eval.run.options import DistillConfig
 from tinystories import GPTNeo, GPTNeoConfig
+from tinystories.fast import accelerate
 from twist import TwistMLP
 
 
@@ -85,3 +87,35 @@ def test_work_of_texts_grows_with_each_length():
     config = contestants.PAPER["similarity"]
     assert encoder_work(config, [5, 9]).flops == encoder_work(config, [5]).flops + encoder_work(config, [9]).flops
     assert encoder_work(config, [20]).flops > 2 * encoder_work(config, [10]).flops
+
+
+@pytest.mark.parametrize("rows", [64, 2000])
+def test_products_are_counted_whoever_computes_them(rows):
+    """Plain and fast layers, a weight that is packed, and both passes of training: 2 N I O each."""
+    one, x = 2 * rows * 192 * 512, torch.randn(rows, 192)
+    plain = torch.nn.Linear(192, 512)
+    fast = accelerate(torch.nn.Sequential(torch.nn.Linear(192, 512)))
+    counts = []
+    for layer in (plain, fast):
+        for trained in (False, True):
+            marks = []
+            with marked(marks), torch.set_grad_enabled(trained):
+                y = layer(x)
+                if trained:
+                    y.sum().backward()
+            counts.append(marks[-1].flops - marks[0].flops)
+    assert counts == [one, 2 * one, one, 2 * one], "x needs no gradient: one product forward, one for the weight"
+
+
+def test_the_budget_sums_generations_and_rounds():
+    marks = [Mark("loading", 0.0, 0.0, 0), Mark("round 1", 1.0, 0.0, 0), Mark("round 2", 3.0, 4e9, 7)]
+    marks += [Mark("evaluation", 6.0, 12e9, 9), Mark("", 7.0, 13e9, 10)]
+    lines = {line[0]: line[1:] for line in budget(marks, 4e9)}
+    assert lines["loading"] == ["1.0", "0", "0", "0.0", ""]
+    assert lines["round"] == ["5.0", "9", "12", "3.0", "1.67"] and lines["together"] == [
+        "7.0",
+        "10",
+        "13",
+        "3.2",
+        "2.15",
+    ]

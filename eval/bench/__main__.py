@@ -35,6 +35,7 @@ from eval.bench.contestants import (
     score_in_order,
 )
 from eval.bench.roofline import Work, distillation_work, encoder_work, probes, rates_of, sampling_work
+from eval.bench.whole import bench_main
 from eval.run.command import one_line_errors
 from eval.run.options import DistillConfig, OneLineParser, RunConfig
 from eval.run.table import align
@@ -291,6 +292,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--size", choices=("pocket", "paper", "all"), default="all", help="which networks")
+    parser.add_argument("--main", action="store_true", help="the whole main job by phase instead, on the pocket preset")
     parser.add_argument("--quick", action="store_true", help=f"K = {QUICK_PARTICLES[0]} alone, three rounds")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of our networks")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
@@ -304,9 +306,11 @@ def bench(args: argparse.Namespace) -> None:
     if args.threads < 1:
         raise InputError(f"--threads is {args.threads}; give at least 1")
     device = RunConfig(device=args.device).torch_device()
-    import_transformers()
     torch.set_num_threads(args.threads)
     keep_freed_memory()
+    if args.main:
+        return bench_main(args.quick)
+    import_transformers()
     sizes = ("pocket", "paper") if args.size == "all" else (args.size,)
     results = [bench_size(size, getattr(torch, args.dtype), device, args.quick) for size in sizes]
     if args.json is not None:

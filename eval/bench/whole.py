@@ -1,0 +1,108 @@
+"""The whole main job beside what its matrix products take at least: `python -m eval.bench --main`.
+
+`main.py` runs as it is, on the pocket preset, in this process. A phase lasts until the next one begins, so that scoring and
+saving belong to what they follow; before the first one the networks are loaded. Products are counted as they are computed,
+those of both passes of training among them; the limit of a phase is their number over this machine's rate (`roofline.py`).
+"""
+
+import contextlib
+import itertools
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from eval.bench.roofline import probes, rates_of
+from eval.run.steps import Progress
+from eval.run.table import align
+from eval.scorers.encoder import Runner
+
+MAIN = Path(__file__).resolve().parents[2] / "main.py"
+
+
+@dataclass
+class Mark:
+    """Where the job stood when a phase began."""
+
+    phase: str
+    seconds: float
+    flops: float
+    texts: int  # that had been scored or embedded
+
+
+def linear_flops(x: tuple[int, ...], weight: tuple[int, ...], *_, out_shape: tuple[int, ...], **__) -> int:
+    """Of oneDNN's x W^T, from shapes."""
+    return 2 * x[-1] * torch.Size(out_shape).numel()
+
+
+@contextlib.contextmanager
+def marked(marks: list[Mark]) -> Iterator[None]:
+    """While this is open, add a mark for the beginning, for every phase of a run, and for the end."""
+    texts, begin, score = 0, Progress.__init__, Runner.__call__
+
+    def mark(phase: str) -> None:
+        marks.append(Mark(phase, time.perf_counter(), float(counter.get_total_flops()), texts))
+
+    def begun(progress: Progress, *args) -> None:
+        begin(progress, *args)
+        mark(progress.phase)
+
+    def scored(runner: Runner, given: list[str]):
+        nonlocal texts
+        texts += len(given)
+        return score(runner, given)
+
+    formulas = {torch.ops.mkldnn._linear_pointwise: linear_flops}
+    patches = mock.patch.object(Progress, "__init__", begun), mock.patch.object(Runner, "__call__", scored)
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter, patches[0], patches[1]:
+        mark("loading")
+        yield
+        mark("")
+
+
+def product_rate() -> float:
+    """Operations a second of this machine, now."""
+    times = {}
+    for name, run in probes(torch.device("cpu"), torch.float32).items():
+        run()
+        began = time.perf_counter()
+        run()
+        times[name] = time.perf_counter() - began
+    return rates_of(times).flops
+
+
+def budget(marks: list[Mark], rate: float) -> list[list[str]]:
+    """A line for each kind of phase, all generations and rounds together, and their sum."""
+    kinds: dict[str, list[float]] = {}
+    for one, other in itertools.pairwise(marks):
+        spent = other.seconds - one.seconds, other.flops - one.flops, other.texts - one.texts
+        sums = kinds.setdefault(one.phase.rstrip(" 0123456789"), [0.0, 0.0, 0])
+        sums[:] = (total + part for total, part in zip(sums, spent, strict=True))
+    kinds["together"] = [sum(column) for column in zip(*kinds.values(), strict=True)]
+    lines = [["phase", "seconds", "texts scored", "GFLOP", "limit", "over limit"]]
+    for kind, (seconds, flops, texts) in kinds.items():
+        limit = flops / rate
+        over = f"{seconds / limit:.2f}" if limit > 0.01 * seconds else ""
+        lines.append([kind, f"{seconds:.1f}", f"{texts}", f"{flops / 1e9:.0f}", f"{limit:.1f}", over])
+    return lines
+
+
+def bench_main(quick: bool) -> None:
+    """Run the main job, of two generations unless it is to be quick, and print its budget."""
+    marks: list[Mark] = []
+    rates = [product_rate()]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["main.py", "--generations", "0" if quick else "2", "--out", str(Path(folder) / "run")]
+        with mock.patch.object(sys, "argv", arguments), marked(marks):
+            runpy.run_path(str(MAIN), run_name="__main__")
+    rates.append(product_rate())
+    rate = max(rates)
+    print(f"\nThe main job, {torch.get_num_threads()} threads, products at {rate / 1e9:.0f} GFLOP/s")
+    print(align(budget(marks, rate)))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tinystories
 from eval.run.options import POCKET, PRESETS, RunConfig, flags, read_config
 from eval.run.saved import load_twist
+from eval.run.steps import Progress
 from main import main
 from tinystories.errors import InputError
 
@@ -244,18 +245,40 @@ POOLED = [
 ]
 
 
+WORK = {  # of the phases of POOLED and SMALL, a particle that is moved counting twice
+    "base samples": {20, 40},
+    "target by rejection": {70},
+    "round": {40, 20},
+    "sampling": {80},
+    "distillation": {36},
+    "twist learning": {0.6 * 3 * 8, 1.7 * 4 * 20},
+    "evaluation": {36},
+    "bare model": {40},
+}
+
+
 @pytest.mark.parametrize("options", [SMALL, POOLED])
-@pytest.mark.parametrize(
-    "prompts", [[], ["--prompt", "The cat", "--prompt", "The dog", "--eval-target-proposals", "0"]]
-)
+@pytest.mark.parametrize("prompts", [[], ["--prompt", "The cat", "--prompt", "The dog"]])
 def test_the_plan_of_a_run_names_every_phase_in_its_order(tmp_path, capsys, monkeypatch, options, prompts):
-    """Every phase says its number as it ends; the time to go is that of a plan whose units are sequences."""
+    """Every phase says its number as it ends, and has its own work; the time to go is that of a plan in sequences."""
     monkeypatch.setattr("eval.run.steps.time.monotonic", iter(range(10**6)).__next__)
-    main([*options, *prompts, "--out", str(tmp_path / "run")])
+    show, phases = Progress.show, []
+
+    def shown(progress: Progress, bar) -> None:
+        show(progress, bar)
+        if progress.done == progress.total:
+            phases.append((progress.phase, progress.directory.plan[progress.number - 1]))
+
+    monkeypatch.setattr(Progress, "show", shown)
+    potential = ["--potential", "regex:[a-z]", "--eval-target-proposals", "70"] if prompts else []
+    main([*options, *prompts, *potential, "--out", str(tmp_path / "run")])
     last = [line for line in capsys.readouterr().err.splitlines() if re.search(r"  (\d+)/\1  ", line)]
     places = [re.match(r"(\d+)/(\d+)", line).groups() for line in last]
     assert places == [(str(number), str(len(last))) for number in range(1, len(last) + 1)]
     assert all(re.match(r"\S+, \d+ (s|min) to go  ", line) for line in last[:-1]) and "to go" not in last[-1]
+    for phase, work in phases:
+        assert work in WORK[re.sub(r" (prompt-)?\d+", "", phase)], phase
+    assert len(phases) == len(last) and any(phase.startswith("target") for phase, _ in phases) == bool(prompts)
 
 
 def test_a_quiet_run_says_nothing_but_its_table(tmp_path, capfd, finished):

@@ -14,7 +14,7 @@ from tsmc import SCHEMES, Chunks, Sigma, sample_runs
 from tsmc.exact import Target
 from tsmc.moves import move
 from tsmc.scoring import token_log_probs
-from tsmc.table import TableModel
+from tsmc.table import TableModel, TableTwist
 from tsmc.trajectories import trajectories
 from twist.potential import base_potential, effective_potential
 
@@ -117,6 +117,54 @@ def test_chains_sample_sigma(generation):
         error = (frequencies(moved, 3) - shares).abs() / (shares * (1 - shares) / rows).sqrt()
         assert error.max() < 4.5
         assert not torch.equal(moved, sequences[start])
+
+
+def test_every_beginning_is_kept_as_often_and_unchanged():
+    """t is uniform in 0..T-1: at least one token is drawn anew, and all may be."""
+    sigma, twist, _ = worlds()[0]
+    tokens, kept = every_sequence(3, 3).repeat(300, 1), []
+
+    def drawn(model, twist, uniform, keep_hidden, forced):
+        kept.append((forced >= 0).sum(1))
+        assert ((forced == tokens) | (forced == -1)).all() and (forced[:, 1:] < 0)[forced[:, :-1] < 0].all()
+        return trajectories(model, twist, uniform, keep_hidden, forced)
+
+    with mock.patch.object(tsmc.moves, "trajectories", drawn):
+        move(sigma, twist, tokens, torch.zeros(len(tokens)), 1, generator(0))
+    counts = kept[0].bincount(minlength=4)
+    assert counts[3] == 0 and ((counts[:3] - len(tokens) / 3).abs() < 4.5 * (len(tokens) * 2 / 9) ** 0.5).all()
+
+
+def test_a_twist_that_rules_tokens_out_leaves_sigma():
+    """Behind a first token after which psi is zero everywhere nothing can be proposed; what is there stays, however often."""
+    model, _, potential = table_world(3, 3, seed=2, scale=0.5)
+    sigma, target, rows = Sigma(model, base_potential(potential)), Target(model, potential), 60_000
+    twist = TableTwist.ones(model)
+    with torch.no_grad():
+        twist.log_psi[int(model.states(torch.tensor([[1, 0]]))[0, 1])] = -torch.inf
+    sequences, shares = every_sequence(3, 3), target.log_sigma[-1].exp()
+    start = torch.multinomial(shares, rows, replacement=True, generator=generator(1))
+    log_phi = sigma.log_potential(sequences, None)
+    moved = move(sigma, twist, sequences[start], log_phi[start], 5, generator(2))
+    error = (frequencies(moved, 3) - shares).abs() / (shares * (1 - shares) / rows).sqrt()
+    assert error.max() < 4.5
+
+
+def test_what_is_moved_is_what_was_resampled():
+    """The samples of a population with their own log phi, not those of the weighted particles."""
+    model, twist, potential = table_world(5, 6, seed=1)
+    sigma, given = Sigma(model, base_potential(potential)), []
+
+    def noted(sigma, twist, tokens, log_phi, times, generator):
+        given.append((tokens, log_phi, times))
+        return tokens
+
+    with mock.patch.object(tsmc.moves, "move", noted):
+        population = sample_runs(sigma, twist, 20, Chunks(30, 30, generator), SCHEMES["systematic"], 0.5, 4)
+    tokens, log_phi, times = given[0]
+    index = population.ancestors[..., None].expand_as(population.tokens)
+    assert torch.equal(tokens, population.tokens.gather(1, index).flatten(0, 1)) and times == 4
+    assert torch.equal(log_phi, sigma.log_potential(tokens, None))
 
 
 def test_moves_part_the_copies_of_a_population():

@@ -184,11 +184,11 @@ def test_an_error_that_all_seeds_share_is_added_once():
     assert (mean.low, mean.high) == pytest.approx((mean.value / factor, mean.value * factor), rel=1e-3)
 
 
-@pytest.mark.parametrize(("value", "half"), [(0.02, 0.01), (0.5, 0.4), (0.97, 0.2), (1e-6, 3.0)])
+@pytest.mark.parametrize(("value", "half"), [(0.02, 0.01), (0.5, 0.4), (0.97, 0.02), (1e-6, 9e-7)])
 def test_an_interval_holds_only_what_is_possible(value, half):
-    """A narrow one is the plain one, a wide one never reaches the limits, and either limit mirrors the other."""
+    """A narrow one is the plain one, a wide one bends before the limits, and either limit mirrors the other."""
     share, mirrored = with_half_width(value, half, 0, 1), with_half_width(1 - value, half, 0, 1)
-    assert 0 < share["low"] < value < share["high"] <= 1
+    assert 0 < share["low"] < value < share["high"] < 1
     assert (1 - share["high"], 1 - share["low"]) == pytest.approx((mirrored["low"], mirrored["high"]), abs=1e-9)
     positive, negative = with_half_width(value, half, lowest=0), with_half_width(-value, half, highest=0)
     assert positive["low"] > 0 and positive["low"] * positive["high"] == pytest.approx(value**2)
@@ -196,6 +196,13 @@ def test_an_interval_holds_only_what_is_possible(value, half):
     narrow = with_half_width(value, 1e-4 * value * (1 - value), 0, 1)
     assert narrow["high"] - narrow["low"] == pytest.approx(2e-4 * value * (1 - value), rel=1e-3)
     assert with_half_width(-0.1, half, lowest=0)["low"] == -0.1 - half, "an estimate outside has the plain interval"
+
+
+def test_an_interval_that_reaches_a_limit_says_so():
+    """So that what is seen does not depend on the scale: the lower end is above zero only where the plain one is."""
+    assert with_half_width(0.1, 3.0, lowest=0) == {"value": 0.1, "low": 0.0, "high": 3.1}
+    assert with_half_width(1.0, 0.1, 0, 1) == {"value": 1.0, "low": 0.9, "high": 1.0}
+    assert with_half_width(0.3, 0.29, lowest=0)["low"] > 0
 
 
 def printed(report: str) -> str:
@@ -231,6 +238,9 @@ def test_the_report_is_complete_in_itself(whole):
         assert len(widths) == 1, table
     for name in (figure.__name__.replace("_", "-") for figure in FIGURES):
         assert (whole / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("similarity-toxicity", "toxicity-kl"):
+        drawn = (whole / "figures" / f"{name}.svg").read_text()
+        assert all(f"<!-- {label} -->" in drawn for label in ("Base", "Pooled twist", "GRPO, LoRA"))
 
 
 def test_texts_cannot_break_the_page():

@@ -297,7 +297,7 @@ def expect_refusal(capsys, arguments: list, *parts: str) -> None:
     [
         (["--generation", 7], ["--generation 7 is not in", "; it holds 0, 1"]),
         (["--generation", 0, 7, 1], ["--generation 7 is not in", "; it holds 0, 1"]),
-        (["--generation", 0, "Once"], ["'Once'", "give the prompts before --generation"]),
+        (["--generation", 0, "Once"], ["'Once'", "give the run and the prompts before --generation"]),
         (["--generation", 0, 1, "--watch"], ["--watch shows a single generation", "--generation one number"]),
         (["--generation", 0, 1, "--picture", "p.png"], ["--picture shows a single generation"]),
         (["--particles", 0], ["--particles", "at least 1"]),

@@ -1,10 +1,10 @@
 """Moves that leave sigma as it is, so that equal particles part after the last resampling (Gilks & Berzuini, 2001).
 
     t uniform in 0..T-1,   s'_{1:t} = s_{1:t},   s'_{t+1:T} ~ q( . | s_{1:t})
-    s' replaces s with probability min(1, w_t(s') / w_t(s)),   w_t(s) = phi(s) prod_{u > t} p(s_u | s_{0:u-1}) / q_u(s_u)
+    s' replaces s with probability min(1, v_t(s') / v_t(s)),   v_t(s) = phi(s) prod_{u > t} p(s_u | s_{0:u-1}) / q_u(s_u)
 
 t and the tokens up to t are the same on the way back, so this is a Metropolis-Hastings step for sigma, proportional to p phi,
-whatever q is; and so is any number of them. A move costs what drawing and scoring its particle has cost.
+whatever q is; and so is any number of them. A move costs a little more than drawing and scoring its particle has cost.
 N sequences, R runs of K particles, T tokens.
 """
 
@@ -37,7 +37,8 @@ def move(
         )
         is_taken = uniforms(rows, 1, generator).log() < log_ratio[:, None]  # [N, 1]
         tokens = torch.where(is_taken, new.tokens, tokens)
-        log_p, log_q = torch.where(is_taken, new.log_p, log_p), torch.where(is_taken, new.log_q, log_q)
+        is_changed = is_taken & is_new
+        log_p, log_q = torch.where(is_changed, new.log_p, log_p), torch.where(is_changed, new.log_q, log_q)
         log_phi = torch.where(is_taken[:, 0], new_log_phi, log_phi)
     return tokens
 

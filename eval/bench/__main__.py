@@ -309,6 +309,8 @@ def bench(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     if args.main:
+        if (args.size, args.dtype, args.device, args.json) != ("all", "float32", "cpu", None):
+            raise InputError("--main runs the pocket preset as it is; leave out all but --quick and --threads")
         return bench_main(args.quick)
     import_transformers()
     sizes = ("pocket", "paper") if args.size == "all" else (args.size,)

@@ -182,7 +182,7 @@ def particle_study(task: Task) -> list[dict]:
     config, study = task.config, task.study
     own = config.resampling, config.ess_threshold
     title = "" if task.part.variant == "tsmc" else f"{NAMES[task.part.variant]}, "
-    cases = [(f"{title}K = {k}", (k,), k, study.runs_of(k), *own) for k in study.particle_counts]
+    cases = [(f"{title}K = {k}", (title, k), k, study.runs_of(k), *own) for k in study.particle_counts]
     return rows_of_cases(task, "particles", cases)
 
 

@@ -4,7 +4,7 @@
     tsmc-S                    Algorithm 1 with seed S: `main.py --seed S`
     no-effective-S, lora-S    the same with phi in place of phi^(m), and distilled by LoRA
     late-S                    the same, resampled at the last token alone and by the systematic scheme
-    pooled-S                  resampled like late-S, samples moved once, the twist learned from everything drawn: the default
+    pooled-S                  resampled like late-S, the twist learned from everything drawn: the default but for its moves
     particles-S, resampling-S the trained pairs of tsmc-S under other K, and other resampling schemes
     particles-pooled-S        the pairs of pooled-S under other K
     dpo-full-1, ...           the sweep of a baseline on the first seed, numbered by the settings of its grid
@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-effective": {"effective_potential": False},
     "lora": {"lora": True},
     "late": {"resampling": "systematic", "ess_threshold": 0.0},
-    "pooled": {"method": "pooled", "resampling": "systematic", "ess_threshold": 0.0, "moves": 1},
+    "pooled": {"method": "pooled", "resampling": "systematic", "ess_threshold": 0.0},
 }
 METHODS = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")  # baselines
 NAMES = {"tsmc": "TSMC", "no-effective": "TSMC without φ⁽ᵐ⁾", "lora": "TSMC, LoRA"}

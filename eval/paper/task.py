@@ -81,7 +81,8 @@ class Task:
         """Toxicity, similarity, distance from the exact samples and a few texts, drawn without selection, of a set of texts."""
         vectors, group = self.setup.encode(samples.texts), torch.tensor(samples.group)
         sums = run_sums(samples.toxicity, vectors, samples.group)
-        energy = energy_distance(vectors, self.exact_vectors, group.to(vectors.device))
+        several = group[0] != group[-1]
+        energy = energy_distance(vectors, self.exact_vectors, group.to(vectors.device)) if several else None
         order = torch.randperm(len(samples.texts), generator=self.stream("texts", *purpose)).tolist()
         texts = [{"toxicity": samples.toxicity[i].item(), "text": samples.texts[i]} for i in order[: self.study.texts]]
         intervals = bootstrap(sums, self.study.replicates, self.stream("bootstrap", *purpose))
@@ -106,14 +107,19 @@ def rounded(values: Tensor) -> list[float]:
 def with_half_width(
     value: float, half: float, lowest: float = -math.inf, highest: float = math.inf
 ) -> dict[str, float | None]:
-    """A value and its interval, if it has one: of the logarithm beside one limit, of the logit between two (delta method)."""
+    """A value and its interval, if it has one, inside the limits that the value is in.
+
+    Of the logarithm beside one limit, of the logit between two (delta method); one that would reach a limit is cut there.
+    """
     if not math.isfinite(half):
         return {"value": value, "low": None, "high": None}
-    if lowest < value < highest and (lowest, highest) != (-math.inf, math.inf):
-        scale = math.exp(min(half / (value - lowest) + half / (highest - value), 100.0))
+    low, high = value - half, value + half
+    if lowest < low and high < highest and (lowest, highest) != (-math.inf, math.inf):
+        scale = math.exp(half / (value - lowest) + half / (highest - value))
         low, high = (times_odds(value, lowest, highest, factor) for factor in (1 / scale, scale))
-        return {"value": value, "low": low, "high": high}
-    return {"value": value, "low": value - half, "high": value + half}
+    elif lowest <= value <= highest:
+        low, high = max(low, lowest), min(high, highest)
+    return {"value": value, "low": low, "high": high}
 
 
 def times_odds(value: float, lowest: float, highest: float, factor: float) -> float:

@@ -24,14 +24,17 @@ from tsmc import SCHEMES, ExactSamples, Sigma, rejection_sample, sample_model, s
 from tsmc.proposal import LanguageModel
 
 
-def planned_work(config: RunConfig, prompts: int, without_target: int) -> list[float]:
+def planned_work(config: RunConfig, have_target: list[bool]) -> list[float]:
     """The work of every phase of a run in turn, a sequence that is drawn and scored being 1; the other weights were measured.
 
-    One sequence in a step of a fit costs 0.6 for the pooled twist, 1.7 for CTL, which draws it, and 1.5 for distillation.
+    `have_target` says which prompts have exact samples. One sequence in a step of a fit costs 0.6 for the pooled twist, 1.7 for
+    CTL, which draws it, and 1.5 for distillation.
     """
     pool, ctl, distill, last = config.pool, config.ctl, config.distill, config.generations
     bare, of_particle = config.eval.base_samples, 1 + config.moves
-    plan = [config.eval.target_proposals] * (without_target if config.eval.target_proposals else 0) + [bare] * prompts
+    proposals, prompts, plan = config.eval.target_proposals, len(have_target), []
+    for has_target in have_target:
+        plan += [bare] if has_target or not proposals else [proposals, bare]
     for m in range(last + 1):
         if config.method == "pooled":
             for number in range(0 if m == 0 else 1, pool.rounds + 1):
@@ -39,9 +42,8 @@ def planned_work(config: RunConfig, prompts: int, without_target: int) -> list[f
                 plan += [0.6 * pool.updates * pool.batch_size]
         else:
             if m > 0:
-                plan += [of_particle * config.particles * distill.runs] * prompts + [
-                    1.5 * distill.updates * distill.batch_size
-                ]
+                plan += [of_particle * config.particles * distill.runs] * prompts
+                plan += [1.5 * distill.updates * distill.batch_size]
             plan += [1.7 * ctl.updates * ctl.batch_size]
         evaluation = [of_particle * config.eval.particles * config.eval.runs]
         plan += (evaluation + [bare] * (config.method == "distilled" and m > 0)) * prompts
@@ -62,8 +64,7 @@ class Experiment:
         processes.compare(origin)
         create = resumed is None
         self.directory = RunDirectory.create(config, origin) if create else RunDirectory.resume(resumed, config, origin)
-        without_target = sum(problem.exact is None for problem in self.setup.problems)
-        self.directory.plan = planned_work(config, len(self.setup.problems), without_target)
+        self.directory.plan = planned_work(config, [problem.exact is not None for problem in self.setup.problems])
 
     def __enter__(self) -> "Experiment":
         self.directory.__enter__()

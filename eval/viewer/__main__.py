@@ -41,7 +41,9 @@ def number(text: str) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; give the prompts before --generation") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number; give the run and the prompts before --generation"
+        ) from error
 
 
 def make_parser() -> OneLineParser:
@@ -100,7 +102,10 @@ def make_parser() -> OneLineParser:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, options and prompts in any order; InputError names an option whose value is out of range."""
+    """The command line, prompts and options in any order, but no prompt behind the numbers of --generation.
+
+    InputError names an option whose value is out of range.
+    """
     args = make_parser().parse_intermixed_args(arguments)
     args.samples = min(10, args.particles) if args.samples is None else args.samples
     check(args)

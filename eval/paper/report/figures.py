@@ -116,8 +116,9 @@ def scatter(study: StudyConfig, numbers: Numbers, axes, across: str, edge: float
     """Points with `across` on the x axis and toxicity on the y axis; what lies beyond `edge` is an arrow there."""
 
     def point(place: Place) -> list[Number] | None:
-        quantity = "kl_base" if across == "kl" and place[0] == "rejection" else across
-        pair = [numbers.get(place, name) for name in (quantity, "toxicity")]
+        of_base = across == "kl" and place[0] == "rejection"  # which stands beside Target's numbers
+        x = numbers.get(study.target_place(), "kl_base") if of_base else numbers.get(place, across)
+        pair = [x, numbers.get(place, "toxicity")]
         return pair if all(number is not None and number.value is not None for number in pair) else None
 
     for series in SERIES:

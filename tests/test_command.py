@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,11 @@ def shell(command: str, **variables: object) -> tuple[int, str]:
 def test_ctrl_c_while_libraries_load_leaves_no_traceback(program, library):
     """The interpreter says what it has imported: after some module of the library it is interrupted."""
     command = [sys.executable, "-X", "importtime", *program.split(), "--help"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    options = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    heeded = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a job in the background inherits that it is ignored
+    with subprocess.Popen(command, preexec_fn=heeded, **options) as process:
         for line in process.stderr:
             if library in line:
                 process.send_signal(signal.SIGINT)

@@ -96,11 +96,12 @@ def test_ctrl_c_reaches_a_process_that_waits_for_another(tmp_path):
         assert all(job.poll() is None for job in jobs), [job.stderr.read() for job in jobs if job.poll() is not None]
     jobs[1].send_signal(signal.SIGSTOP)
     time.sleep(1)
-    for _ in range(2):
-        jobs[0].send_signal(signal.SIGINT)
-        time.sleep(0.5)
+    for _ in range(60):  # twice is enough where both are heeded; on a busy machine two may arrive as one
+        if jobs[0].poll() is None:
+            jobs[0].send_signal(signal.SIGINT)
+            time.sleep(0.5)
     try:
-        assert jobs[0].wait(30) == 130
+        assert jobs[0].wait(1) == 130
         assert "continue from the last saved state" in jobs[0].stderr.read()
     finally:
         jobs[1].kill()

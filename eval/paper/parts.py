@@ -28,14 +28,7 @@ from twist.potential import each_once
 
 BINS = 20  # of the toxicity histograms
 FEW_RUNS = 8  # percentiles over fewer runs cover too little to be called a 95 % interval; over 8 they cover 87 %
-RUN_COLUMNS = (
-    "log_z",
-    "log_z_hat_mean",
-    "log_z_hat_std",
-    "ess",
-    "distinct",
-    "model_toxicity",
-)  # taken from a run's own table
+RUN_COLUMNS = ("log_z", "log_z_hat_mean", "log_z_hat_std", "ess", "distinct", "model_toxicity")  # of a run's own table
 
 
 def compute(study: StudyConfig, part: Part, out: Path) -> list[dict]:

@@ -107,6 +107,12 @@ def log_mean_z(log_z: Tensor) -> tuple[float, float]:
     return math.log(mean.value) + peak.item(), mean.half_width() / mean.value
 
 
+def energy_column(samples: Samples, vectors: Tensor, exact_vectors: Tensor) -> dict[str, float]:
+    """`energy` of texts with embeddings vectors [N, D]; nothing where all of them are of one group."""
+    group = torch.tensor(samples.group, device=vectors.device)
+    return {"energy": energy_distance(vectors, exact_vectors, group)} if group[0] != group[-1] else {}
+
+
 def mean_scores(samples: Samples) -> dict[str, float]:
     """Toxicity and log phi with their intervals over groups (runs), and the share of texts that phi does not rule out."""
     group = torch.tensor(samples.group)
@@ -128,11 +134,8 @@ def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = N
 
     vectors [N, D] are the texts' embeddings, exact_vectors [M, D] those of exact samples of sigma, where there are any.
     """
-    group, row = torch.tensor(samples.group), mean_scores(samples)
-    row |= {"similarity": mean_pairwise_cosine(vectors), "num_sequences": len(samples.texts)}
-    if exact_vectors is not None and group[0] != group[-1]:
-        row["energy"] = energy_distance(vectors, exact_vectors, group.to(vectors.device))
-    return row
+    row = mean_scores(samples) | {"similarity": mean_pairwise_cosine(vectors), "num_sequences": len(samples.texts)}
+    return row if exact_vectors is None else row | energy_column(samples, vectors, exact_vectors)
 
 
 def kl_target_proposal(

@@ -11,9 +11,7 @@ import argparse
 import copy
 import multiprocessing
 import resource
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +32,7 @@ from eval.bench.contestants import (
     make_texts,
     score_in_order,
 )
-from eval.bench.roofline import Work, distillation_work, encoder_work, probes, rates_of, sampling_work
+from eval.bench.roofline import Work, distillation_work, encoder_work, probes, rates_of, sampling_work, seconds_of
 from eval.bench.whole import bench_main
 from eval.run.command import one_line_errors
 from eval.run.options import DistillConfig, OneLineParser, RunConfig
@@ -149,20 +147,6 @@ def distillation_contest(sampler: Sampler, repeats: int) -> Contest:
         work={name: distillation_work(student, rows, len(prompt), LENGTH)},
         repeats=repeats,
     )
-
-
-def seconds_of(ways: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of each way, all run in turn, after one round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
-        for name, run in ways.items():
-            began = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn:
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def measure(contest: Contest, device: torch.device, dtype: torch.dtype) -> list[dict]:

@@ -17,14 +17,14 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from eval.bench.roofline import probes, rates_of
+from eval.bench.roofline import probes, rates_of, seconds_of
 from eval.run.steps import Progress
 from eval.run.table import align
 from eval.scorers.encoder import Runner
-
-MAIN = Path(__file__).resolve().parents[2] / "main.py"
+from tinystories.interrupts import MAIN
 
 
 @dataclass
@@ -51,10 +51,12 @@ def marked(marks: list[Mark]) -> Iterator[None]:
         marks.append(Mark(phase, time.perf_counter(), float(counter.get_total_flops()), texts))
 
     def begun(progress: Progress, *args) -> None:
+        """`Progress.__init__`, and a mark."""
         begin(progress, *args)
         mark(progress.phase)
 
-    def scored(runner: Runner, given: list[str]):
+    def scored(runner: Runner, given: list[str]) -> Tensor:
+        """`Runner.__call__`, its texts counted."""
         nonlocal texts
         texts += len(given)
         return score(runner, given)
@@ -69,13 +71,8 @@ def marked(marks: list[Mark]) -> Iterator[None]:
 
 def product_rate() -> float:
     """Operations a second of this machine, now."""
-    times = {}
-    for name, run in probes(torch.device("cpu"), torch.float32).items():
-        run()
-        began = time.perf_counter()
-        run()
-        times[name] = time.perf_counter() - began
-    return rates_of(times).flops
+    cpu = torch.device("cpu")
+    return rates_of(seconds_of(probes(cpu, torch.float32), 1, cpu)).flops
 
 
 def budget(marks: list[Mark], rate: float) -> list[list[str]]:

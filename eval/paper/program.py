@@ -17,8 +17,8 @@ from eval.run.directory import RunDirectory
 from eval.run.setup import identity
 from tinystories.checkpoint import replacing
 from tinystories.errors import InputError
+from tinystories.interrupts import MAIN
 
-MAIN = Path(__file__).resolve().parents[2] / "main.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 SHARED = {  # phases of the run itself that a variant takes over
     "no-effective": ("0-twist-learning", "0-evaluation", "1-sampling", "1-distillation"),

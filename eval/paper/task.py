@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.metrics import Samples, energy_distance, kl_target_proposal
+from eval.metrics import Samples, energy_column, kl_target_proposal
 from eval.paper.bootstrap import bootstrap, run_sums
 from eval.paper.study import Part, StudyConfig
 from eval.run.options import RunConfig
@@ -79,14 +79,13 @@ class Task:
 
     def measure(self, samples: Samples, *purpose: str | int) -> dict:
         """Toxicity, similarity, distance from the exact samples and a few texts, drawn without selection, of a set of texts."""
-        vectors, group = self.setup.encode(samples.texts), torch.tensor(samples.group)
+        vectors = self.setup.encode(samples.texts)
         sums = run_sums(samples.toxicity, vectors, samples.group)
-        several = group[0] != group[-1]
-        energy = energy_distance(vectors, self.exact_vectors, group.to(vectors.device)) if several else None
         order = torch.randperm(len(samples.texts), generator=self.stream("texts", *purpose)).tolist()
         texts = [{"toxicity": samples.toxicity[i].item(), "text": samples.texts[i]} for i in order[: self.study.texts]]
         intervals = bootstrap(sums, self.study.replicates, self.stream("bootstrap", *purpose))
-        return intervals | {"energy": energy, "sequences": len(samples.texts), "texts": texts}
+        energy = energy_column(samples, vectors, self.exact_vectors)
+        return intervals | energy | {"sequences": len(samples.texts), "texts": texts}
 
     def fluency(self, tokens: Tensor) -> float:
         """Mean log p^(0) of a token in sequences [N, T]: how readable they are to the base model."""

@@ -30,6 +30,7 @@ from eval.run.options import RunConfig
 from eval.run.state import digest_of, read_state, write_state
 from tinystories.checkpoint import write_json, write_text
 from tinystories.errors import InputError
+from tinystories.interrupts import MAIN
 
 LATER = {"lora": ((1, "sampling"),), "effective_potential": ((1, "sampling"), (1, "distillation"))}
 """Options that matter from generation 1 on, and its phases in which they do not matter yet."""
@@ -91,8 +92,9 @@ class RunDirectory:
                 raise InputError(f"--out {path}: exists already; {remedy}") from None
             except OSError as error:
                 raise InputError(f"--out {path}: cannot be written ({error.strerror}); choose another") from error
-            write_json(path / "config.json", dataclasses.asdict(config) | {"versions": versions()})
-            start = identity | {"versions": versions(), "config.json": digest_of(path / "config.json")}
+            made_with = {"versions": versions()}
+            write_json(path / "config.json", dataclasses.asdict(config) | made_with)
+            start = identity | made_with | {"config.json": digest_of(path / "config.json")}
             write_state(path / "resume" / "start", start)
         return cls(path, config, identity)
 
@@ -107,8 +109,8 @@ class RunDirectory:
         directory = cls(path, config, identity)
         if directory.writes:
             remove_left_overs(path)
-            if (began := start["versions"]) != versions():
-                say(f"this run began with {began} and goes on with {versions()}, which may change its results a little")
+            if (began := start["versions"]) != (now := versions()):
+                say(f"this run began with {began} and goes on with {now}, which may change its results a little")
         return directory
 
     def identity_of(self, generation: int | None, name: str) -> str:
@@ -173,8 +175,7 @@ def lock_directory(path: Path) -> filelock.BaseFileLock:
 
 def versions() -> dict[str, str]:
     """Of what numbers come from; the code by a hash of its Python files."""
-    root = Path(__file__).resolve().parents[2]
-    files = [root / "main.py", *(path for folder in CODE for path in (root / folder).rglob("*.py"))]
+    files = [MAIN, *(path for folder in CODE for path in (MAIN.parent / folder).rglob("*.py"))]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:12]
     libraries = {"torch": str(torch.__version__), "numpy": numpy.__version__}
     return {"code": code, "python": platform.python_version(), **libraries}

@@ -182,10 +182,14 @@ def as_text(draws: Draws, about: dict) -> str:
     return "\n".join([*heading, *lines])
 
 
-def draw_generation(args: argparse.Namespace, config: RunConfig, setup: Setup, m: int, directory: Path) -> list[Draws]:
-    """Draw a population of generation m after every prompt, print it, and return the first run of each."""
+def draw_generation(
+    args: argparse.Namespace, own: RunConfig, config: RunConfig, setup: Setup, m: int, directory: Path
+) -> list[Draws]:
+    """Draw a population of generation m after every prompt, print it, and return the first run of each.
+
+    `own` are the options of the run itself, `config` those of this command.
+    """
     sigmas, twist = load_generation(setup, directory, m, config.torch_device())
-    own = saved_config(args.run)
     about = {"run": str(args.run), "generation": m, "trained_on": list(own.prompt), "runs": args.runs}
     about |= {name: getattr(config, name) for name in (*OPTIONS, "potential")}
     rule = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
@@ -214,7 +218,7 @@ def sample(args: argparse.Namespace) -> None:
     for m, directory in chosen.items():
         if len(chosen) > 1 and not args.json:
             print("\n" * bool(drawn) + f"Generation {m}\n")
-        drawn[m] = draw_generation(args, config, setup, m, directory)
+        drawn[m] = draw_generation(args, own, config, setup, m, directory)
     if args.html:
         about = {"run": str(args.run), "runs": args.runs} | {name: getattr(config, name) for name in OPTIONS}
         log_z_sigma = {problem.prompt: problem.exact.log_z for problem in setup.problems if problem.exact}

@@ -116,6 +116,7 @@ def scatter(study: StudyConfig, numbers: Numbers, axes, across: str, edge: float
     """Points with `across` on the x axis and toxicity on the y axis; what lies beyond `edge` is an arrow there."""
 
     def point(place: Place) -> list[Number] | None:
+        """The numbers of both axes, where both are known and finite."""
         of_base = across == "kl" and place[0] == "rejection"  # which stands beside Target's numbers
         x = numbers.get(study.target_place(), "kl_base") if of_base else numbers.get(place, across)
         pair = [x, numbers.get(place, "toxicity")]

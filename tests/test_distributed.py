@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,13 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start(arguments: list[str], rank: int = 0, world: int = 1, port: int = 0) -> subprocess.Popen:
-    """The main job as process `rank` of `world`, as torchrun starts it."""
+def start(
+    arguments: list[str], rank: int = 0, world: int = 1, port: int = 0, program: Sequence[str] = ("main.py",)
+) -> subprocess.Popen:
+    """The main job, or another program, as process `rank` of `world`, as torchrun starts it."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = os.environ | {name: str(value) for name, value in place.items()} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "main.py", *arguments]
+    command = [sys.executable, *program, *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -83,6 +86,28 @@ def test_two_processes_learn_the_same_weights(runs):
         one, two = (load_file(run / "generation-1" / name) for run in runs)
         for key in one:
             torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-4)
+
+
+LEAVES = """
+import os, torch
+from eval.run import processes
+processes.join(torch.device("cpu"))
+layer = torch.nn.Linear(2, 2)
+processes.share_gradients(layer)
+optimizer = torch.optim.Adam(layer.parameters())
+layer(torch.ones(2)).sum().backward()
+optimizer.step()
+processes.gather(1)
+processes.leave()
+print([name for task in os.listdir("/proc/self/task") if "gloo" in (name := open(f"/proc/self/task/{task}/comm").read())])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs the names of a process's threads")
+def test_a_process_that_leaves_keeps_no_thread_that_could_abort_its_end():
+    port = free_port()
+    jobs = [start([], rank, 2, port, ("-c", LEAVES)) for rank in range(2)]
+    assert [(job.communicate()[0], job.returncode) for job in jobs] == [("[]\n", 0)] * 2
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs a signal that stops a process")

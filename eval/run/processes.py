@@ -10,6 +10,7 @@ Every process holds the same model, the same twist and the same random streams. 
 numbers, which costs nothing, and uses its rows of them; so the distributed job computes what the single one computes.
 """
 
+import importlib
 import os
 import signal
 import time
@@ -138,6 +139,9 @@ def join(device: torch.device) -> None:
     """
     if dist.is_initialized() or not is_one_of_many():
         return
+    # The optimizers load this module late, and its default arguments would then keep the group: leave() could not end
+    # the group's threads, and one that still works while the interpreter ends aborts the process.
+    importlib.import_module("torch.distributed.nn.functional")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -167,6 +167,26 @@ def test_the_error_of_the_exact_samples_widens_means_over_seeds(whole):
         assert mean["value"] == alone["value"] and mean["high"] > alone["high"]
 
 
+def test_what_stands_beside_the_runs_has_the_first_seeds_only():
+    names = {part.name for part in study.study_parts(StudyConfig(seeds=(1, 2, 3), seeds_beside=2), True)}
+    assert {"tsmc-3", "late-3", "pooled-3", "particles-3", "lora-2", "resampling-2", "dpo-full-best-2"} <= names
+    assert names.isdisjoint({"lora-3", "no-effective-3", "resampling-3", "dpo-full-best-3"})
+
+
+def test_means_are_over_the_seeds_that_ran_it_and_none_where_one_diverged():
+    numbers = Numbers()
+    for name, seed, distance in (("A", 1, 0.1), ("A", 2, 0.2), ("A", 3, 0.9), ("B", 1, 0.3), ("B", 2, 0.6)):
+        numbers.add(("best", name, seed, ""), "distance", distance)
+    numbers.add(("best", "C", 1, ""), "distance", 0.5)
+    numbers.add(("best", "C", 2, ""), "learning_rate", 0.001)  # of a run that diverged
+    numbers.average("best", (1, 2, 3))
+    means = {name: numbers.get(("best", name, "mean", ""), "distance") for name in "ABC"}
+    assert (means["A"].value, means["B"].value, means["C"]) == (pytest.approx(0.4), pytest.approx(0.45), None)
+    paired = tuple([("best", name, seed, "") for seed in numbers.seeds("best", "B")] for name in "AB")
+    numbers.add_changes("A to B", ("distance",), *paired)
+    assert numbers.changed("A to B", "distance").value == pytest.approx(0.3)
+
+
 def test_an_error_that_all_seeds_share_is_added_once():
     numbers, source = Numbers(), torch.Generator().manual_seed(0)
     numbers.log_sigma = torch.randn(50, generator=source, dtype=torch.float64)

@@ -125,11 +125,16 @@ class Numbers:
         known = all(number is not None and number.value is not None for number in numbers)
         return [number.value for number in numbers] if known else None
 
+    def seeds(self, section: str, name: str) -> set[int | str]:
+        """The seeds that have a run of that name, diverged or not."""
+        return {seed for of, other, seed, _, _ in self.rows if (of, other) == (section, name)}
+
     def average(self, section: str, seeds: tuple[int, ...], label: str = "mean") -> None:
-        """Means over the seeds, for every name, generation and quantity of a section that all seeds have a value of."""
+        """Means over those of the seeds that ran it, for every name, generation and quantity that none of them lacks."""
         keys = dict.fromkeys((name, m, quantity) for of, name, _, m, quantity in self.rows if of == section)
+        ran = {name: self.seeds(section, name) for name, _, _ in keys}
         for name, m, quantity in keys:
-            places = [(section, name, seed, m) for seed in seeds]
+            places = [(section, name, seed, m) for seed in seeds if seed in ran[name]]
             if (values := self.values(places, quantity)) is not None:
                 limits, shared = QUANTITIES.get(quantity, COUNT), self.shared_error(places, quantity)
                 mean = mean_of(values, shared, limits.lowest, limits.highest)
@@ -148,7 +153,7 @@ class Numbers:
 
         Those of KL(sigma||q) are paired over the exact samples: KL_b - KL_a = E_sigma[log q_a - log q_b].
         """
-        for quantity in quantities:
+        for quantity in quantities if before else ():
             ends, shared = (self.values(before, quantity), self.values(after, quantity)), None
             if None in ends:
                 continue
@@ -218,7 +223,8 @@ def add_comparisons(study: StudyConfig, numbers: Numbers) -> None:
     whole = f"generation 0 to {last}"
 
     def change(name: str, quantities: tuple[str, ...], *ends: tuple[str, str, int | str]) -> None:
-        before, after = ([(section, of, seed, m) for seed in study.seeds] for section, of, m in ends)
+        ran = set(study.seeds).intersection(*(numbers.seeds(section, of) for section, of, _ in ends))
+        before, after = ([(section, of, seed, m) for seed in sorted(ran)] for section, of, m in ends)
         numbers.add_changes(name, quantities, before, after)
 
     for variant in VARIANTS:

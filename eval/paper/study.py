@@ -10,6 +10,8 @@
     dpo-full-1, ...           the sweep of a baseline on the first seed, numbered by the settings of its grid
     dpo-full-best-S, ...      the best of the sweep on another seed
 
+The baselines, no-effective-S, lora-S and resampling-S have the first `seeds_beside` seeds only.
+
 A baseline spends as many model evaluations as Algorithm 1 does: token positions through the language model, forward and
 backward together counting three.
 """
@@ -44,6 +46,7 @@ class StudyConfig:
     """Everything that the numbers of a study depend on, but for versions and checkpoints."""
 
     seeds: tuple[int, ...] = option((21, 22, 23, 24, 25), "seeds of the runs; the first one's serves the sweep")
+    seeds_beside: int = option(3, "so many of them, the first, for the baselines, ablations and resampling schemes too")
     rejection_betas: tuple[float, ...] = option((0.0, 1.0, 10.0), "beta of the rejection table")
     rejection_samples: int = option(50_000, "base samples of the rejection table")
     particle_counts: tuple[int, ...] = option((20, 50, 100, 1000), "K of the particle study")
@@ -131,14 +134,16 @@ class Part:
 
 def study_parts(study: StudyConfig, shipped: bool) -> list[Part]:
     """Every part, those that others wait for before them; exact samples of sigma may be shipped."""
-    first, *others = study.seeds
+    first, *others = beside = study.seeds[: study.seeds_beside]
     exact = () if shipped else ("rejection",)
     parts = [Part("rejection", "rejection", first, 80)]
     for seed in study.seeds:
         parts += [Part(f"{kind}-{seed}", kind, seed, 240, exact) for kind in ("tsmc", "late", "pooled")]
     for seed in study.seeds:
         parts.append(Part(f"particles-pooled-{seed}", "particles", seed, 80, (f"pooled-{seed}",), "pooled"))
-        for kind, seconds in (("no-effective", 120), ("lora", 180), ("particles", 80), ("resampling", 70)):
+        parts.append(Part(f"particles-{seed}", "particles", seed, 80, (f"tsmc-{seed}",)))
+    for seed in beside:
+        for kind, seconds in (("no-effective", 120), ("lora", 180), ("resampling", 70)):
             parts.append(Part(f"{kind}-{seed}", kind, seed, seconds, (f"tsmc-{seed}",)))
     for method in study.methods:
         sweep = tuple(f"{method}-{place + 1}" for place in range(len(study.grid(method))))

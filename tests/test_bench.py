@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.bench import __main__ as bench
-from eval.bench import contestants, roofline
+from eval.bench import contestants, growth, roofline
 from eval.bench.roofline import Work, encoder_work, gpt_neo_flops, sampling_work
 from eval.bench.whole import Mark, budget, marked
 from eval.run.options import DistillConfig
@@ -55,11 +55,31 @@ def test_without_transformers_there_is_one_line(monkeypatch, capsys):
     assert error.count("\n") == 1 and "requirements-dev.txt" in error
 
 
-@pytest.mark.parametrize("options", [["--threads", "0"], ["--device", "nowhere"]])
+@pytest.mark.parametrize("options", [["--threads", "0"], ["--device", "nowhere"], ["--growth", "g.png", "--quick"]])
 def test_bad_options_are_refused_in_one_line(capsys, options):
     with pytest.raises(SystemExit) as caught:
         bench.main(options)
     assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_growth_is_measured_along_every_axis(tmp_path, monkeypatch, capsys):
+    Point = growth.Point
+    axes = {
+        "particles": [Point(2), Point(6)],
+        "length": [Point(3, 4), Point(3, 8)],
+        "runs": [Point(3), Point(3, runs=2)],
+    }
+    monkeypatch.setattr(growth, "AXES", {"pocket": axes})
+    bench.main(["--growth", str(tmp_path / "growth.png")])
+    printed = capsys.readouterr().out
+    assert all(title in printed for title in growth.TITLES.values())
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_exponent_tells_squares_from_proportion():
+    points = [growth.Point(10), growth.Point(20), growth.Point(40)]
+    lines = growth.growth_table("particles", points, [(1.0, 2**20), (2.0, 2**21), (8.0, 2**22)]).splitlines()
+    assert [line.split()[-1] for line in lines[2:]] == ["1.00", "2.00"]
 
 
 def test_work_counted_by_hand():

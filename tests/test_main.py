@@ -288,3 +288,21 @@ def test_a_quiet_run_says_nothing_but_its_table(tmp_path, capfd, finished):
     assert (tmp_path / "run" / "results.json").read_bytes() == (finished / "results.json").read_bytes()
     main(["--resume", str(tmp_path / "run"), "--quiet"])
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("options", [SMALL, POOLED])
+def test_a_run_of_the_papers_size_says_first_what_it_takes(tmp_path, capsys, options):
+    """Time and memory stand before the first phase, and measuring them changes no sample."""
+    networks = {"--lm": "lm", "--toxicity-model": "toxicity", "--similarity-model": "similarity"}
+    places = [word for option, name in networks.items() for word in (option, str(POCKET / name))]
+    sizes = [*options, *places, "--preset", "paper", "--eval-target-proposals", "50"]
+    main([*sizes, "--out", str(tmp_path / "told")])
+    said = capsys.readouterr().err.splitlines()
+    estimate = next(i for i, line in enumerate(said) if re.fullmatch(r"about \d+ min in all.*from a few.*", line))
+    assert estimate < next(i for i, line in enumerate(said) if "target by rejection" in line)
+    if Path("/proc/self/status").exists():
+        assert 0.1 < float(re.search(r"([\d.]+) GB of memory", said[estimate])[1]) < 20
+    main([*sizes, "--quiet", "--out", str(tmp_path / "quiet")])
+    assert "about" not in capsys.readouterr().err
+    told, quiet = ((tmp_path / name / "samples.jsonl").read_bytes() for name in ("told", "quiet"))
+    assert told == quiet

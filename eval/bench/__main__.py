@@ -9,8 +9,6 @@ The networks are those of `contestants.py`. The potential of TSMC here costs not
 
 import argparse
 import copy
-import multiprocessing
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +30,7 @@ from eval.bench.contestants import (
     make_texts,
     score_in_order,
 )
+from eval.bench.growth import LENGTH, bench_growth, free_potential, in_fresh_process, peak_of
 from eval.bench.roofline import Work, distillation_work, encoder_work, probes, rates_of, sampling_work, seconds_of
 from eval.bench.whole import bench_main
 from eval.run.command import one_line_errors
@@ -42,9 +41,8 @@ from eval.scorers.encoder import Runner
 from tinystories import Conditional, InputError
 from tinystories.checkpoint import write_json
 from tinystories.fast import keep_freed_memory
-from tsmc import Chunks, rejection_sample, sample_proposal, tsmc
+from tsmc import sample_proposal, tsmc
 
-LENGTH = 20
 PARTICLES, QUICK_PARTICLES = (50, 100, 1000), (100,)
 
 
@@ -84,16 +82,6 @@ def sampling_contest(sampler: Sampler, theirs: dict[str, nn.Module], particles: 
         },
         repeats=repeats,
     )
-
-
-def free_potential(tokens: Tensor, log_p: Tensor) -> Tensor:
-    """A log phi [N] that costs nothing to compute."""
-    return -tokens.float().mean(-1) / 1e5
-
-
-def zero_potential(tokens: Tensor) -> Tensor:
-    """log phi = 0 [N], with which rejection accepts everything."""
-    return torch.zeros(len(tokens))
 
 
 def scoring_contests(scorers: dict[str, Scorer], repeats: int) -> list[Contest]:
@@ -185,47 +173,6 @@ def table(records: list[dict]) -> str:
     return align(lines)
 
 
-def load_pieces(size: str, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[int], object]]:
-    """Pieces of a run whose memory counts, each called with how many sequences or texts it is given."""
-    sampler, scorers = load_sampler(size, dtype, device), load_scorers(size, dtype, device)
-    model, generator = Conditional(sampler.lm, sampler.prompt, LENGTH), torch.Generator(device).manual_seed(0)
-    texts = make_texts(scorers, mixed=True)
-
-    def score(count: int) -> None:
-        scorer = scorers["classifier"]
-        toxicity.ToxicityScorer(scorer.network, scorer.tokenizer)((texts * count)[:count])
-
-    return {
-        "TSMC": lambda count: tsmc(model, sampler.twist, free_potential, count, generator),
-        "rejection": lambda count: rejection_sample(
-            model, zero_potential, Chunks(count, 1000, lambda chunk: generator)
-        ),
-        "scoring": score,
-    }
-
-
-def memory_of(size: str, dtype: torch.dtype, device: torch.device, piece: str, count: int, pipe) -> None:
-    """In a process of its own: bytes before and at the peak of one piece, sent through the pipe."""
-    keep_freed_memory()
-    work = load_pieces(size, dtype, device)[piece]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    work(count)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pipe.send((before, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else after))
-
-
-def peak_memory(size: str, dtype: torch.dtype, device: torch.device, piece: str, count: int) -> tuple[int, int]:
-    """Bytes with all networks loaded and at the peak of one piece, measured in a fresh process."""
-    context = multiprocessing.get_context("forkserver")  # its children do not inherit this process's own peak
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=memory_of, args=(size, dtype, device, piece, count, sender))
-    process.start()
-    sender.close()
-    before, peak = receiver.recv()
-    process.join()
-    return before, peak
-
-
 def change_of_log_phi(scorers: dict[str, Scorer]) -> dict[str, float]:
     """Mean and largest difference that the networks' type makes to log phi of texts, against float32."""
     texts, scorer = make_texts(scorers, mixed=False), scorers["classifier"]
@@ -261,7 +208,7 @@ def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool)
     particles = (QUICK_PARTICLES if quick else PARTICLES)[-1]
     result["memory"] = {}
     for piece in ("TSMC", "rejection", "scoring"):
-        before, peak = peak_memory(size, dtype, device, piece, particles)
+        before, peak = in_fresh_process(peak_of, size, dtype, device, piece, particles)
         result["memory"][piece] = {"count": particles, "before": before, "peak": peak}
         sizes = f"{peak / 2**30:.2f} GiB at the peak, {before / 2**30:.2f} before it"
         print(f"memory of {piece}, {particles} at once: {sizes}", flush=True)
@@ -277,6 +224,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=("pocket", "paper", "all"), default="all", help="which networks")
     parser.add_argument("--main", action="store_true", help="the whole main job by phase instead, on the pocket preset")
+    parser.add_argument(
+        "--growth", type=Path, metavar="PNG", help="time and memory against K, T and R instead, and a figure"
+    )
     parser.add_argument("--quick", action="store_true", help=f"K = {QUICK_PARTICLES[0]} alone, three rounds")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of our networks")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
@@ -296,6 +246,10 @@ def bench(args: argparse.Namespace) -> None:
         if (args.size, args.dtype, args.device, args.json) != ("all", "float32", "cpu", None):
             raise InputError("--main runs the pocket preset as it is; leave out all but --quick and --threads")
         return bench_main(args.quick)
+    if args.growth is not None:
+        if (args.dtype, args.device, args.json, args.quick) != ("float32", "cpu", None, False):
+            raise InputError("--growth measures float32 on the CPU; leave out all but --size and --threads")
+        return bench_growth("pocket" if args.size == "all" else args.size, args.growth)
     import_transformers()
     sizes = ("pocket", "paper") if args.size == "all" else (args.size,)
     results = [bench_size(size, getattr(torch, args.dtype), device, args.quick) for size in sizes]

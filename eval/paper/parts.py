@@ -9,17 +9,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from distill import dpo, grpo
 from eval.metrics import Samples, distinct_share, energy_floor, score, score_population
 from eval.paper.program import finished_run
 from eval.paper.study import NAMES, TSMC, Part, StudyConfig, baseline_cost, scheme_name, setting_name
-from eval.paper.task import Task, nearest, number, read_part, rounded, target_row, with_half_width
+from eval.paper.task import SECONDS, ShownSteps, Task, nearest, number, read_part, rounded, target_row, with_half_width
 from eval.run.setup import sigma_key
 from eval.run.target import save_target
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
-from tsmc import SCHEMES, Chunks, ExactSamples, Sigma, Steps, sample_runs
+from tsmc import SCHEMES, Chunks, ExactSamples, Sigma, sample_runs
 from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.proposal import LanguageModel, Twist
 from tsmc.rejection import accept, log_mean_with_error
@@ -45,8 +46,9 @@ def rejection(task: Task) -> list[dict]:
     """
     config, problem = task.config, task.problem
     proposals = task.draw(problem.base, task.study.rejection_samples, "rejection")  # [N, T]
-    chunks = [each_once(problem.log_toxicity, problem.potential.texts(rows)) for rows in proposals.split(config.rows)]
-    log_toxicity = torch.cat(chunks).to(proposals.device)  # [N]
+    chunks = tqdm(proposals.split(config.rows), "scoring", mininterval=SECONDS)
+    log_toxicity = torch.cat([each_once(problem.log_toxicity, problem.potential.texts(rows)) for rows in chunks])
+    log_toxicity = log_toxicity.to(proposals.device)  # [N]
     if problem.exact is None:
         exact = accepted(task, proposals, log_toxicity, config.beta)
         save_target(task.out / "target", exact, sigma_key(config, problem.prompt))
@@ -112,7 +114,7 @@ def baseline(task: Task) -> list[dict]:
     cost = baseline_cost(part.method, options)
     row = {"place": (section, setting_name(part.method, options), part.seed, ""), **vars(options)}
     row |= {"units": cost.units(config.length), "scored": cost.sampled}
-    generator, steps = config.generator("baseline", part.method, place), Steps(options.updates, name)
+    generator, steps = config.generator("baseline", part.method, place), ShownSteps(options.updates, name)
     try:
         policy = train(problem.base, problem.potential, options, part.method.endswith("lora"), generator, steps)
     except InputError as error:
@@ -192,7 +194,7 @@ def rows_of_cases(task: Task, section: str, cases: list[tuple]) -> list[dict]:
     path, rows = task.out / "runs" / f"{task.part.variant}-{task.part.seed}", []
     for m in range(task.config.generations + 1):
         pair = task.trained_pair(path, m)
-        for name, purpose, *options in cases:
+        for name, purpose, *options in tqdm(cases, f"generation {m}"):
             row = tsmc_row(task, *pair, (section, m, *purpose), *options)
             rows.append({"place": (section, name, task.part.seed, m), **row})
     return rows

@@ -60,7 +60,7 @@ def work(study: StudyConfig, part: Part, out: Path) -> None:
                 write_json(out / "parts" / f"{part.name}.json", {"rows": rows})
                 return
             except (InputError, KeyboardInterrupt) as error:
-                print(f"error: {error}", flush=True)
+                print(f"\nerror: {error}", flush=True)  # behind a bar that has not ended
             except Exception:
                 traceback.print_exc()
         sys.exit(2)

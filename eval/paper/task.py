@@ -5,12 +5,14 @@ independent samples are runs of one text each. N sequences, T tokens.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from eval.metrics import Samples, energy_column, kl_target_proposal
 from eval.paper.bootstrap import bootstrap, run_sums
@@ -21,10 +23,26 @@ from eval.run.setup import Problem, Setup, load_setup, sigma_key
 from eval.run.target import load_target
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
-from tsmc import Chunks, ExactSamples, Sigma, sample_model
+from tsmc import Chunks, ExactSamples, Sigma, Steps, sample_model
 from tsmc.estimate import Estimate
 from tsmc.proposal import LanguageModel, Twist
 from tsmc.scoring import proposal_log_probs, sequence_log_probs
+
+SECONDS = 5.0  # between two words of a part in its log
+
+
+class ShownSteps(Steps):
+    """Steps that say how far they are."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from tqdm(super().__iter__(), self.name, self.total, mininterval=SECONDS)
+
+
+class ShownChunks(Chunks):
+    """Chunks of a sample that say how far they are."""
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Generator]]:
+        yield from tqdm(super().__iter__(), "sampling", len(self.sizes), mininterval=SECONDS)
 
 
 @dataclass(frozen=True)
@@ -71,7 +89,7 @@ class Task:
 
     def draw(self, model: LanguageModel, count: int, *purpose: str | int) -> Tensor:
         """Independent samples [N, T] of a bare model, N = count."""
-        return sample_model(model, Chunks(count, self.config.rows, self.config.streams(*purpose)))
+        return sample_model(model, ShownChunks(count, self.config.rows, self.config.streams(*purpose)))
 
     def stream(self, *purpose: str | int) -> torch.Generator:
         """A random stream on the CPU, where texts are chosen and intervals are computed."""

@@ -13,6 +13,7 @@ from eval.run.command import say
 from eval.run.directory import RunDirectory
 from eval.run.evaluate import evaluate_base, evaluate_generation, evaluate_target
 from eval.run.options import RunConfig, by_flag
+from eval.run.plan import Costs, estimate, measured_costs, memory_at_most, planned_work
 from eval.run.saved import save_generation
 from eval.run.setup import Problem, identity, load_setup, sigma_key
 from eval.run.state import State
@@ -22,32 +23,6 @@ from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 from tsmc import SCHEMES, ExactSamples, Sigma, rejection_sample, sample_model, sample_runs
 from tsmc.proposal import LanguageModel
-
-
-def planned_work(config: RunConfig, have_target: list[bool]) -> list[float]:
-    """The work of every phase of a run in turn, a sequence that is drawn and scored being 1; the other weights were measured.
-
-    `have_target` says which prompts have exact samples. One sequence in a step of a fit costs 0.6 for the pooled twist, 1.7 for
-    CTL, which draws it, and 1.5 for distillation.
-    """
-    pool, ctl, distill, last = config.pool, config.ctl, config.distill, config.generations
-    bare, of_particle = config.eval.base_samples, 1 + config.moves
-    proposals, prompts, plan = config.eval.target_proposals, len(have_target), []
-    for has_target in have_target:
-        plan += [bare] if has_target or not proposals else [proposals, bare]
-    for m in range(last + 1):
-        if config.method == "pooled":
-            for number in range(0 if m == 0 else 1, pool.rounds + 1):
-                plan += [pool.draws if m or number else pool.base_draws] * prompts
-                plan += [0.6 * pool.updates * pool.batch_size]
-        else:
-            if m > 0:
-                plan += [of_particle * config.particles * distill.runs] * prompts
-                plan += [1.5 * distill.updates * distill.batch_size]
-            plan += [1.7 * ctl.updates * ctl.batch_size]
-        evaluation = [of_particle * config.eval.particles * config.eval.runs]
-        plan += (evaluation + [bare] * (config.method == "distilled" and m > 0)) * prompts
-    return plan
 
 
 class Experiment:
@@ -62,9 +37,20 @@ class Experiment:
         self.config, self.setup = config, load_setup(config)
         origin = identity(config)
         processes.compare(origin)
+        plan = self.plan()
         create = resumed is None
         self.directory = RunDirectory.create(config, origin) if create else RunDirectory.resume(resumed, config, origin)
-        self.directory.plan = planned_work(config, [problem.exact is not None for problem in self.setup.problems])
+        self.directory.plan = plan
+
+    def plan(self) -> list[float]:
+        """The work of every phase; at the paper's size it is measured, in seconds, and the sum said before anything begins."""
+        config, have_target = self.config, [problem.exact is not None for problem in self.setup.problems]
+        if config.preset != "paper" or config.quiet:
+            return planned_work(config, have_target, Costs())
+        self.say("measuring a few steps, to say how long it will take")
+        plan = planned_work(config, have_target, measured_costs(config, self.setup))
+        self.say(estimate(plan, memory_at_most(config, self.setup), processes.count()))
+        return plan
 
     def __enter__(self) -> "Experiment":
         self.directory.__enter__()

@@ -111,7 +111,7 @@ def load_setup(config: RunConfig) -> Setup:
 def check_memory(config: RunConfig, model: GPTNeo) -> None:
     """InputError for an option that by itself asks for more memory than there is: keys and values, or the twist with Adam."""
     sizes, weight = model.config, model.wte.weight
-    row = 2 * weight.element_size() * sizes.num_layers * config.length * sizes.hidden_size
+    row = bytes_of_sequence(config, model)
     needed = {"--particles": config.particles * row, "--eval-particles": config.eval.particles * row}
     if config.method == "pooled":
         hidden, learned = config.pool.hidden_units, 12 * config.length * sizes.vocab_size
@@ -127,6 +127,12 @@ def check_memory(config: RunConfig, model: GPTNeo) -> None:
             raise InputError(
                 f"{flag} needs {size / 1e9:.0f} GB of memory, and there are {there / 1e9:.0f} GB; lower it"
             )
+
+
+def bytes_of_sequence(config: RunConfig, model: GPTNeo) -> int:
+    """The keys and values that one sequence leaves behind while it is sampled."""
+    sizes = model.config
+    return 2 * model.wte.weight.element_size() * sizes.num_layers * config.length * sizes.hidden_size
 
 
 def memory_of(device: torch.device) -> float:

@@ -22,7 +22,7 @@ import tinystories.interrupts  # noqa: F401 (before torch, so that Ctrl-C is qui
 import torch
 from torch import Tensor
 
-from distill import Student, batches_of, held_out_loss, self_distill
+from distill import Student, batches_of, held_out_loss, hold_out, self_distill
 from eval.run import processes
 from eval.run.command import one_line_errors
 from eval.run.directory import is_finished
@@ -95,29 +95,23 @@ def draw_samples(run: Experiment, sigmas: Sequence[Sigma], psi: TwistMLP, m: int
     """Samples [R, K, T] of TSMC(p^(m-1), psi^(m-1)) after each prompt, without the runs that died."""
     samples = []
     for problem, sigma in zip(run.setup.problems, sigmas, strict=True):
-        particles, runs = run.config.particles, run.config.distill.runs
-        chunks = run.run_chunks("sampling", m, problem, particles, runs)
-        samples.append(sample_runs(sigma, psi, particles, chunks, **run.resampling()).alive().samples)
+        chunks = run.run_chunks("sampling", m, problem, run.config.particles, run.config.distill.runs)
+        samples.append(sample_runs(sigma, psi, run.config.particles, chunks, **run.resampling()).alive().samples)
     return samples
 
 
 def distil(run: Experiment, p: GPTNeo, sigmas: Sequence[Sigma], samples: Sequence[Tensor], m: int) -> GPTNeo:
     """Line 3: p^(m) from samples [R, K, T] after each prompt; a tenth of the runs is held out and only measured."""
     options, generator, lora = run.config.distill, run.generator("distill", m), run.config.lora
-    cuts = [max(1, len(runs) // 10) for runs in samples]
-    held_out = [runs[:cut].flatten(0, 1) for runs, cut in zip(samples, cuts, strict=True)]
-    trained_on = [
-        (runs[cut:] if len(runs) > cut else runs).flatten(0, 1) for runs, cut in zip(samples, cuts, strict=True)
-    ]
+    trained_on, held_out = hold_out(samples)
     student = Student(p, options.step_size(lora), options.weight_decay, lora, generator)
     state = {"student": student.network, "optimizer": student.optimizer, "generator": generator}
     draw_batch = processes.own_rows(batches_of(trained_on, options.batch_size, generator))
     prompts = [sigma.model for sigma in sigmas]
     self_distill(student, prompts, draw_batch, run.steps("distillation", m, options.updates, **state))
     model = student.finish("distillation")
-    run.note_held_out(
-        m, held_out_loss(prompts, held_out), held_out_loss([student.after(base) for base in prompts], held_out)
-    )
+    students = [student.after(base) for base in prompts]
+    run.note_held_out(m, held_out_loss(prompts, held_out), held_out_loss(students, held_out))
     return model
 
 

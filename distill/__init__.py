@@ -1,6 +1,6 @@
 """Self-distillation, and the baselines DPO and GRPO, by full fine-tuning or LoRA."""
 
-from distill.batches import batches_of, held_out_loss
+from distill.batches import batches_of, held_out_loss, hold_out
 from distill.dpo import DPO_GRID, dpo, dpo_cost
 from distill.finetune import BaselineConfig, Cost, Grid, Student
 from distill.grpo import GRPO_GRID, grpo, grpo_cost
@@ -19,5 +19,6 @@ __all__ = [
     "grpo",
     "grpo_cost",
     "held_out_loss",
+    "hold_out",
     "self_distill",
 ]

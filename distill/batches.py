@@ -23,6 +23,14 @@ class Batch:
         return Batch(self.tokens[part], self.prompt, self.batch_size)
 
 
+def hold_out(samples: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of runs [R, K, T] after each prompt the sequences [N, T] to train on, and those of a tenth of the runs to measure."""
+    cuts = [max(1, len(runs) // 10) for runs in samples]
+    kept = [runs[cut:] if len(runs) > cut else runs for runs, cut in zip(samples, cuts, strict=True)]
+    held_out = [runs[:cut] for runs, cut in zip(samples, cuts, strict=True)]
+    return [runs.flatten(0, 1) for runs in kept], [runs.flatten(0, 1) for runs in held_out]
+
+
 def batches_of(samples: Sequence[Tensor], batch_size: int, generator: torch.Generator) -> Callable[[int], Batch]:
     """Draws the batch of an update from samples [N, T] after each prompt; the prompts take turns."""
 

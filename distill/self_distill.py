@@ -2,16 +2,14 @@
 
     p^(m) = argmin_p  E_{s ~ TSMC(p^(m-1), psi^(m-1))} [ -log p(s_{1:T} | s_0) ],   started at p^(m-1)
 
-The samples come from many independent runs, because the particles of one run share ancestors: a run's K final particles
-hold far fewer distinct sequences. Few passes with a small learning rate keep the model from learning them by heart; the
-loss on samples of runs that were held out, reported beside the training loss, shows it.
+The N samples of T tokens come from many runs, because the particles of one run share ancestors: its K final particles hold
+far fewer distinct sequences. Few passes with a small learning rate keep the model from learning them by heart; the loss on
+samples of runs that were held out, reported beside the training loss, shows it.
 
 What the paper leaves open:
  1. How many samples, runs, updates, and at which rate: all are options, and the defaults stop long before convergence.
  2. All runs count the same, whatever their Z-hat; within a run the final resampling has been applied.
  3. AdamW; weight decay spares biases and LayerNorm.
-
-N samples, T tokens.
 """
 
 from collections.abc import Callable, Sequence

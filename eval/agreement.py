@@ -25,7 +25,7 @@ from eval.run.target import load_target
 from tinystories.errors import InputError
 from tinystories.fast import keep_freed_memory
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
-from tsmc.proposal import LanguageModel, Twist
+from tsmc.interfaces import LanguageModel, Twist
 from tsmc.sampler import Sigma
 
 

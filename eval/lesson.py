@@ -24,7 +24,7 @@ from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.conditional import conditional_tsmc
 from tsmc.estimate import Estimate, mean_estimate
 from tsmc.exact import Target
-from tsmc.proposal import Twist
+from tsmc.interfaces import Twist
 from tsmc.rejection import rejection_sample
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import Sigma, tsmc

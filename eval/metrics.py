@@ -26,11 +26,11 @@ from torch import Tensor
 
 from eval.scorers.similarity import mean_pairwise_cosine
 from tsmc.estimate import Estimate, difference, mean_estimate
+from tsmc.interfaces import LanguageModel, Twist
 from tsmc.population import Population
-from tsmc.proposal import LanguageModel, Twist
 from tsmc.rejection import ExactSamples
 from tsmc.scoring import proposal_log_probs, sequence_log_probs
-from twist.potential import TextPotential, each_once
+from twist.factors import TextPotential, each_once
 
 
 @dataclass(frozen=True)

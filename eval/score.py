@@ -18,7 +18,7 @@ from eval.run.setup import Problem, load_setup
 from eval.run.table import align
 from eval.scorers.similarity import SimilarityScorer
 from tinystories.errors import InputError
-from twist.potential import each_once
+from twist.factors import each_once
 
 COLUMNS = {
     "num_sequences": "d",

@@ -36,3 +36,13 @@ def test_departures_are_numbered_without_gaps():
     text = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
     numbers = [int(number) for number in re.findall(r"^- \*\*D(\d+)\.\*\*", text, re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_the_afternoons_reading_is_as_long_as_the_readme_says():
+    rows = re.findall(
+        r"^\| \d \| (.*) \| (\d+) \| \d+ \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    for files, lines in rows:
+        paths = re.findall(r"\(([\w/]+\.py)\)", files)
+        assert sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in paths) == int(lines), files
+    assert len(rows) == 5 and sum(int(lines) for _, lines in rows) <= 850

@@ -6,9 +6,9 @@ import pytest
 import torch
 from worlds import ListedPotential, every_path, generator, gpt_neo_world, sequence_numbers, table_world, tiny_gpt_neo
 
-import tsmc.proposal as tsmc_proposal
 from tinystories import Conditional
 from tinystories.errors import InputError
+from tsmc import interfaces
 from tsmc.categorical import uniforms
 from tsmc.conditional import conditional_tsmc
 from tsmc.exact import Target
@@ -299,7 +299,7 @@ def test_logits_are_made_in_chunks_of_bounded_size_with_the_same_results(monkeyp
 
     meter = Meter(model)
     wanted = results()
-    monkeypatch.setattr(tsmc_proposal, "MAX_LOGITS", limit)
+    monkeypatch.setattr(interfaces, "MAX_LOGITS", limit)
     meter.most = 0
     for ours, whole in zip(results(), wanted, strict=True):
         torch.testing.assert_close(ours, whole)

@@ -21,7 +21,7 @@ from torch import Tensor
 from tinystories.errors import InputError
 from tsmc.conditional import conditional_tsmc
 from tsmc.estimate import Bracket, difference, mean_estimate
-from tsmc.proposal import Twist
+from tsmc.interfaces import Twist
 from tsmc.resampling import Scheme, multinomial
 from tsmc.sampler import Sigma, tsmc
 from tsmc.scoring import proposal_log_probs

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
+from tsmc.interfaces import LanguageModel, LogPotential, Observer, Twist
 from tsmc.population import Population
-from tsmc.proposal import LanguageModel, Twist, propose
+from tsmc.proposal import propose
 from tsmc.resampling import multinomial
-from tsmc.sampler import LogPotential, Observer, Particles
+from tsmc.sampler import Particles
 
 
 @torch.no_grad()

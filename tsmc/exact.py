@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import first_above
-from tsmc.proposal import LanguageModel, Twist
-from tsmc.sampler import LogPotential
+from tsmc.interfaces import LanguageModel, LogPotential, Twist
 
 LIMIT = 2**21
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tsmc.categorical import uniforms
+from tsmc.interfaces import Twist
 from tsmc.population import Population, follow
-from tsmc.proposal import Twist
 from tsmc.sampler import Sigma
 from tsmc.scoring import token_log_probs
 from tsmc.trajectories import trajectories

@@ -3,47 +3,16 @@
     log q_t = log p + log psi - log sum_v (p psi),   the normaliser over the whole vocabulary
 
 A twist is any callable from hidden states [N, D] to log psi [N, V] of every possible next token; None means psi = 1, which
-makes q = p. Adding a constant to log psi_t changes no proposal (a gauge freedom). Rows are worked on in chunks, so that
-memory is bounded however many there are. N rows, n rows of a chunk, T steps, V vocabulary.
+makes q = p. A constant added to log psi_t changes no proposal (a gauge freedom). N rows, n in a chunk, T steps, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tsmc.categorical import draw_categorical
-
-Twist = Callable[[Tensor], Tensor]
-MAX_LOGITS = 2**24  # entries of one tensor of logits: 64 MB in float32
-
-
-class Decoder(Protocol):
-    """N continuations, token by token (`tinystories.Decoder`, or a table of conditional probabilities)."""
-
-    hidden: Tensor  # [N, D]
-    vocab_size: int
-
-    def logits_of(self, rows: slice) -> Tensor: ...  # [n, V]
-
-    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None: ...
-
-
-class LanguageModel(Protocol):
-    """p(s_{1:T} | s_0) after a fixed prompt (`tinystories.Conditional`, or a table)."""
-
-    length: int
-    vocab_size: int
-
-    def decoder(self, rows: int) -> Decoder: ...
-
-    def head(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> logits [..., V]
-
-    def states(self, tokens: Tensor) -> Tensor: ...  # [N, T] -> hidden [N, T, D]
-
-    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+from tsmc.interfaces import Decoder, Twist, chunks
 
 
 @dataclass
@@ -95,12 +64,6 @@ def propose(decoder: Decoder, twist: Twist | None, uniform: Tensor, forced: Tens
 def at_tokens(values: Tensor, tokens: Tensor) -> Tensor:
     """Entries [n] of values [n, V] at tokens [n]."""
     return values.gather(-1, tokens[:, None]).squeeze(-1)
-
-
-def chunks(rows: int, entries: int) -> Iterator[slice]:
-    """Slices of range(rows) of so few rows that `entries` numbers for each stay within MAX_LOGITS; at least one slice."""
-    size = max(1, MAX_LOGITS // entries)
-    return (slice(start, min(rows, start + size)) for start in range(0, max(1, rows), size))
 
 
 def log_psi_of(twist: Twist, hidden: Tensor) -> Tensor:

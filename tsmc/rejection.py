@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
-from tsmc.proposal import LanguageModel
+from tsmc.interfaces import LanguageModel
 from tsmc.steps import Chunks
 from tsmc.trajectories import sample_proposal
 

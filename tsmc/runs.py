@@ -6,9 +6,9 @@ R runs, K particles, N sequences, T tokens.
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tsmc.interfaces import LanguageModel, Twist
 from tsmc.moves import move_samples
 from tsmc.population import Population
-from tsmc.proposal import LanguageModel, Twist
 from tsmc.resampling import Scheme, multinomial
 from tsmc.sampler import Sigma, tsmc
 from tsmc.steps import Chunks

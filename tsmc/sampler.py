@@ -17,7 +17,6 @@ Where this departs from the paper:
     resampling only where the ESS is low or never before T, leave Z-hat unbiased.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,16 +24,11 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
+from tsmc.interfaces import LanguageModel, LogPotential, Observer, Twist
 from tsmc.population import Population, follow
-from tsmc.proposal import Extension, LanguageModel, Twist, propose
+from tsmc.proposal import Extension, propose
 from tsmc.resampling import Scheme, multinomial
 from tsmc.weights import effective_sample_size, log_mean_exp, normalise
-
-LogPotential = Callable[[Tensor, Tensor], Tensor]
-"""log_potential(tokens [N, T], log_p [N]) -> log phi [N]; log_p = log p(s_{1:T}), which effective potentials divide out."""
-Observer = Callable[["Particles", Tensor], None]
-"""observer(particles, ancestors [R, K]) sees every step before its resampling takes effect. The tensors are the sampler's
-own: copy what is kept, change nothing."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ q is the product of the proposal's factors, without resampling. N rows, n rows o
 import torch
 from torch import Tensor
 
-from tsmc.proposal import LanguageModel, Twist, chunks
+from tsmc.interfaces import LanguageModel, Twist, chunks
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tsmc.categorical import uniforms
-from tsmc.proposal import LanguageModel, Twist, propose
+from tsmc.interfaces import LanguageModel, Twist
+from tsmc.proposal import propose
 
 
 @dataclass

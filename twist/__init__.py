@@ -2,10 +2,10 @@
 
 from twist.ctl import batches_from_proposal, learn_twist
 from twist.embedding import EmbeddingTwist
-from twist.factors import first_sentence, keyword, power, regex
+from twist.factors import Factor, TextPotential, first_sentence, keyword, power, regex
 from twist.mlp import TwistMLP
 from twist.pool import Pool, batches_from_pools, draw_round, learn_twist_from_pools
-from twist.potential import Factor, TextPotential, base_potential, effective_potential
+from twist.potential import base_potential, effective_potential
 
 __all__ = [
     "EmbeddingTwist",

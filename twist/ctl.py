@@ -16,26 +16,18 @@ What the paper leaves open:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.sampler import LogPotential, Sigma
+from tsmc.interfaces import LearnableTwist, LogPotential
+from tsmc.sampler import Sigma
 from tsmc.steps import Steps
 from tsmc.trajectories import Trajectories, sample_proposal
 from tsmc.weights import effective_sample_size, normalise
 
 EXPLODED = 1000.0  # nats: beyond, float32 no longer resolves the weights
-
-
-class LearnableTwist(Protocol):
-    """A twist with parameters; `of_tokens(hidden [K, T, D], tokens [K, T]) -> log psi [K, T]` carries the gradient."""
-
-    def __call__(self, hidden: Tensor) -> Tensor: ...
-
-    def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -75,8 +67,7 @@ def weigh(batch: Trajectories, positive: Tensor, negative: Tensor) -> Batch:
         raise InputError("twist learning: a weight is NaN or infinite; lower the learning rate or check the potential")
     largest = batch.log_psi.abs().max().item() if len(batch.tokens) else 0.0
     if largest > EXPLODED:
-        fault = f"the twist has exploded, |log psi| reaches {largest:.0f}"
-        raise InputError(f"twist learning: {fault}; lower the learning rate")
+        raise InputError(f"twist learning: the twist has exploded to {largest:.0f} nats; lower the learning rate")
     ess = effective_sample_size(positive).item()
     return Batch(batch.tokens, batch.hidden, ctl_coefficients(positive, negative), ess)
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.proposal import LanguageModel, Twist, chunks
+from tsmc.interfaces import LanguageModel, Twist, chunks
 from tsmc.sampler import Sigma
 from tsmc.steps import Chunks, Steps
 from tsmc.trajectories import sample_proposal

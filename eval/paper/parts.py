@@ -22,10 +22,10 @@ from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tsmc import SCHEMES, Chunks, ExactSamples, Sigma, sample_runs
 from tsmc.estimate import Estimate, difference, mean_estimate
-from tsmc.proposal import LanguageModel, Twist
+from tsmc.interfaces import LanguageModel, Twist
 from tsmc.rejection import accept, log_mean_with_error
 from tsmc.scoring import sequence_log_probs
-from twist.potential import each_once
+from twist.factors import each_once
 
 BINS = 20  # of the toxicity histograms
 FEW_RUNS = 8  # percentiles over fewer runs cover too little to be called a 95 % interval; over 8 they cover 87 %

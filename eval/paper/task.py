@@ -25,7 +25,7 @@ from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tsmc import Chunks, ExactSamples, Sigma, Steps, sample_model
 from tsmc.estimate import Estimate
-from tsmc.proposal import LanguageModel, Twist
+from tsmc.interfaces import LanguageModel, Twist
 from tsmc.scoring import proposal_log_probs, sequence_log_probs
 
 SECONDS = 5.0  # between two words of a part in its log

@@ -22,7 +22,7 @@ from tinystories.errors import InputError
 from tinystories.fast import accelerate
 from tsmc.estimate import mean_estimate
 from tsmc.rejection import rejection_sample
-from twist.potential import Factor, TextPotential
+from twist.factors import Factor, TextPotential
 
 
 def make(args: Namespace) -> None:

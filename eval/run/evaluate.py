@@ -15,8 +15,8 @@ from eval.metrics import (
 )
 from eval.run.setup import Problem
 from eval.scorers.similarity import SimilarityScorer
+from tsmc.interfaces import Twist
 from tsmc.population import Population
-from tsmc.proposal import Twist
 from tsmc.sampler import Sigma
 
 

@@ -22,7 +22,7 @@ from eval.run.target import save_target
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 from tsmc import SCHEMES, ExactSamples, Sigma, rejection_sample, sample_model, sample_runs
-from tsmc.proposal import LanguageModel
+from tsmc.interfaces import LanguageModel
 
 
 class Experiment:

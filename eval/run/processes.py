@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from distill.batches import Batch
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
+from tsmc.interfaces import LearnableTwist
 from tsmc.sampler import Sigma
 from tsmc.trajectories import trajectories
 from twist.ctl import Batch as ContrastBatch
-from twist.ctl import LearnableTwist, batches_from_proposal, negative_log_weights, positive_log_weights, weigh
+from twist.ctl import batches_from_proposal, negative_log_weights, positive_log_weights, weigh
 from twist.pool import PoolBatch
 
 ARRIVAL = timedelta(minutes=5)  # how long the first waits for the last to start

@@ -15,7 +15,7 @@ from tinystories.checkpoint import fill, read_tensors, reading, write_tensors
 from tinystories.errors import InputError
 from tinystories.fast import accelerate
 from tinystories.gpt_neo import GPTNeo
-from tsmc.proposal import Twist
+from tsmc.interfaces import Twist
 from tsmc.sampler import Sigma
 from twist import EmbeddingTwist, TwistMLP
 

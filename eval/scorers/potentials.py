@@ -7,7 +7,7 @@
     FILE.py:NAME                    a function in a file of the user's own, which is run
 
 What follows the first colon is taken as it stands, so patterns need no quoting. A function of the user's own gets N texts,
-prompt included, or what its attribute `reads` says, "continuations" or "tokens" (see twist.potential), and returns log phi
+prompt included, or what its attribute `reads` says, "continuations" or "tokens" (see twist.factors), and returns log phi
 as N numbers: a tensor, an array or a list. --beta leaves it alone. log phi may be -inf; it must be at most 0 where exact
 samples are drawn by rejection.
 """
@@ -34,7 +34,7 @@ from eval.run.state import digest_of
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.errors import InputError
 from twist import first_sentence, keyword, power, regex
-from twist.potential import READS, Factor
+from twist.factors import READS, Factor
 
 PATIENCE = 2.0  # seconds for a pattern to be searched in one text
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from eval.run.setup import Problem
 from tsmc import Chunks, Population, Trace, tsmc
-from tsmc.proposal import Twist
+from tsmc.interfaces import Twist
 from tsmc.resampling import Scheme
 from tsmc.sampler import Sigma
 from tsmc.weights import normalise
-from twist.potential import each_once
+from twist.factors import each_once
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,9 @@ def test_without_transformers_there_is_one_line(monkeypatch, capsys):
     assert error.count("\n") == 1 and "requirements-dev.txt" in error
 
 
-@pytest.mark.parametrize("options", [["--threads", "0"], ["--device", "nowhere"], ["--growth", "g.png", "--quick"]])
+@pytest.mark.parametrize(
+    "options", [["--threads", "0"], ["--device", "nowhere"], ["--growth", "g.png", "--quick"], ["--growth", "g"]]
+)
 def test_bad_options_are_refused_in_one_line(capsys, options):
     with pytest.raises(SystemExit) as caught:
         bench.main(options)

@@ -298,10 +298,10 @@ def test_a_run_of_the_papers_size_says_first_what_it_takes(tmp_path, capsys, opt
     sizes = [*options, *places, "--preset", "paper", "--eval-target-proposals", "50"]
     main([*sizes, "--out", str(tmp_path / "told")])
     said = capsys.readouterr().err.splitlines()
-    estimate = next(i for i, line in enumerate(said) if re.fullmatch(r"about \d+ min in all.*from a few.*", line))
+    estimate = next(i for i, line in enumerate(said) if re.fullmatch(r"about \d+ (s|min) in all.*from a few.*", line))
     assert estimate < next(i for i, line in enumerate(said) if "target by rejection" in line)
     if Path("/proc/self/status").exists():
-        assert 0.1 < float(re.search(r"([\d.]+) GB of memory", said[estimate])[1]) < 20
+        assert 0.1 < float(re.search(r"([\d.]+) GB of memory \(", said[estimate])[1]) < 20
     main([*sizes, "--quiet", "--out", str(tmp_path / "quiet")])
     assert "about" not in capsys.readouterr().err
     told, quiet = ((tmp_path / name / "samples.jsonl").read_bytes() for name in ("told", "quiet"))

@@ -23,8 +23,8 @@ import main
 from eval.paper import __main__ as paper
 from eval.paper import study
 from eval.paper.claims import verdict
-from eval.paper.numbers import Number, Numbers, mean_of
-from eval.paper.report.document import templates
+from eval.paper.numbers import Number, Numbers, mean_of, own_scheme
+from eval.paper.report.document import templates, write_report
 from eval.paper.report.figures import FIGURES
 from eval.paper.study import NAMES, NEVER, StudyConfig, baseline_cost, tsmc_cost
 from eval.paper.task import with_half_width
@@ -171,6 +171,23 @@ def test_what_stands_beside_the_runs_has_the_first_seeds_only():
     names = {part.name for part in study.study_parts(StudyConfig(seeds=(1, 2, 3), seeds_beside=2), True)}
     assert {"tsmc-3", "late-3", "pooled-3", "particles-3", "lora-2", "resampling-2", "dpo-full-best-2"} <= names
     assert names.isdisjoint({"lora-3", "no-effective-3", "resampling-3", "dpo-full-best-3"})
+
+
+def test_one_seed_beside_two_makes_a_report_that_says_so(tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "study")
+    fewer = dataclasses.replace(TINY, seeds_beside=1)
+    write_report(fewer, study.study_parts(fewer, False), tmp_path / "study", "a command")
+    page = " ".join((tmp_path / "study" / "report.html").read_text().split())
+    assert "have the first 1 of the seeds" in page and "have the first" not in (whole / "report.html").read_text()
+    both, one = (
+        {(r["name"], r["seed"], r["generation"], r["quantity"]): r for r in numbers_of(out)}
+        for out in (whole, tmp_path / "study")
+    )
+    lora, tsmc = ((NAMES[name], "mean", 1, "kl") for name in ("lora", "tsmc"))
+    assert one[lora]["value"] == one[NAMES["lora"], 1, 1, "kl"]["value"] != both[lora]["value"]
+    assert one[tsmc] == both[tsmc] and (NAMES["lora"], 2, 1, "kl") not in one
+    change = f"TSMC to {NAMES['lora']}"
+    assert one[change, "mean", "", "kl"]["value"] == pytest.approx(both[change, 1, "", "kl"]["value"])
 
 
 def test_means_are_over_the_seeds_that_ran_it_and_none_where_one_diverged():
@@ -403,7 +420,8 @@ def read_numbers(out: Path) -> Numbers:
 @pytest.mark.parametrize(("without", "kind"), [([0.3, 0.31, 0.29], "yes"), ([0.0, 0.02, -0.01], "open")])
 def test_a_rise_that_resampling_makes_is_not_credited_to_the_method(whole, without, kind):
     numbers = read_numbers(whole)
-    numbers.add(("changes", "generation 0 to 1", "mean", ""), "toxicity", mean_of([0.45, 0.46, 0.44]))
+    for name in ("generation 0 to 1", f"{own_scheme(TINY)}, generation 0 to 1"):
+        numbers.add(("changes", name, "mean", ""), "toxicity", mean_of([0.45, 0.46, 0.44]))
     numbers.add(("changes", f"{NEVER}, generation 0 to 1", "mean", ""), "toxicity", mean_of(without))
     (claim,) = [
         claim

@@ -1,4 +1,4 @@
-"""What the samplers and the losses are given. N rows, n of them in a chunk, T steps, D width, V vocabulary.
+"""What the samplers and the losses are given. N rows, n in a chunk; R runs, K particles; T steps, D width, V vocabulary.
 
     LanguageModel    p(s_{1:T} | s_0), which opens a Decoder for N continuations
     Twist            log psi; with parameters a LearnableTwist

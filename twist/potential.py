@@ -3,7 +3,7 @@
     log phi^(m)(s_{1:T}) = log p^(0)(s_{1:T}) + log phi(s_{1:T}) - log p^(m)(s_{1:T})            eq. 8
 
 It keeps the target sigma, proportional to p^(0) phi, the same for every generation: p^(m) phi^(m) = p^(0) phi. phi itself is
-`twist.factors.TextPotential`, or any function of tokens [N, T] to log phi [N]. N sequences, T tokens.
+`twist.factors.TextPotential`, or any function from tokens [N, T] to log phi [N]. N sequences, T tokens.
 """
 
 from collections.abc import Callable

@@ -225,7 +225,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("pocket", "paper", "all"), default="all", help="which networks")
     parser.add_argument("--main", action="store_true", help="the whole main job by phase instead, on the pocket preset")
     parser.add_argument(
-        "--growth", type=Path, metavar="PNG", help="time and memory against K, T and R instead, and a figure"
+        "--growth",
+        type=Path,
+        metavar="PNG",
+        help="time and memory against K, T and R instead (pocket unless --size is paper), and a figure",
     )
     parser.add_argument("--quick", action="store_true", help=f"K = {QUICK_PARTICLES[0]} alone, three rounds")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of our networks")
@@ -243,12 +246,14 @@ def bench(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     if args.main:
-        if (args.size, args.dtype, args.device, args.json) != ("all", "float32", "cpu", None):
+        if (args.size, args.dtype, args.device, args.json, args.growth) != ("all", "float32", "cpu", None, None):
             raise InputError("--main runs the pocket preset as it is; leave out all but --quick and --threads")
         return bench_main(args.quick)
     if args.growth is not None:
         if (args.dtype, args.device, args.json, args.quick) != ("float32", "cpu", None, False):
             raise InputError("--growth measures float32 on the CPU; leave out all but --size and --threads")
+        if args.growth.suffix != ".png" or not args.growth.absolute().parent.is_dir():
+            raise InputError(f"--growth {args.growth}: name a .png file in a directory that is there")
         return bench_growth("pocket" if args.size == "all" else args.size, args.growth)
     import_transformers()
     sizes = ("pocket", "paper") if args.size == "all" else (args.size,)

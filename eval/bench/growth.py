@@ -1,12 +1,13 @@
 """How time and memory grow with the work: `python -m eval.bench --growth docs/growth.png`, and the memory of a bench's pieces.
 
 Every point is measured in a process of its own, because the peak of memory of a process never falls. TSMC resamples at every
-step here, so that the table of places is at work; its potential costs nothing.
+step here, so that keys and values are looked up by ancestor; its potential costs nothing.
 """
 
 import math
 import multiprocessing
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from torch import Tensor
 from eval.bench.contestants import load_sampler, load_scorers, make_texts
 from eval.run.table import align
 from eval.scorers import toxicity
-from tinystories import Conditional
+from tinystories import Conditional, InputError
+from tinystories.checkpoint import replacing
 from tinystories.fast import keep_freed_memory
 from tsmc import Chunks, Sigma, rejection_sample, sample_runs, tsmc
 
@@ -85,6 +87,11 @@ def peak_so_far() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def held_now() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def peak_of(size: str, dtype: torch.dtype, device: torch.device, piece: str, count: int) -> tuple[int, int]:
     """Bytes with all networks loaded and at the peak of one piece; in a fresh process."""
     keep_freed_memory()
@@ -100,13 +107,19 @@ def cost_of(size: str, point: Point, threads: int) -> tuple[float, int]:
     keep_freed_memory()
     sampler = load_sampler(size, torch.float32, torch.device("cpu"))
     sigma = Sigma(Conditional(sampler.lm, sampler.prompt, point.length), free_potential)
-    before, seconds = peak_so_far(), []
-    while not seconds or sum(seconds) < LEAST_SECONDS:
+
+    def sample(particles: int, runs: int) -> float:
         began = time.perf_counter()
-        chunks = Chunks(point.runs, ROWS // point.particles, lambda chunk: torch.Generator().manual_seed(chunk))
-        sample_runs(sigma, sampler.twist, point.particles, chunks)
-        seconds.append(time.perf_counter() - began)
-    return sorted(seconds)[len(seconds) // 2], peak_so_far() - before
+        chunks = Chunks(runs, ROWS // particles, lambda chunk: torch.Generator().manual_seed(chunk))
+        sample_runs(sigma, sampler.twist, particles, chunks)
+        return time.perf_counter() - began
+
+    before = held_now()
+    sample(1, 1)  # which makes everything ready
+    seconds: list[float] = []
+    while sum(seconds) < LEAST_SECONDS:
+        seconds.append(sample(point.particles, point.runs))
+    return statistics.median(seconds), peak_so_far() - before
 
 
 def send(pipe, function: Callable, *args) -> None:
@@ -121,9 +134,12 @@ def in_fresh_process(function: Callable, *args) -> tuple:
     process = context.Process(target=send, args=(sender, function, *args))
     process.start()
     sender.close()
-    result = receiver.recv()
-    process.join()
-    return result
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise InputError(f"the process of {args} has ended early, for want of memory perhaps; see above") from None
+    finally:
+        process.join()
 
 
 def growth_table(axis: str, points: list[Point], costs: list[tuple[float, int]]) -> str:
@@ -155,7 +171,8 @@ def draw(costs: dict[str, list[tuple[float, int]]], size: str, path: Path) -> No
             axes.set(ylabel=title if column == 0 else "", xlabel=TITLES[axis] if row else "")
             axes.grid(alpha=0.3)
     figure.suptitle("TSMC, each point in a process of its own; dotted: in proportion", fontsize=10)
-    figure.savefig(path, dpi=130)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130)
 
 
 def bench_growth(size: str, path: Path) -> None:

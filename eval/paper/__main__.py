@@ -44,6 +44,7 @@ def make_parser() -> OneLineParser:
     add("--quick", action="store_true", help="tiny sizes: shows that everything runs, says nothing else")
     add("--out", type=Path, default=Path("runs/paper"), help="directory to write to or to go on in")
     add("--seeds", type=int, nargs="+", metavar="S", help="seeds of the runs, at least two")
+    add("--seeds-beside", type=int, metavar="N", help="baselines and ablations run on the first N of them (default: 3)")
     add("--jobs", type=int, help="parts at a time, each on one thread (default: cores, on a GPU 1)")
     for name in OVERRIDES:
         add("--" + name.replace("_", "-"), type=int if name == "rows" else str, help="as in main.py")
@@ -60,6 +61,10 @@ def read_study(arguments: list[str] | None) -> tuple[StudyConfig, Path, int]:
         if len(set(args.seeds)) < max(2, len(args.seeds)) or min(args.seeds) < 0:
             raise InputError("--seeds wants at least two different numbers, none negative")
         study = dataclasses.replace(study, seeds=tuple(args.seeds))
+    if args.seeds_beside is not None:
+        if args.seeds_beside < 1:
+            raise InputError(f"--seeds-beside is {args.seeds_beside}; give at least 1")
+        study = dataclasses.replace(study, seeds_beside=args.seeds_beside)
     changes = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name) is not None}
     run = build(RunConfig, dataclasses.asdict(study.run) | {"preset": args.preset, **changes})
     study = dataclasses.replace(study, run=run)

@@ -1,7 +1,8 @@
 """What a change is worth: the verdicts of the report, whose sentences are in `report/claims.html`.
 
 A change counts as seen only where its 95 % interval over seeds leaves out zero; otherwise these seeds cannot tell. A change
-that the way of resampling makes is not credited to the method: the same trained pairs have to show it without resampling too.
+that the way of resampling makes is not credited to the method: the same trained pairs have to show it without resampling too,
+those of the seeds that have both.
 """
 
 from eval.paper.numbers import Number

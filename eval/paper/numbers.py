@@ -5,7 +5,7 @@
     changes are taken within each seed before they are averaged
     KL(sigma||q) of all seeds rests on the same exact samples of sigma, whose error does not average out and is added
 
-A number is known by its place and its quantity; among seeds, "mean" is the mean over all. N exact samples, S seeds.
+A number is known by its place and its quantity; among seeds, "mean" is the mean over all that ran it. N exact samples, S seeds.
 """
 
 import csv
@@ -132,10 +132,10 @@ class Numbers:
     def average(self, section: str, seeds: tuple[int, ...], label: str = "mean") -> None:
         """Means over those of the seeds that ran it, for every name, generation and quantity that none of them lacks."""
         keys = dict.fromkeys((name, m, quantity) for of, name, _, m, quantity in self.rows if of == section)
-        ran = {name: self.seeds(section, name) for name, _, _ in keys}
+        ran = {name: self.seeds(section, name) for name in dict.fromkeys(name for name, _, _ in keys)}
         for name, m, quantity in keys:
             places = [(section, name, seed, m) for seed in seeds if seed in ran[name]]
-            if (values := self.values(places, quantity)) is not None:
+            if places and (values := self.values(places, quantity)) is not None:
                 limits, shared = QUANTITIES.get(quantity, COUNT), self.shared_error(places, quantity)
                 mean = mean_of(values, shared, limits.lowest, limits.highest)
                 self.add((section, name, label, m), quantity, mean)
@@ -244,7 +244,7 @@ def add_comparisons(study: StudyConfig, numbers: Numbers) -> None:
         change(f"{scheme}, {whole}", ("toxicity", "log_z_hat", "log_z_hat_std", "distance"), *ends)
     for name in numbers.names("best"):
         for ours in (TSMC, NAMES["late"], NAMES["pooled"]):
-            change(f"{ours} to {name}", ("distance", "energy"), ("generations", ours, last), ("best", name, ""))
+            change(f"{ours} to {name}", ("distance", "energy", "kl"), ("generations", ours, last), ("best", name, ""))
     target = numbers.get(study.target_place(), "similarity")
     for m in range(last + 1):
         mean = numbers.get(("generations", TSMC, "mean", m), "similarity")

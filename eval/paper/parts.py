@@ -194,7 +194,7 @@ def rows_of_cases(task: Task, section: str, cases: list[tuple]) -> list[dict]:
     path, rows = task.out / "runs" / f"{task.part.variant}-{task.part.seed}", []
     for m in range(task.config.generations + 1):
         pair = task.trained_pair(path, m)
-        for name, purpose, *options in tqdm(cases, f"generation {m}"):
+        for name, purpose, *options in tqdm(cases, f"generation {m}", mininterval=SECONDS):
             row = tsmc_row(task, *pair, (section, m, *purpose), *options)
             rows.append({"place": (section, name, task.part.seed, m), **row})
     return rows

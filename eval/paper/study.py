@@ -46,7 +46,9 @@ class StudyConfig:
     """Everything that the numbers of a study depend on, but for versions and checkpoints."""
 
     seeds: tuple[int, ...] = option((21, 22, 23, 24, 25), "seeds of the runs; the first one's serves the sweep")
-    seeds_beside: int = option(3, "so many of them, the first, for the baselines, ablations and resampling schemes too")
+    seeds_beside: int = option(
+        3, "so many of them, the first ones, also run the baselines, no-effective, lora and resampling"
+    )
     rejection_betas: tuple[float, ...] = option((0.0, 1.0, 10.0), "beta of the rejection table")
     rejection_samples: int = option(50_000, "base samples of the rejection table")
     particle_counts: tuple[int, ...] = option((20, 50, 100, 1000), "K of the particle study")

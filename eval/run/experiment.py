@@ -13,7 +13,7 @@ from eval.run.command import say
 from eval.run.directory import RunDirectory
 from eval.run.evaluate import evaluate_base, evaluate_generation, evaluate_target
 from eval.run.options import RunConfig, by_flag
-from eval.run.plan import Costs, estimate, measured_costs, memory_at_most, planned_work
+from eval.run.plan import Costs, estimate, measured_costs, memory_needed, planned_work
 from eval.run.saved import save_generation
 from eval.run.setup import Problem, identity, load_setup, sigma_key
 from eval.run.state import State
@@ -37,10 +37,8 @@ class Experiment:
         self.config, self.setup = config, load_setup(config)
         origin = identity(config)
         processes.compare(origin)
-        plan = self.plan()
         create = resumed is None
         self.directory = RunDirectory.create(config, origin) if create else RunDirectory.resume(resumed, config, origin)
-        self.directory.plan = plan
 
     def plan(self) -> list[float]:
         """The work of every phase; at the paper's size it is measured, in seconds, and the sum said before anything begins."""
@@ -49,10 +47,11 @@ class Experiment:
             return planned_work(config, have_target, Costs())
         self.say("measuring a few steps, to say how long it will take")
         plan = planned_work(config, have_target, measured_costs(config, self.setup))
-        self.say(estimate(plan, memory_at_most(config, self.setup), processes.count()))
+        self.say(estimate(plan, memory_needed(config, self.setup), processes.count()))
         return plan
 
     def __enter__(self) -> "Experiment":
+        self.directory.plan = self.plan()
         self.directory.__enter__()
         return self
 

@@ -1,7 +1,8 @@
 """How much work a run is, phase by phase, and before a long run how many seconds and bytes that takes on this machine.
 
 The work of a phase is its sequences times what one costs. For the pocket preset drawing and scoring one counts 1, and only
-the shares of the phases in the whole matter. At the paper's size every kind of work is done once at its real batch size.
+the shares of the phases in the whole matter. At the paper's size each kind of work is timed once: fits at their real batch
+size, drawing with some hundred sequences at a time.
 """
 
 import time
@@ -27,7 +28,7 @@ from twist import (
     learn_twist_from_pools,
 )
 
-DRAWN_AT_ONCE = 200  # sequences of a measurement; more cost hardly less for each
+DRAWN_AT_ONCE = 200  # sequences of a measurement; more at a time hardly lower the cost of each
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,28 @@ def planned_work(config: RunConfig, have_target: list[bool], costs: Costs) -> li
     return plan
 
 
+def drawn_at_once(config: RunConfig) -> int:
+    """How many sequences are drawn to measure what one costs."""
+    return min(config.rows, DRAWN_AT_ONCE)
+
+
 def seconds_each(work: Callable[[], object], sequences: int) -> float:
     """Seconds for each of the sequences that `work` treats; its first call, which makes things ready, does not count."""
-    work()
-    began = time.perf_counter()
-    work()
-    return (time.perf_counter() - began) / sequences
+    times = []
+    for _ in range(2):
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return times[1] / sequences
 
 
 def measured_costs(config: RunConfig, setup: Setup) -> Costs:
     """Seconds of one sequence on this machine; nothing of the run is changed, and none of its random numbers are drawn."""
     device, sizes = setup.problems[0].base.prompt.device, setup.model.config
     generator, sigma = torch.Generator(device).manual_seed(0), setup.sigmas()[0]
-    count, pool, ctl, distill = min(config.rows, DRAWN_AT_ONCE), config.pool, config.ctl, config.distill
+    count, pool, ctl, distill = drawn_at_once(config), config.pool, config.ctl, config.distill
     if config.method == "pooled":
         psi = EmbeddingTwist(pool.hidden_units, setup.model.output_weight, generator)
     else:
@@ -92,8 +102,9 @@ def measured_costs(config: RunConfig, setup: Setup) -> Costs:
         every = Pool()
         every.add(drawn[0], torch.zeros(count, dtype=torch.float64, device=device))
         batches = batches_from_pools([sigma.model], [every], 0.0, 1, pool.batch_size, generator)
-        fit = lambda: learn_twist_from_pools(psi, optimizer, batches, Steps(1))  # noqa: E731
-        costs["pooled"] = seconds_each(fit, pool.batch_size)
+        costs["pooled"] = seconds_each(
+            lambda: learn_twist_from_pools(psi, optimizer, batches, Steps(1)), pool.batch_size
+        )
         return Costs(**costs)
     alive = Sigma(sigma.model, lambda tokens, log_p: sigma.log_potential(tokens, log_p).clamp(min=-1.0))
     batches = batches_from_proposal([alive], psi, ctl.batch_size, generator)
@@ -101,32 +112,42 @@ def measured_costs(config: RunConfig, setup: Setup) -> Costs:
     if config.generations > 0:
         student = Student(setup.model, 0.0, 0.0, config.lora, generator)
         samples = batches_of([drawn[0]], distill.batch_size, generator)
-        step = lambda: self_distill(student, [sigma.model], samples, Steps(1))  # noqa: E731
-        costs["distilled"] = seconds_each(step, distill.batch_size)
+        costs["distilled"] = seconds_each(
+            lambda: self_distill(student, [sigma.model], samples, Steps(1)), distill.batch_size
+        )
     return Costs(**costs)
 
 
-def memory_at_most(config: RunConfig, setup: Setup) -> float | None:
-    """Bytes that a run needs, after `measured_costs` in the same process; None where the system does not tell.
+def memory_needed(config: RunConfig, setup: Setup) -> float | None:
+    """About how many bytes a run needs, after `measured_costs` in the same process; None where the system does not tell.
 
-    The peak so far, what more sequences at a time keep in their caches, and the hidden states that the pooled fit reads.
+    The peak so far, what more sequences at a time keep in their caches, and the hidden states that the pooled fit reads, twice
+    while they are put together.
     """
-    device, length, pool = setup.problems[0].base.prompt.device, config.length, config.pool
+    device, weight, pool = setup.problems[0].base.prompt.device, setup.model.wte.weight, config.pool
     status = Path("/proc/self/status")
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-    elif status.exists():
-        peak = next(1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     else:
+        lines = status.read_text().splitlines() if status.exists() else []
+        peak = next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+    if peak is None:
         return None
-    at_once = max(config.rows, config.particles, config.eval.particles)
-    more = max(0, at_once - DRAWN_AT_ONCE) * bytes_of_sequence(config, setup.model)
-    fitted = 4 * setup.model.config.hidden_size * length * pool.updates * pool.batch_size
-    return peak + more + (fitted if config.method == "pooled" else 0)
+    at_once = max(config.rows, config.eval.particles, config.particles if config.method == "distilled" else 0)
+    peak += (at_once - drawn_at_once(config)) * bytes_of_sequence(config, setup.model)
+    if config.method == "distilled":
+        return peak
+    drawn = pool.base_draws + (config.generations + 1) * pool.rounds * pool.draws
+    states = min(drawn, pool.updates * pool.batch_size) * config.length * setup.model.config.hidden_size
+    return peak + 2 * weight.element_size() * states * len(setup.problems)
 
 
 def estimate(plan: list[float], memory: float | None, processes: int) -> str:
-    """A line about what a run will take, from the seconds of its phases."""
-    minutes = sum(plan) / processes / 60
-    line = f"about {minutes:.0f} min in all" if minutes < 100 else f"about {minutes / 60:.1f} h in all"
-    return f"{line}{f', {memory / 1e9:.1f} GB of memory' if memory else ''} (from a few measured steps)"
+    """A line about what a run will take, from the seconds of its phases and the bytes of one process."""
+    seconds = sum(plan) / processes
+    time_needed = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    if seconds > 6000:
+        time_needed = f"{seconds / 3600:.1f} h"
+    each = " in each process" if processes > 1 else ""
+    bytes_needed = f", about {memory / 1e9:.1f} GB of memory{each}" if memory else ""
+    return f"about {time_needed} in all{bytes_needed} (from a few measured steps)"

@@ -78,6 +78,13 @@ def test_json_accounts_for_every_particle(printed):
     assert all(row["log_phi"] == pytest.approx(10 * math.log(row["score"]), abs=1e-3) for row in distinct)
     assert 1 <= record["ess"] <= 12 and math.isfinite(record["log_z_hat"])
     assert (record["generation"], record["length"], record["seed"]) == (0, T, 0)
+    assert record["log_z_hat_mean"] == pytest.approx(record["log_z_hat"]) and record["log_z_hat_std"] is None
+
+
+def test_json_tells_how_log_z_hat_varies_over_the_runs(printed):
+    record = json.loads(printed("--json", "--particles", 4, "--samples", 1, runs=6))
+    assert record["log_z_hat_mean"] < record["log_z_hat"], "the log of a mean exceeds the mean of logs"
+    assert record["log_z_hat_std"] > 0
 
 
 @pytest.mark.parametrize("m", [0, 1])
@@ -218,6 +225,7 @@ def test_a_dead_population_is_said_in_words(printed, dead):
 
     record = json.loads(printed("--json", "--particles", 4), parse_constant=refuse)
     assert record["log_z_hat"] is None and record["samples"] == [] and record["ess"] == 0
+    assert record["log_z_hat_mean"] is None
     assert all(row["log_phi"] is None for row in record["distinct"])
 
 

@@ -141,10 +141,13 @@ def row(draws: Draws, place: int) -> dict:
 
 def as_json(draws: Draws, about: dict) -> str:
     """One line: the options, the estimates, the samples, and every distinct sequence by descending weight."""
+    of_runs = draws.population.alive().log_z.double()
     record = {
         "prompt": draws.prompt,
         **about,
         "log_z_hat": finite_or_null(draws.population.log_mean_z()),
+        "log_z_hat_mean": of_runs.mean().item() if len(of_runs) else None,
+        "log_z_hat_std": of_runs.std().item() if len(of_runs) > 1 else None,
         "ess": draws.population.ess.mean().item(),
         "dead_runs": draws.dead_runs,
         "samples": [] if draws.dead else [row(draws, place) for place in draws.samples],

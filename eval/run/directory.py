@@ -56,7 +56,7 @@ class RunDirectory:
         self.phase = ""  # the last that was begun, and its step if one is being taken
         self.plan: list[float] = []  # work of every phase that there is to be; empty where nobody knows
         self.begun = 0  # phases
-        self.worked = self.spent = 0.0  # work done since this process began, and the seconds that it took
+        self.worked, self.since = 0.0, None  # work done by this process, and when it began its first phase
         self.samples: list[dict] = []
         if self.writes:
             self.lock = lock_directory(self.path)

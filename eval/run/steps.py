@@ -77,6 +77,7 @@ class Progress:
         """
         self.began = self.shown = self.saved = time.monotonic()
         self.first = self.done
+        self.directory.since = self.directory.since or self.began
         is_watched = processes.rank() == 0 and sys.stderr.isatty() and not self.directory.quiet
         with tqdm(total=self.total, initial=self.done, desc=self.place() + self.label, disable=not is_watched) as bar:
             while self.done < self.total:
@@ -90,7 +91,6 @@ class Progress:
                 if time.monotonic() - self.saved >= self.directory.save_every:
                     self.save(take(False))
         self.directory.worked += self.work()
-        self.directory.spent += time.monotonic() - self.began
         self.save(take(True))
 
     def work(self) -> float:
@@ -104,7 +104,7 @@ class Progress:
         if not plan:
             return ""
         worked = self.directory.worked + self.work()
-        spent = self.directory.spent + time.monotonic() - self.began
+        spent = time.monotonic() - self.directory.since  # with what lies between the phases
         left = sum(plan[self.number :]) + plan[self.number - 1] * (1 - self.done / self.total)
         if worked == 0 or left == 0:
             return f"{self.number}/{len(plan)}  "

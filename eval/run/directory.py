@@ -56,7 +56,8 @@ class RunDirectory:
         self.phase = ""  # the last that was begun, and its step if one is being taken
         self.plan: list[float] = []  # work of every phase that there is to be; empty where nobody knows
         self.begun = 0  # phases
-        self.worked, self.since = 0.0, None  # work done by this process, and when it began its first phase
+        self.worked = 0.0  # work done by this process
+        self.since: float | None = None  # when it began its first phase
         self.samples: list[dict] = []
         if self.writes:
             self.lock = lock_directory(self.path)

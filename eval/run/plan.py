@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from distill import Student, batches_of, self_distill
 from eval.run.options import RunConfig
@@ -82,40 +83,49 @@ def seconds_each(work: Callable[[], object], sequences: int) -> float:
 
 def measured_costs(config: RunConfig, setup: Setup) -> Costs:
     """Seconds of one sequence on this machine; nothing of the run is changed, and none of its random numbers are drawn."""
-    device, sizes = setup.problems[0].base.prompt.device, setup.model.config
-    generator, sigma = torch.Generator(device).manual_seed(0), setup.sigmas()[0]
-    count, pool, ctl, distill = drawn_at_once(config), config.pool, config.ctl, config.distill
+    sigma, count = setup.sigmas()[0], drawn_at_once(config)
+    generator = torch.Generator(sigma.model.prompt.device).manual_seed(0)
+    width, vocabulary = setup.model.config.hidden_size, setup.model.config.vocab_size
     if config.method == "pooled":
-        psi = EmbeddingTwist(pool.hidden_units, setup.model.output_weight, generator)
+        psi = accelerate(EmbeddingTwist(config.pool.hidden_units, setup.model.output_weight, generator))
     else:
-        psi = TwistMLP(sizes.hidden_size, ctl.hidden_units, sizes.vocab_size, generator)
-    accelerate(psi)
-    drawn: list[torch.Tensor] = []
+        psi = accelerate(TwistMLP(width, config.ctl.hidden_units, vocabulary, generator))
+    drawn: list[Tensor] = []
 
     def draw() -> None:
-        tokens, _ = draw_round(sigma, psi, 1.0, Chunks(count, count, lambda chunk: generator))
-        drawn[:] = [tokens]
+        drawn.append(draw_round(sigma, psi, 1.0, Chunks(count, count, lambda chunk: generator))[0])
 
-    costs = {"drawn": seconds_each(draw, count)}
-    optimizer = torch.optim.Adam([p for p in psi.parameters() if p.requires_grad], lr=0.0)
-    if config.method == "pooled":
-        every = Pool()
-        every.add(drawn[0], torch.zeros(count, dtype=torch.float64, device=device))
-        batches = batches_from_pools([sigma.model], [every], 0.0, 1, pool.batch_size, generator)
-        costs["pooled"] = seconds_each(
-            lambda: learn_twist_from_pools(psi, optimizer, batches, Steps(1)), pool.batch_size
-        )
-        return Costs(**costs)
-    alive = Sigma(sigma.model, lambda tokens, log_p: sigma.log_potential(tokens, log_p).clamp(min=-1.0))
-    batches = batches_from_proposal([alive], psi, ctl.batch_size, generator)
-    costs["contrastive"] = seconds_each(lambda: learn_twist(psi, optimizer, batches, Steps(1)), ctl.batch_size)
+    seconds = seconds_each(draw, count)
+    fits = pooled_costs if config.method == "pooled" else algorithm_1_costs
+    return Costs(seconds, **fits(config, setup, psi, drawn[0], generator))
+
+
+def pooled_costs(
+    config: RunConfig, setup: Setup, psi: EmbeddingTwist, tokens: Tensor, generator: torch.Generator
+) -> dict[str, float]:
+    """Seconds of one sequence in a step of the pooled fit, on sequences tokens [N, T]."""
+    pool, size = Pool(), config.pool.batch_size
+    pool.add(tokens, torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device))
+    batches = batches_from_pools([setup.problems[0].base], [pool], 0.0, 1, size, generator)
+    optimizer = torch.optim.Adam(psi.shift.parameters(), lr=0.0)
+    return {"pooled": seconds_each(lambda: learn_twist_from_pools(psi, optimizer, batches, Steps(1)), size)}
+
+
+def algorithm_1_costs(
+    config: RunConfig, setup: Setup, psi: TwistMLP, tokens: Tensor, generator: torch.Generator
+) -> dict[str, float]:
+    """Seconds of one sequence in a step of CTL, and of distilling sequences tokens [N, T] where the run does that."""
+    sigma, size = setup.sigmas()[0], config.ctl.batch_size
+    alive = Sigma(sigma.model, lambda rows, log_p: sigma.log_potential(rows, log_p).clamp(min=-1.0))
+    batches = batches_from_proposal([alive], psi, size, generator)
+    optimizer = torch.optim.Adam(psi.parameters(), lr=0.0)
+    costs = {"contrastive": seconds_each(lambda: learn_twist(psi, optimizer, batches, Steps(1)), size)}
     if config.generations > 0:
+        size = config.distill.batch_size
         student = Student(setup.model, 0.0, 0.0, config.lora, generator)
-        samples = batches_of([drawn[0]], distill.batch_size, generator)
-        costs["distilled"] = seconds_each(
-            lambda: self_distill(student, [sigma.model], samples, Steps(1)), distill.batch_size
-        )
-    return Costs(**costs)
+        samples = batches_of([tokens], size, generator)
+        costs["distilled"] = seconds_each(lambda: self_distill(student, [sigma.model], samples, Steps(1)), size)
+    return costs
 
 
 def memory_needed(config: RunConfig, setup: Setup) -> float | None:

@@ -12,6 +12,7 @@ numbers, which costs nothing, and uses its rows of them; so the distributed job 
 
 import importlib
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -66,10 +67,19 @@ def gather(value: T) -> list[T]:
     """The values of all processes, in their order; tensors in them should be on the CPU."""
     if count() == 1:
         return [value]
-    wait_awake(dist.barrier(async_op=True))
-    values: list[T] = [value] * count()
-    dist.all_gather_object(values, value)
-    return values
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)  # [bytes of this process's value]
+    lengths = [length.item() for length in gather_equal(torch.tensor([len(own)], device=device))]
+    padded = torch.cat([own, own.new_zeros(max(lengths) - len(own))]).to(device)
+    rows = zip(gather_equal(padded), lengths, strict=True)
+    return [pickle.loads(row[:length].cpu().numpy().tobytes()) for row, length in rows]
+
+
+def gather_equal(own: Tensor) -> list[Tensor]:
+    """A tensor of the same shape and type from every process."""
+    every = [torch.empty_like(own) for _ in range(count())]
+    wait_awake(dist.all_gather(every, own, async_op=True))
+    return every
 
 
 def gather_rows(rows: Tensor) -> Tensor:

@@ -31,10 +31,11 @@ from eval.bench.contestants import (
     score_in_order,
 )
 from eval.bench.growth import LENGTH, bench_growth, free_potential, in_fresh_process, peak_of
-from eval.bench.roofline import Work, distillation_work, encoder_work, probes, rates_of, sampling_work, seconds_of
+from eval.bench.roofline import Work, distillation_work, encoder_work, probes, rates_of, sampling_work
 from eval.bench.whole import bench_main
 from eval.run.command import one_line_errors
 from eval.run.options import DistillConfig, OneLineParser, RunConfig
+from eval.run.plan import seconds_of
 from eval.run.table import align
 from eval.scorers import toxicity
 from eval.scorers.encoder import Runner

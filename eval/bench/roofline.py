@@ -7,8 +7,6 @@ The rate is that of a large square product, by the faster of PyTorch's matrix li
 tokens, D width, I inner width, L layers, V vocabulary.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -79,20 +77,6 @@ def probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], o
     target = torch.empty_like(source)
     found = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
     return found | ({"oneDNN product": lambda: onednn(a, b)} if suits_onednn(a, b) else {})
-
-
-def seconds_of(ways: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of each way, all run in turn, after one round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
-        for name, run in ways.items():
-            began = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn:
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def rates_of(seconds: dict[str, float]) -> Work:

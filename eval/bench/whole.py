@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from eval.bench.roofline import probes, rates_of, seconds_of
+from eval.bench.roofline import probes, rates_of
+from eval.run.plan import seconds_of
 from eval.run.steps import Progress
 from eval.run.table import align
 from eval.scorers.encoder import Runner

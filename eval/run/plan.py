@@ -5,6 +5,7 @@ the shares of the phases in the whole matter. At the paper's size each kind of w
 size, drawing with some hundred sequences at a time.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,16 +70,23 @@ def drawn_at_once(config: RunConfig) -> int:
     return min(config.rows, DRAWN_AT_ONCE)
 
 
-def seconds_each(work: Callable[[], object], sequences: int) -> float:
+def seconds_of(ways: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Median seconds of each way, all run in turn, after one round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, run in ways.items():
+            began = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn:
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def seconds_each(work: Callable[[], object], sequences: int, device: torch.device) -> float:
     """Seconds for each of the sequences that `work` treats; its first call, which makes things ready, does not count."""
-    times = []
-    for _ in range(2):
-        began = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return times[1] / sequences
+    return seconds_of({"work": work}, 1, device)["work"] / sequences
 
 
 def measured_costs(config: RunConfig, setup: Setup) -> Costs:
@@ -95,7 +103,7 @@ def measured_costs(config: RunConfig, setup: Setup) -> Costs:
     def draw() -> None:
         drawn.append(draw_round(sigma, psi, 1.0, Chunks(count, count, lambda chunk: generator))[0])
 
-    seconds = seconds_each(draw, count)
+    seconds = seconds_each(draw, count, sigma.model.prompt.device)
     fits = pooled_costs if config.method == "pooled" else algorithm_1_costs
     return Costs(seconds, **fits(config, setup, psi, drawn[0], generator))
 
@@ -108,7 +116,9 @@ def pooled_costs(
     pool.add(tokens, torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device))
     batches = batches_from_pools([setup.problems[0].base], [pool], 0.0, 1, size, generator)
     optimizer = torch.optim.Adam(psi.shift.parameters(), lr=0.0)
-    return {"pooled": seconds_each(lambda: learn_twist_from_pools(psi, optimizer, batches, Steps(1)), size)}
+    return {
+        "pooled": seconds_each(lambda: learn_twist_from_pools(psi, optimizer, batches, Steps(1)), size, tokens.device)
+    }
 
 
 def algorithm_1_costs(
@@ -119,12 +129,14 @@ def algorithm_1_costs(
     alive = Sigma(sigma.model, lambda rows, log_p: sigma.log_potential(rows, log_p).clamp(min=-1.0))
     batches = batches_from_proposal([alive], psi, size, generator)
     optimizer = torch.optim.Adam(psi.parameters(), lr=0.0)
-    costs = {"contrastive": seconds_each(lambda: learn_twist(psi, optimizer, batches, Steps(1)), size)}
+    costs = {"contrastive": seconds_each(lambda: learn_twist(psi, optimizer, batches, Steps(1)), size, tokens.device)}
     if config.generations > 0:
         size = config.distill.batch_size
         student = Student(setup.model, 0.0, 0.0, config.lora, generator)
         samples = batches_of([tokens], size, generator)
-        costs["distilled"] = seconds_each(lambda: self_distill(student, [sigma.model], samples, Steps(1)), size)
+        costs["distilled"] = seconds_each(
+            lambda: self_distill(student, [sigma.model], samples, Steps(1)), size, tokens.device
+        )
     return costs
 
 

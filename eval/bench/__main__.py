@@ -211,7 +211,9 @@ def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool)
     for piece in ("TSMC", "rejection", "scoring"):
         before, peak = in_fresh_process(peak_of, size, dtype, device, piece, particles)
         result["memory"][piece] = {"count": particles, "before": before, "peak": peak}
-        sizes = f"{peak / 2**30:.2f} GiB at the peak, {before / 2**30:.2f} before it"
+        sizes = (
+            f"{peak / 2**30:.2f} GiB at the peak, {before / 2**30:.2f} before it" if peak else "not told by this system"
+        )
         print(f"memory of {piece}, {particles} at once: {sizes}", flush=True)
     return result
 

@@ -6,7 +6,6 @@ step here, so that keys and values are looked up by ancestor; its potential cost
 
 import math
 import multiprocessing
-import resource
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from eval.bench.contestants import load_sampler, load_scorers, make_texts
+from eval.run.plan import peak_memory, process_memory
 from eval.run.table import align
 from eval.scorers import toxicity
 from tinystories import Conditional, InputError
@@ -82,23 +82,15 @@ def pieces(size: str, dtype: torch.dtype, device: torch.device) -> dict[str, Cal
     }
 
 
-def peak_so_far() -> int:
-    """Bytes of memory that this process has held at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def held_now() -> int:
-    """Bytes of memory that this process holds."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def peak_of(size: str, dtype: torch.dtype, device: torch.device, piece: str, count: int) -> tuple[int, int]:
-    """Bytes with all networks loaded and at the peak of one piece; in a fresh process."""
+def peak_of(
+    size: str, dtype: torch.dtype, device: torch.device, piece: str, count: int
+) -> tuple[int | None, int | None]:
+    """Bytes with all networks loaded and at the peak of one piece, None where the system does not tell; in a fresh process."""
     keep_freed_memory()
     work = pieces(size, dtype, device)[piece]
-    before = peak_so_far()
+    before = peak_memory(device)
     work(count)
-    return before, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_so_far()
+    return before, peak_memory(device)
 
 
 def cost_of(size: str, point: Point, threads: int) -> tuple[float, int]:
@@ -114,12 +106,12 @@ def cost_of(size: str, point: Point, threads: int) -> tuple[float, int]:
         sample_runs(sigma, sampler.twist, particles, chunks)
         return time.perf_counter() - began
 
-    before = held_now()
+    before = process_memory("VmRSS")
     sample(1, 1)  # which makes everything ready
     seconds: list[float] = []
     while sum(seconds) < LEAST_SECONDS:
         seconds.append(sample(point.particles, point.runs))
-    return statistics.median(seconds), peak_so_far() - before
+    return statistics.median(seconds), process_memory("VmHWM") - before
 
 
 def send(pipe, function: Callable, *args) -> None:
@@ -179,7 +171,9 @@ def draw(costs: dict[str, list[tuple[float, int]]], size: str, path: Path) -> No
 
 
 def bench_growth(size: str, path: Path) -> None:
-    """Measure all points of one size, print a table for each axis, and draw them."""
+    """Measure all points of one size, print a table for each axis, and draw them; InputError off Linux."""
+    if process_memory("VmRSS") is None:
+        raise InputError("--growth needs the memory that Linux tells of a process; run it there")
     costs: dict[str, list[tuple[float, int]]] = {}
     for axis, points in AXES[size].items():
         costs[axis] = []

@@ -78,6 +78,7 @@ class Number:
     low: float | None
     high: float | None
     unit: str
+    seeds: int | None  # how many runs it is a mean of
 
 
 class Numbers:
@@ -85,16 +86,16 @@ class Numbers:
 
     def __init__(self):
         self.rows: dict[tuple, Number] = {}
-        self.log_density: dict[
-            tuple, Tensor
-        ] = {}  # [N] of the exact samples: log q for "kl", log p^(m) phi for "drift"
+        # [N] of the exact samples: log q for "kl", log p^(m) phi for "drift"
+        self.log_density: dict[tuple, Tensor] = {}
         self.log_sigma = torch.zeros(0)  # [N] log p^(0) phi of the exact samples
         self.log_z = Estimate(0.0, 0.0, INFINITY)
 
-    def add(self, place: Place, quantity: str, value: Any) -> None:
-        """A plain number, or one with its limits."""
+    def add(self, place: Place, quantity: str, value: Any, seeds: int | None = None) -> None:
+        """A plain number, or one with its limits; `seeds` of a mean."""
         limits = value if isinstance(value, dict) else {"value": value, "low": None, "high": None}
-        self.rows[*place, quantity] = Number(*place, quantity, **limits, unit=QUANTITIES.get(quantity, COUNT).unit)
+        unit = QUANTITIES.get(quantity, COUNT).unit
+        self.rows[*place, quantity] = Number(*place, quantity, **limits, unit=unit, seeds=seeds)
 
     def add_row(self, row: dict, place: Place | None = None) -> None:
         """Every number of a part's row, at its own place if none is named, and the densities of the exact samples."""
@@ -138,7 +139,7 @@ class Numbers:
             if places and (values := self.values(places, quantity)) is not None:
                 limits, shared = QUANTITIES.get(quantity, COUNT), self.shared_error(places, quantity)
                 mean = mean_of(values, shared, limits.lowest, limits.highest)
-                self.add((section, name, label, m), quantity, mean)
+                self.add((section, name, label, m), quantity, mean, len(places))
 
     def shared_error(self, places: list[Place], quantity: str) -> Estimate | None:
         """The error that the exact samples and log Z of sigma leave in the mean of a divergence from sigma over places."""
@@ -166,7 +167,7 @@ class Numbers:
                 differences, shared = drops.mean(1).tolist(), mean_estimate(drops.mean(0))
             for place, value in zip(before, differences, strict=True):
                 self.add(("changes", name, place[2], ""), quantity, value)
-            self.add(("changes", name, "mean", ""), quantity, mean_of(differences, shared))
+            self.add(("changes", name, "mean", ""), quantity, mean_of(differences, shared), len(before))
 
 
 def tensor_of(values: list[float | None]) -> Tensor:

@@ -140,19 +140,26 @@ def algorithm_1_costs(
     return costs
 
 
+def process_memory(field: str) -> int | None:
+    """Bytes of memory that Linux says this process holds (VmRSS) or has held at most (VmHWM); None on other systems."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), None)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes that this process has held at most on the device it works on; None where the system does not tell."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process_memory("VmHWM")
+
+
 def memory_needed(config: RunConfig, setup: Setup) -> float | None:
     """About how many bytes a run needs, after `measured_costs` in the same process; None where the system does not tell.
 
     The peak so far, what more sequences at a time keep in their caches, and the hidden states that the pooled fit reads, twice
     while they are put together.
     """
-    device, weight, pool = setup.problems[0].base.prompt.device, setup.model.wte.weight, config.pool
-    status = Path("/proc/self/status")
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        lines = status.read_text().splitlines() if status.exists() else []
-        peak = next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+    weight, pool = setup.model.wte.weight, config.pool
+    peak = peak_memory(weight.device)
     if peak is None:
         return None
     at_once = max(config.rows, config.eval.particles, config.particles if config.method == "distilled" else 0)

@@ -11,7 +11,7 @@ from eval.bench import contestants, growth, roofline
 from eval.bench.roofline import Work, encoder_work, gpt_neo_flops, sampling_work
 from eval.bench.whole import Mark, budget, marked
 from eval.run.options import DistillConfig
-from tinystories import GPTNeo, GPTNeoConfig
+from tinystories import GPTNeo, GPTNeoConfig, InputError
 from tinystories.fast import accelerate
 from twist import TwistMLP
 
@@ -62,6 +62,12 @@ def test_bad_options_are_refused_in_one_line(capsys, options):
     with pytest.raises(SystemExit) as caught:
         bench.main(options)
     assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_growth_says_where_memory_is_not_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(growth, "process_memory", lambda field: None)
+    with pytest.raises(InputError, match="--growth needs the memory"):
+        growth.bench_growth("pocket", tmp_path / "growth.png")
 
 
 def test_growth_is_measured_along_every_axis(tmp_path, monkeypatch, capsys):

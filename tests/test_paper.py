@@ -199,6 +199,7 @@ def test_means_are_over_the_seeds_that_ran_it_and_none_where_one_diverged():
     numbers.average("best", (1, 2, 3))
     means = {name: numbers.get(("best", name, "mean", ""), "distance") for name in "ABC"}
     assert (means["A"].value, means["B"].value, means["C"]) == (pytest.approx(0.4), pytest.approx(0.45), None)
+    assert (means["A"].seeds, means["B"].seeds) == (3, 2)
     paired = tuple([("best", name, seed, "") for seed in (1, 2)] for name in "AB")
     numbers.add_changes("A to B", ("distance",), *paired)
     assert numbers.changed("A to B", "distance").value == pytest.approx(0.3)

@@ -2,14 +2,15 @@
 
 import json
 import sys
+import time
 
 import pytest
 import torch
 
 from eval.bench import __main__ as bench
-from eval.bench import contestants, growth, roofline
+from eval.bench import contestants, growth, roofline, whole
 from eval.bench.roofline import Work, encoder_work, gpt_neo_flops, sampling_work
-from eval.bench.whole import Mark, budget, marked
+from eval.bench.whole import Mark, budget, counter, marked
 from eval.run.options import DistillConfig
 from tinystories import GPTNeo, GPTNeoConfig, InputError
 from tinystories.fast import accelerate
@@ -127,12 +128,31 @@ def test_products_are_counted_whoever_computes_them(rows):
     for layer in (plain, fast):
         for trained in (False, True):
             marks = []
-            with marked(marks), torch.set_grad_enabled(trained):
+            with counter() as operations, marked(marks, operations.get_total_flops), torch.set_grad_enabled(trained):
                 y = layer(x)
                 if trained:
                     y.sum().backward()
             counts.append(marks[-1].flops - marks[0].flops)
     assert counts == [one, 2 * one, one, 2 * one], "x needs no gradient: one product forward, one for the weight"
+
+
+def test_the_main_job_is_timed_by_itself_and_counted_in_a_run_of_its_own(monkeypatch, capsys):
+    """Counting delays every operation, so the slow second run stands for it: its seconds must not be told."""
+    runs = []
+
+    def job(*_, **__) -> None:
+        runs.append(sys.argv)
+        torch.randn(512, 1024) @ torch.randn(1024, 1024)
+        time.sleep(0.0 if len(runs) == 1 else 1.0)
+
+    monkeypatch.setattr(whole.runpy, "run_path", job)
+    monkeypatch.setattr(whole, "product_rate", lambda: 1e12)
+    whole.bench_main(quick=True)
+    _, seconds, texts, operations, *_ = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("together")
+    ).split()
+    assert len(runs) == 2 and all(argv[:3] == ["main.py", "--generations", "0"] for argv in runs)
+    assert float(seconds) < 0.9 and (texts, operations) == ("0", "1")
 
 
 def test_the_budget_sums_generations_and_rounds():

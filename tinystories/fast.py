@@ -5,8 +5,8 @@ Weights and their names stay, and so do results, up to rounding. The fast layers
     linear layers   x W^T + b by oneDNN instead of MKL, PyTorch's own choice for float32 on CPUs: more than twice as
                     fast on the AMD processor that this was measured on (`python -m eval.bench`). Gradients too:
                         dx = dy W  [N, I],   dW = dy^T x  [O, I],   db = sum dy  [O]
-    few rows        when sampling token by token, bringing a weight into the order that oneDNN reads ("packing") costs
-                    as much as the product. It is done once for each weight, and again when the weight has changed
+    packing         a weight is brought into the order that oneDNN reads once, and again when it has changed, not at every
+                    product: for few rows that takes as long as the product itself. It is held twice from then on
     attention       one product for q, k and v; no row has a copy of a shared prompt (`tinystories/fast_cache.py`)
 
 Small products, other types and other devices take PyTorch's own way. N rows, I inputs, O outputs, B batch, T new
@@ -28,7 +28,7 @@ from tinystories.gpt_neo import Attention, GPTNeo
 from tinystories.layers import LinearGELU, at_least_float32
 
 SMALLEST = 2**21  # N I O from which oneDNN's fixed cost is paid back
-FEW_ROWS = 256  # up to which a weight is worth keeping in oneDNN's order
+ROWS = 256  # of the products that a packed weight is laid out for; with more it serves as well
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and all(
     hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
 )
@@ -66,7 +66,7 @@ def packed(*weights: nn.Parameter) -> Tensor:
     kept = PACKED.get(weights[0])
     if kept is None or kept.state != state:
         together = weights[0] if len(weights) == 1 else torch.cat(weights)
-        matrix = torch.ops.mkldnn._reorder_linear_weight(together.detach(), FEW_ROWS)
+        matrix = torch.ops.mkldnn._reorder_linear_weight(together.detach(), ROWS)
         kept = PACKED[weights[0]] = Packed(state, [weight.untyped_storage() for weight in weights], matrix)
     return kept.matrix
 
@@ -87,10 +87,9 @@ def suits_onednn(x: Tensor, weight: Tensor) -> bool:
     return HAS_ONEDNN and plain and x.numel() * weight.shape[0] >= SMALLEST
 
 
-def suits_packing(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is few rows, [N, I] or [N, 1, I], as when sampling, and the weight one that lasts and counts writes."""
-    few = len(x) <= FEW_ROWS and x.numel() == len(x) * x.shape[-1]
-    return few and isinstance(weight, nn.Parameter) and not weight.is_inference()
+def suits_packing(weight: Tensor) -> bool:
+    """Whether the weight is one that lasts and counts writes."""
+    return isinstance(weight, nn.Parameter) and not weight.is_inference()
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none", kind: str = "") -> Tensor:
@@ -127,7 +126,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: str | No
     """x W^T + b [..., O] of x [..., I], weight [O, I], bias [O], by the faster library; then a GELU of kind `gelu`."""
     suits = suits_onednn(x, weight)
     if suits and not torch.is_grad_enabled():
-        weight = packed(weight) if suits_packing(x, weight) else weight
+        weight = packed(weight) if suits_packing(weight) else weight
         return onednn(x, weight, bias) if gelu is None else onednn(x, weight, bias, "gelu", gelu)
     if suits:
         y = OneDNN.apply(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], -1)
@@ -178,7 +177,7 @@ class FastAttention(Attention):
         """q, k and v, each [B, T, D]: one product where their weights can be packed as one."""
         layers = self.q_proj, self.k_proj, self.v_proj
         joint = not torch.is_grad_enabled() and all(
-            type(layer) is FastLinear and suits_onednn(x, layer.weight) and suits_packing(x, layer.weight)
+            type(layer) is FastLinear and suits_onednn(x, layer.weight) and suits_packing(layer.weight)
             for layer in layers
         )
         if not joint:
@@ -194,7 +193,8 @@ class FastAttention(Attention):
         if queries > 1 or (self.window is not None and seen > self.window):  # else a single query sees every key
             scores.masked_fill_(self.mask(queries, seen, x.device), float("-inf"))
         weights = scores.softmax(-1).split([keys.shape[2] for keys, _ in parts], -1)
-        mixed = sum(mixture_of(w, values) for w, (_, values) in zip(weights, parts, strict=True))  # [B, H, T, D/H]
+        first, *others = (mixture_of(w, values) for w, (_, values) in zip(weights, parts, strict=True))
+        mixed = sum(others, first)  # [B, H, T, D/H]
         return self.out_proj(mixed.transpose(1, 2).flatten(-2).to(x.dtype))
 
 

@@ -14,6 +14,7 @@ from worlds import generator, tiny_gpt_neo
 
 import tinystories
 from tinystories import Conditional, InputError, fast
+from tinystories import decoder as decoder_module
 from tinystories.fast import accelerate
 from tinystories.load import END_OF_TEXT
 
@@ -154,14 +155,20 @@ def test_logits_of_the_pocket_checkpoint():
 
 @pytest.mark.parametrize("attention_layers", [("global", "local"), ("local", "local"), ("global", "global")])
 @pytest.mark.parametrize("prompt", [1, 2, 9])
+@pytest.mark.parametrize("most", [0.0, 0.8, 1.0])
 @torch.no_grad()
-def test_cached_equals_uncached_after_any_reordering_and_past_the_window(version, prompt, attention_layers):
+def test_cached_equals_uncached_after_any_reordering_and_past_the_window(
+    version, prompt, attention_layers, most, monkeypatch
+):
+    """Whether equal rows are computed once never, sometimes or always; tokens are few, so that many rows are equal."""
+    monkeypatch.setattr(decoder_module, "FEWEST", 1)
+    monkeypatch.setattr(decoder_module, "MOST", most)
     model = version(tiny_gpt_neo(11, seed=3, window_size=4, attention_layers=attention_layers).double())
     source, rows, length = generator(4), 7, 15
     conditional = Conditional(model, torch.randint(11, (prompt,), generator=source), length)
     decoder, tokens = conditional.decoder(rows), torch.empty(rows, 0, dtype=torch.long)
     for t in range(length):
-        step = torch.randint(11, (rows,), generator=source)
+        step = torch.randint(2, (rows,), generator=source)
         tokens = torch.cat([tokens, step[:, None]], 1)
         _, logits, hidden = conditional.log_probs(tokens)
         torch.testing.assert_close(decoder.logits, logits[:, -1], rtol=1e-10, atol=1e-10)
@@ -170,17 +177,22 @@ def test_cached_equals_uncached_after_any_reordering_and_past_the_window(version
         tokens = tokens if ancestors is None else tokens[ancestors]
         if t + 1 < length:
             decoder.extend(tokens[:, -1], ancestors)
+            distinct = len(tokens.unique(dim=0))
+            assert most != 1.0 or len(decoder.states) == distinct, "each text is computed once"
+            assert most != 0.0 or len(decoder.states) == rows
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", ["one cache", "repeated"])
-def test_cache_in_chunks_of_any_size(version, rows):
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_cache_in_chunks_of_any_size(version, is_continued):
     model = version(tiny_gpt_neo(11, seed=5, window_size=3).double())
     ids = torch.randint(11, (2, 12), generator=generator(0))
     ids[1, :4] = ids[0, :4]
     cache = model.new_cache()
     first = model(ids[:1, :4], cache).expand(2, -1, -1)
-    cache = cache.repeat(2, 8) if rows == "repeated" else cache
+    if is_continued:
+        cache = cache.continued(8)
+        cache.reorder(torch.tensor([0, 0]))
     parts = [model(part, cache) for part in ids[:, 4:].split([1, 2, 4, 1], dim=1)]
     assert cache.length == 12
     torch.testing.assert_close(torch.cat([first, *parts], 1), model(ids), rtol=1e-10, atol=1e-10)

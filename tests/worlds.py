@@ -150,9 +150,9 @@ def injected(paths: Paths, scheme: str, module: types.ModuleType):
     """Patch the sources of randomness of a module that samples; yields the resampling function to pass to it."""
     draw, runs = tsmc.categorical.draw_categorical, len(paths.number)
 
-    def draw_everywhere(logits: Tensor, uniform):
-        paths.choose(token_breakpoints(logits, runs))
-        return draw(logits, paths.uniforms.view(-1, 1))
+    def draw_everywhere(logits: Tensor, uniform, state_of: Tensor):
+        paths.choose(token_breakpoints(logits[state_of], runs))
+        return draw(logits, paths.uniforms.view(-1, 1), state_of)
 
     def resample(weights: Tensor, source) -> Tensor:
         paths.choose(ancestor_breakpoints(scheme, weights))

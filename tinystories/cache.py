@@ -2,8 +2,8 @@
 
     keys, values    [B, H, S, D/H] a layer, grown at the end by every part of the text that is read
 
-Resampling makes row b the continuation of row ancestors[b]: its keys and values become copies of that row's. A text
-read at batch 1 may be continued by any number of rows. B rows, H heads, S positions read so far, D width.
+A new row may go on with the history of any old one: its keys and values are copies of that row's, and a text read at batch 1
+may be continued by any number of rows. B rows, H heads, S positions read so far, D width.
 """
 
 import torch
@@ -30,10 +30,10 @@ class KeyValueCache:
             self.layers[layer] = torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2)
         return self.layers[layer]
 
-    def repeat(self, rows: int, length: int) -> "KeyValueCache":
-        """A cache of `rows` texts that begin with this one (batch 1); `length`, what may follow, is not needed."""
-        return KeyValueCache([(k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)) for k, v in self.layers])
+    def continued(self, length: int) -> "KeyValueCache":
+        """A cache that begins as this one does; `length`, how many tokens may follow, is not needed."""
+        return KeyValueCache(list(self.layers))
 
-    def reorder(self, ancestors: Tensor) -> None:
-        """Row b becomes a copy of row ancestors[b]; ancestors [B]."""
-        self.layers = [(k.index_select(0, ancestors), v.index_select(0, ancestors)) for k, v in self.layers]
+    def reorder(self, parents: Tensor) -> None:
+        """Row b goes on with the history of what was row parents[b]; parents [B], any number of rows."""
+        self.layers = [(k.index_select(0, parents), v.index_select(0, parents)) for k, v in self.layers]

@@ -2,14 +2,16 @@
 
     model = Conditional(gpt_neo, prompt)
     model.log_probs(tokens)         teacher forcing: log p(s_t | s_{0:t-1}) of given continuations
-    decoder = model.decoder(rows)   B continuations token by token, which is what every sampler drives
-    decoder.hidden    [B, D]        final hidden state at each row's last position
-    decoder.logits_of(rows)         next-token logits there, of a slice of rows: all of them might not fit in memory
-    decoder.extend(tokens, ancestors)   row b continues row ancestors[b] with tokens[b]
+    decoder = model.decoder(rows)   N continuations token by token, which is what every sampler drives
+    decoder.states    [S, D]        final hidden states of the texts so far, each once
+    decoder.state_of  [N]           which of them each row stands at
+    decoder.logits_of(part)         next-token logits there, of a slice of states: all of them might not fit in memory
+    decoder.extend(tokens, ancestors)   row n continues row ancestors[n] with tokens[n]
 
-Extending and reordering are one call, so nothing computed for an old order can be read in the new one. Until the first
-token all rows are equal and are computed once; teacher forcing computes the prompt once too. B rows, D width,
-V vocabulary, P prompt tokens, T continuation tokens.
+Rows whose texts are equal are computed once: all of them at first, those that chose the same words in the next steps, and the
+copies that resampling makes. Extending and reordering are one call, so nothing computed for an old order can be read in the
+new one. Teacher forcing computes the prompt once too. N rows, S states, B batch, D width, V vocabulary, P prompt tokens,
+T continuation tokens.
 """
 
 import torch
@@ -19,35 +21,52 @@ from torch import Tensor
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 
+FEWEST = 16  # states: fewer take as long as so many, and come out rounded in another way
+MOST = 0.875  # of the rows: when more of the texts differ, the copies that merging makes of their histories cost more
+
+
+def merge(state_of: Tensor, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [N] that stand at states and go on with tokens: the states' parents [S] and tokens [S], and which is whose [N].
+
+    Rows at one state with one token go on as one, where that pays; else each has a state of its own.
+    """
+    pairs, pair_of = (state_of * vocab_size + tokens).unique(return_inverse=True)
+    if FEWEST <= len(pairs) <= MOST * len(tokens):
+        return pairs // vocab_size, pairs % vocab_size, pair_of
+    return state_of, tokens, torch.arange(len(tokens), device=tokens.device)
+
 
 class Decoder:
-    """B continuations: the hidden state of each for the next step, the logits of it, and the cache that leads there."""
+    """N continuations: the states that they stand at, and the cache of what leads there."""
 
     def __init__(self, model: GPTNeo, prompt: Tensor, rows: int, length: int):
-        """Prefill prompt [P] at batch 1 and share it with `rows` continuations of up to `length` tokens."""
+        """Read prompt [P] once; `rows` continuations of up to `length` tokens follow."""
         cache = model.new_cache()
-        hidden = model.hidden(prompt[None], cache)[:, -1]  # [1, D]
+        self.states = model.hidden(prompt[None], cache)[:, -1]  # [1, D]
+        self.state_of = torch.zeros(rows, dtype=torch.long, device=prompt.device)  # [N]
         self.model, self.vocab_size = model, model.config.vocab_size
-        self.cache = cache.repeat(rows, length)
-        self.hidden = hidden.expand(rows, -1)  # [B, D]
-        self.first_logits: Tensor | None = model.head(hidden)  # [1, V]
+        self.cache = cache.continued(length)
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
-        """Row b becomes row ancestors[b] (itself where None) followed by tokens[b]; both [B]."""
-        if ancestors is not None:
-            self.cache.reorder(ancestors)
-        self.hidden = self.model.hidden(tokens[:, None], self.cache)[:, 0]  # [B, D]
-        self.first_logits = None
+        """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
+        state_of = self.state_of if ancestors is None else self.state_of[ancestors]  # [N]
+        parents, tokens, self.state_of = merge(state_of, tokens, self.vocab_size)  # [S], [S], [N]
+        self.cache.reorder(parents)
+        self.states = self.model.hidden(tokens[:, None], self.cache)[:, 0]  # [S, D]
 
-    def logits_of(self, rows: slice) -> Tensor:
-        """Next-token logits [n, V] of the n rows in a slice."""
-        hidden = self.hidden[rows]
-        return self.model.head(hidden) if self.first_logits is None else self.first_logits.expand(len(hidden), -1)
+    def logits_of(self, part: slice) -> Tensor:
+        """Next-token logits [n, V] of the n states in a slice."""
+        return self.model.head(self.states[part])
+
+    @property
+    def hidden(self) -> Tensor:
+        """The final hidden state of every row [N, D]."""
+        return self.states[self.state_of]
 
     @property
     def logits(self) -> Tensor:
-        """Next-token logits of all rows [B, V]."""
-        return self.logits_of(slice(None))
+        """Next-token logits of every row [N, V]."""
+        return self.logits_of(slice(None))[self.state_of]
 
 
 class Conditional:

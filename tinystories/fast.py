@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tinystories.fast_cache import PartsCache, PlacesCache
+from tinystories.fast_cache import PartsCache, RowsCache
 from tinystories.gpt_neo import Attention, GPTNeo
 from tinystories.layers import LinearGELU, at_least_float32
 
@@ -184,7 +184,7 @@ class FastAttention(Attention):
             return tuple(layer(x) for layer in layers)
         return onednn(x, packed(*(layer.weight for layer in layers))).split(x.shape[-1], -1)
 
-    def forward(self, x: Tensor, cache: PartsCache | PlacesCache | None) -> Tensor:
+    def forward(self, x: Tensor, cache: PartsCache | RowsCache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
         q, k, v = map(self.split_heads, self.project(x))  # [B, H, T, D/H]
         parts = [(k, v)] if cache is None else cache.parts(self.layer, k, v)

@@ -1,12 +1,11 @@
-"""The caches of the fast networks: all rows share what was read at batch 1, and nothing that is written ever moves.
+"""The caches of the fast networks: all rows share what was read at batch 1, and what follows is moved only when rows change.
 
     prompt          [1, H, P, D/H] a layer, read at batch 1 and seen by every row
-    keys, values    [L, T, B, H, D/H], of the tokens behind the prompt, written once, position by position
-    places          [T, B]: where in the T B entries of a layer the history of each row lies
+    keys, values    [T, B, H, D/H] a layer, of the tokens behind the prompt, written position by position
 
-Resampling makes row b the continuation of row ancestors[b]. Only the table of places is reordered then, and a row's
-keys and values are collected by it. Attention is given a history as a list of parts. L layers, B rows, P positions of
-the prompt, T behind it, S = P + T, H heads, D width.
+Where row b is to go on with the history of another row, each layer's keys and values are collected anew, in rows of that
+order, when the layer is next computed. Attention is given a history as a list of parts. L layers, B rows, P positions of the
+prompt, T behind it, S = P + T, H heads, D width.
 """
 
 import torch
@@ -34,43 +33,47 @@ class PartsCache:
         self.layers[layer].append((keys, values))
         return self.layers[layer]
 
-    def repeat(self, rows: int, length: int) -> "PlacesCache":
-        """A cache of `rows` texts that all begin with this one; up to `length` tokens may follow."""
-        return PlacesCache(self, rows, length)
+    def continued(self, length: int) -> "RowsCache":
+        """A cache of texts that all begin with this one; up to `length` tokens may follow."""
+        return RowsCache(self, length)
 
 
-class PlacesCache:
-    """A prompt, and preallocated keys and values of up to `length` positions that `rows` texts have behind it."""
+class RowsCache:
+    """A prompt, and preallocated keys and values of up to `length` positions that each row has behind it."""
 
-    def __init__(self, prompt: PartsCache, rows: int, length: int):
+    def __init__(self, prompt: PartsCache, length: int):
+        self.prompt, self.most, self.length, self.rows = prompt, length, prompt.length, 0
         keys, _ = prompt.layers[0][0]
-        _, heads, _, size = keys.shape
-        self.prompt, self.length, self.reordered = prompt, prompt.length, False
-        self.keys, self.values = (
-            keys.new_empty(len(prompt.layers), length, rows, heads, size) for _ in range(2)
-        )  # [L, T, B, H, D/H]
-        self.places = torch.arange(length * rows, device=keys.device).view(length, rows)
+        nothing = keys.new_empty(0, 0, keys.shape[1], keys.shape[3])
+        self.layers = [(nothing, nothing)] * len(prompt.layers)  # keys and values [T, B, H, D/H] of each layer
+        self.sources: Tensor | None = None  # [T B] where the entries of reordered rows lie among those of the old ones
 
     def parts(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
         """Write new keys and values [B, H, T, D/H] of a layer behind `length`; returns all the layer's so far."""
         start = self.length - self.prompt.length
         end = start + keys.shape[2]
+        if self.sources is not None:
+            old_keys, old_values = self.layers[layer]
+            self.layers[layer] = self.collected(old_keys, start), self.collected(old_values, start)
         own = []
-        for block, new in ((self.keys[layer], keys), (self.values[layer], values)):
+        for block, new in zip(self.layers[layer], (keys, values), strict=True):
             block[start:end] = new.permute(2, 0, 1, 3)
-            own.append(self.collect(block, end).permute(1, 2, 0, 3))  # [B, H, T, D/H]
-        if layer == len(self.keys) - 1:
-            self.length += keys.shape[2]
+            own.append(block[:end].permute(1, 2, 0, 3))  # [B, H, T, D/H]
+        if layer == len(self.layers) - 1:
+            self.length, self.sources = self.length + keys.shape[2], None
         return [*self.prompt.layers[layer], (own[0], own[1])]
 
-    def collect(self, block: Tensor, end: int) -> Tensor:
-        """The first `end` positions of every row's history [T, B, H, D/H], from one layer's keys or values."""
-        if not self.reordered:
-            return block[:end]
-        return block.flatten(0, 1).index_select(0, self.places[:end].flatten()).unflatten(0, (end, -1))
+    def collected(self, block: Tensor, end: int) -> Tensor:
+        """Room for the rows after reordering, their first `end` positions filled from keys or values before it."""
+        new = block.new_empty(self.most, self.rows, *block.shape[2:])
+        torch.index_select(block[:end].flatten(0, 1), 0, self.sources, out=new[:end].flatten(0, 1))
+        return new
 
-    def reorder(self, ancestors: Tensor) -> None:
-        """Row b becomes a copy of row ancestors[b]; ancestors [B]."""
-        end = self.length - self.prompt.length
-        self.places[:end] = self.places[:end].index_select(1, ancestors)
-        self.reordered = True
+    def reorder(self, parents: Tensor) -> None:
+        """Row b goes on with the history of what was row parents[b]; parents [B], any number of rows."""
+        themselves = torch.arange(self.rows, device=parents.device)
+        if torch.equal(parents, themselves):
+            return
+        written = torch.arange(self.length - self.prompt.length, device=parents.device)
+        self.sources = (written[:, None] * self.rows + parents).flatten()  # [T B]
+        self.rows = len(parents)

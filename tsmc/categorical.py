@@ -1,12 +1,12 @@
-"""One draw from each of N categorical distributions, by inverting the cumulative distribution.
+"""Draws from categorical distributions by inverting the cumulative distribution: one for each of N rows.
 
-    tokens_n ~ softmax(logits_n),   log_normaliser_n = log sum_v exp(logits_nv)
+    tokens_n ~ softmax(logits_s),   log_normaliser_n = log sum_v exp(logits_sv),   s = state_of[n], or n where not given
 
-The uniform numbers come from the caller, one for each row, so a row's token does not depend on what is drawn beside it. One
-pass of exponentials serves both. The inversion has two levels: the block of 64 categories that the uniform falls into,
-then the category inside it. Sums across blocks are in float64 where the device has it, so that no block's frequency
-suffers from rounding however large V is; inside a block a category that has less than 1e-7 of the block's weight may never
-be drawn. A category of zero weight never is. N rows, V categories.
+Rows may share a distribution, which is then computed once. The uniform numbers come from the caller, one for each row, so a
+row's token does not depend on what is drawn beside it. One pass of exponentials serves both. The inversion has two levels: the
+block of 64 categories that the uniform falls into, then the category inside it. Sums across blocks are in float64 where the
+device has it, so that no block's frequency suffers from rounding however large V is; inside a block a category that has less
+than 1e-7 of the block's weight may never be drawn. A category of zero weight never is. N rows, S distributions, V categories.
 """
 
 import torch
@@ -36,28 +36,30 @@ def uniforms(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return torch.rand(rows, columns, dtype=widest(device), device=device, generator=generator)
 
 
-def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens [N] and log normalisers [N] of logits [N, V] at uniform numbers [N, 1] in [0, 1).
+def draw_categorical(logits: Tensor, uniform: Tensor, state_of: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """tokens [N] and log normalisers [N] of logits [S, V] at uniform numbers [N, 1] in [0, 1).
 
     A row of nothing but -inf gives token 0 and normaliser -inf.
     """
     size = logits.shape[1]
     width = min(BLOCK, size)
-    peak = logits.amax(-1, keepdim=True)  # [N, 1]
-    weights = logits.softmax(-1)  # [N, V]; NaN in a row of nothing but -inf
+    state_of = torch.arange(len(logits), device=logits.device) if state_of is None else state_of
+    peak = logits.amax(-1)  # [S]
+    weights = logits.softmax(-1)  # [S, V]; NaN in a row of nothing but -inf
     whole = size - size % width
-    totals = weights[:, :whole].unflatten(1, (-1, width)).sum(-1)  # [N, V / 64]
+    totals = weights[:, :whole].unflatten(1, (-1, width)).sum(-1)  # [S, V / 64]
     if whole < size:
         totals = torch.cat([totals, weights[:, whole:].sum(-1, keepdim=True)], 1)
     totals = totals.to(widest(logits.device))
     cumulative = totals.cumsum(-1)
-    threshold = uniform * cumulative[:, -1:]  # [N, 1]
-    block = first_above(cumulative, threshold)  # [N, 1]
+    before = cumulative - totals  # [S, V / 64] the weight of all earlier blocks
+    threshold = uniform * cumulative[state_of, -1:]  # [N, 1]
+    block = first_above(cumulative[state_of], threshold)  # [N, 1]
     members = block * width + torch.arange(width, device=block.device)  # [N, 64]
-    inside = weights.gather(1, members.clamp(max=size - 1)).masked_fill_(members >= size, 0)  # [N, 64]
+    inside = weights[state_of[:, None], members.clamp(max=size - 1)].masked_fill_(members >= size, 0)  # [N, 64]
     inside = inside.to(totals.dtype).cumsum(-1)
-    offset = first_above(inside, threshold - (cumulative - totals).gather(1, block))  # [N, 1]
-    tokens = (block * width + offset).clamp(max=size - 1)  # [N, 1]
-    log_normaliser = peak - weights.amax(-1, keepdim=True).log()  # the largest weight is exp(peak) over the normaliser
+    offset = first_above(inside, threshold - before[state_of[:, None], block])  # [N, 1]
+    tokens = (block * width + offset).clamp(max=size - 1).squeeze(1)  # [N]
+    log_normaliser = peak - weights.amax(-1).log()  # [S] the largest weight is exp(peak) over the normaliser
     dead = peak == -torch.inf
-    return tokens.masked_fill(dead, 0).squeeze(1), log_normaliser.masked_fill(dead, -torch.inf).squeeze(1)
+    return tokens.masked_fill(dead[state_of], 0), log_normaliser.masked_fill(dead, -torch.inf)[state_of]

@@ -1,4 +1,5 @@
-"""What the samplers and the losses are given. N rows, n in a chunk; R runs, K particles; T steps, D width, V vocabulary.
+"""What the samplers and the losses are given. N rows, S states, n of a chunk, R runs, K particles, T steps,
+D width, V vocabulary.
 
     LanguageModel    p(s_{1:T} | s_0), which opens a Decoder for N continuations
     Twist            log psi; with parameters a LearnableTwist
@@ -27,12 +28,16 @@ own: copy what is kept, change nothing."""
 
 
 class Decoder(Protocol):
-    """N continuations, token by token (`tinystories.Decoder`, or a table of conditional probabilities)."""
+    """N continuations, token by token (`tinystories.Decoder`, or a table of conditional probabilities).
 
-    hidden: Tensor  # [N, D]
+    Row n stands at state state_of[n], one of S; rows whose texts are equal may share theirs.
+    """
+
+    states: Tensor  # [S, D]
+    state_of: Tensor  # [N]
     vocab_size: int
 
-    def logits_of(self, rows: slice) -> Tensor: ...  # [n, V]
+    def logits_of(self, part: slice) -> Tensor: ...  # [n, V] of the n states in a slice
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None: ...
 

@@ -48,7 +48,7 @@ class Particles:
             sizes = f"{runs} runs of {particles} particles with {model.length} tokens"
             raise InputError(f"{sizes} cannot be sampled; give particles, runs and length of at least 1")
         self.decoder, self.log_potential, self.length = model.decoder(runs * particles), log_potential, model.length
-        dtype, device = self.decoder.logits_of(slice(0, 1)).dtype, self.decoder.hidden.device
+        dtype, device = self.decoder.logits_of(slice(0, 1)).dtype, self.decoder.state_of.device
         self.tokens = torch.empty(runs, particles, 0, dtype=torch.long, device=device)  # [R, K, t]
         self.log_p = torch.zeros(runs, particles, dtype=dtype, device=device)  # [R, K] log p(s_{1:t})
         self.log_psi = torch.zeros_like(self.log_p)  # [R, K] log psi(s_{1:t})

@@ -35,13 +35,13 @@ class TableDecoder:
 
     def move(self, prefixes: Tensor) -> None:
         """Stand at prefixes [N]; behind sequences of full length there is nothing left to predict."""
-        self.prefixes = prefixes
-        self.hidden = prefixes[:, None].double()  # [N, 1]
+        self.prefixes, self.state_of = prefixes, torch.arange(len(prefixes), device=prefixes.device)
+        self.states = self.hidden = prefixes[:, None].double()  # [N, 1]; every row has its own
         self.logits = self.table[prefixes]  # [N, V]
 
-    def logits_of(self, rows: slice) -> Tensor:
-        """Logits [n, V] of the n rows in a slice."""
-        return self.logits[rows]
+    def logits_of(self, part: slice) -> Tensor:
+        """Logits [n, V] of the n states in a slice."""
+        return self.logits[part]
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""

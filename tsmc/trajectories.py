@@ -40,7 +40,7 @@ def trajectories(
     steps, hidden = [], []
     for t in range(model.length):
         if keep_hidden:
-            hidden.append(decoder.hidden)
+            hidden.append(decoder.states[decoder.state_of])
         steps.append(propose(decoder, twist, uniform[t], None if forced is None else forced[:, t]))
         if t < model.length - 1:
             decoder.extend(steps[-1].tokens)

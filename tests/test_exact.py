@@ -153,7 +153,7 @@ def test_table_decoder_agrees_with_teacher_forcing_under_reordering():
         step = torch.randint(3, (6,), generator=source)
         log_p, logits, hidden = model.log_probs(torch.cat([tokens, step[:, None]], 1))
         torch.testing.assert_close(decoder.logits, logits[:, -1])
-        torch.testing.assert_close(decoder.hidden, hidden[:, -1])
+        torch.testing.assert_close(decoder.states, hidden[:, -1])
         torch.testing.assert_close(log_p[:, -1], decoder.logits.log_softmax(-1).gather(1, step[:, None])[:, 0])
         ancestors = torch.randint(6, (6,), generator=source)
         tokens = torch.cat([tokens, step[:, None]], 1)[ancestors]

@@ -183,6 +183,36 @@ def test_cached_equals_uncached_after_any_reordering_and_past_the_window(
 
 
 @torch.no_grad()
+def test_a_cache_reordered_twice_is_one_reordered_by_both(version):
+    """To more rows, to fewer and in another order, before any layer is computed and behind several tokens."""
+    model, source = version(tiny_gpt_neo(11, seed=5, window_size=3).double()), generator(1)
+    ids = torch.randint(11, (1, 4), generator=source)
+    orders = [torch.tensor([0] * 5), torch.tensor([4, 1, 1, 0, 3, 2, 2]), torch.tensor([6, 0, 3]), torch.tensor([2, 1])]
+    cache = model.new_cache()
+    model(ids, cache)
+    cache = cache.continued(8)
+    rows = ids
+    for first, second in (orders[:2], orders[2:]):
+        cache.reorder(first)
+        cache.reorder(second)
+        step = torch.randint(11, (len(second), 1), generator=source)
+        rows = torch.cat([rows[first][second], step], 1)
+        torch.testing.assert_close(model(step, cache), model(rows)[:, -1:], rtol=1e-10, atol=1e-10)
+
+
+def test_few_states_are_filled_up_and_many_are_left_apart():
+    tokens = torch.tensor([3, 1, 3, 1] * 10)
+    parents, chosen, state_of = decoder_module.merge(torch.zeros(40, dtype=torch.long), tokens, 11)
+    assert len(parents) == len(chosen) == decoder_module.FEWEST and (parents == 0).all()
+    assert torch.equal(chosen[state_of], tokens) and state_of.unique().tolist() == [0, 1]
+    few = decoder_module.merge(torch.zeros(4, dtype=torch.long), tokens[:4], 11)
+    assert [part.tolist() for part in few] == [[0] * 4, [3, 1, 3, 1], [0, 1, 2, 3]]
+    stood_at = torch.arange(40) // 2
+    parents, chosen, state_of = decoder_module.merge(stood_at, torch.arange(40) % 2, 11)
+    assert torch.equal(parents, stood_at) and torch.equal(state_of, torch.arange(40))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("is_continued", [False, True])
 def test_cache_in_chunks_of_any_size(version, is_continued):
     model = version(tiny_gpt_neo(11, seed=5, window_size=3).double())

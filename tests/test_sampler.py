@@ -12,6 +12,7 @@ from tsmc import interfaces
 from tsmc.categorical import uniforms
 from tsmc.conditional import conditional_tsmc
 from tsmc.exact import Target
+from tsmc.proposal import propose
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import tsmc
 from tsmc.scoring import proposal_log_probs, sequence_log_probs
@@ -259,6 +260,35 @@ def test_rows_drawn_in_parts_are_those_drawn_at_once(cuts):
     assert len(whole.tokens.unique(dim=0)) > 12, "rows that are mixed up show"
     for name in ("tokens", "log_p", "log_psi", "log_q", "hidden"):
         torch.testing.assert_close(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+
+
+class Standing:
+    """A decoder whose rows [N] stand at given states [S, D]; the logits there are a table's."""
+
+    def __init__(self, table, states, state_of):
+        self.states, self.state_of, self.table, self.vocab_size = states, state_of, table, table.shape[1]
+
+    def logits_of(self, part):
+        return self.table[part]
+
+
+@pytest.mark.parametrize("limit", [1, 33, 10**6])
+@pytest.mark.parametrize("size", [3, 11, 200])
+@pytest.mark.parametrize("psi", [None, lambda hidden: hidden @ hidden.new_ones(2, 1) - hidden[:, :1]])
+def test_rows_that_share_a_state_draw_what_they_would_draw_alone(monkeypatch, psi, size, limit):
+    """Whatever the order of rows and states and in whatever chunks, with forced tokens among the drawn ones."""
+    monkeypatch.setattr(interfaces, "MAX_LOGITS", limit)
+    source = generator(size)
+    table, states = (torch.randn(7, width, dtype=torch.float64, generator=source) for width in (size, 2))
+    state_of = torch.randint(6, (50,), generator=source)  # at the last nobody stands
+    forced = torch.randint(-size, size, (50,), generator=source).clamp(min=-1)
+    twist = psi and (lambda hidden: psi(hidden) * torch.linspace(-1, 1, size, dtype=torch.float64))
+    uniform, alone = uniforms(50, 1, source), torch.arange(50)
+    together = propose(Standing(table, states, state_of), twist, uniform, forced)
+    apart = propose(Standing(table[state_of], states[state_of], alone), twist, uniform, forced)
+    assert len(together.tokens) == 50 and (together.tokens[forced >= 0] == forced[forced >= 0]).all()
+    for name, values in vars(apart).items():
+        torch.testing.assert_close(getattr(together, name), values)
 
 
 class Meter:

@@ -8,10 +8,10 @@
     decoder.logits_of(part)         next-token logits there, of a slice of states: all of them might not fit in memory
     decoder.extend(tokens, ancestors)   row n continues row ancestors[n] with tokens[n]
 
-Rows whose texts are equal are computed once: all of them at first, those that chose the same words in the next steps, and the
-copies that resampling makes. Extending and reordering are one call, so nothing computed for an old order can be read in the
-new one. Teacher forcing computes the prompt once too. N rows, S states, B batch, D width, V vocabulary, P prompt tokens,
-T continuation tokens.
+Where that pays, rows whose texts are equal are computed once: all of them at first, those that chose the same words in the
+next steps, and the copies that resampling makes. Extending and reordering are one call, so nothing computed for an old order
+can be read in the new one. Teacher forcing computes the prompt once too. N rows, S states, B batch, D width, V vocabulary,
+P prompt tokens, T continuation tokens.
 """
 
 import torch
@@ -21,17 +21,19 @@ from torch import Tensor
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 
-FEWEST = 16  # states: fewer take as long as so many, and come out rounded in another way
-MOST = 0.875  # of the rows: when more of the texts differ, the copies that merging makes of their histories cost more
+FEWEST = 16  # states at least: fewer take as long as so many, and come out rounded in another way
+MOST = 0.875  # of the rows: when more of the texts differ, moving their histories costs more than merging saves
 
 
 def merge(state_of: Tensor, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [N] that stand at states and go on with tokens: the states' parents [S] and tokens [S], and which is whose [N].
+    """Rows [N] at states go on with tokens [N]: the new states' parents [S] and tokens [S], and the state of each row [N].
 
-    Rows at one state with one token go on as one, where that pays; else each has a state of its own.
+    Rows at one state with one token go on as one, where that pays; else each has a state of its own. The last of a few states
+    is repeated.
     """
     pairs, pair_of = (state_of * vocab_size + tokens).unique(return_inverse=True)
-    if FEWEST <= len(pairs) <= MOST * len(tokens):
+    pairs = torch.cat([pairs, pairs[-1:].repeat(max(0, FEWEST - len(pairs)))])
+    if len(pairs) <= MOST * len(tokens):
         return pairs // vocab_size, pairs % vocab_size, pair_of
     return state_of, tokens, torch.arange(len(tokens), device=tokens.device)
 

@@ -6,7 +6,7 @@ Weights and their names stay, and so do results, up to rounding. The fast layers
                     fast on the AMD processor that this was measured on (`python -m eval.bench`). Gradients too:
                         dx = dy W  [N, I],   dW = dy^T x  [O, I],   db = sum dy  [O]
     packing         a weight is brought into the order that oneDNN reads once, and again when it has changed, not at every
-                    product: for few rows that takes as long as the product itself. It is held twice from then on
+                    product: for few rows that takes as long as the product itself. The weight is held twice from then on
     attention       one product for q, k and v; no row has a copy of a shared prompt (`tinystories/fast_cache.py`)
 
 Small products, other types and other devices take PyTorch's own way. N rows, I inputs, O outputs, B batch, T new

@@ -39,13 +39,16 @@ class PartsCache:
 
 
 class RowsCache:
-    """A prompt, and preallocated keys and values of up to `length` positions that each row has behind it."""
+    """A prompt, and preallocated keys and values of up to `length` positions that each row has behind it, without gradients.
+
+    There is one row until `reorder` says otherwise.
+    """
 
     def __init__(self, prompt: PartsCache, length: int):
-        self.prompt, self.most, self.length, self.rows = prompt, length, prompt.length, 0
+        self.prompt, self.most, self.length, self.rows = prompt, length, prompt.length, 1
         keys, _ = prompt.layers[0][0]
-        nothing = keys.new_empty(0, 0, keys.shape[1], keys.shape[3])
-        self.layers = [(nothing, nothing)] * len(prompt.layers)  # keys and values [T, B, H, D/H] of each layer
+        room = (length, 1, keys.shape[1], keys.shape[3])
+        self.layers = [(keys.new_empty(room), keys.new_empty(room)) for _ in prompt.layers]  # [T, B, H, D/H]
         self.sources: Tensor | None = None  # [T B] where the entries of reordered rows lie among those of the old ones
 
     def parts(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
@@ -71,9 +74,9 @@ class RowsCache:
 
     def reorder(self, parents: Tensor) -> None:
         """Row b goes on with the history of what was row parents[b]; parents [B], any number of rows."""
-        themselves = torch.arange(self.rows, device=parents.device)
-        if torch.equal(parents, themselves):
+        if torch.equal(parents, torch.arange(self.rows, device=parents.device)):
             return
-        written = torch.arange(self.length - self.prompt.length, device=parents.device)
-        self.sources = (written[:, None] * self.rows + parents).flatten()  # [T B]
+        written = self.length - self.prompt.length
+        places = torch.arange(written * self.rows, device=parents.device) if self.sources is None else self.sources
+        self.sources = places.view(written, self.rows)[:, parents].flatten()  # [T B]
         self.rows = len(parents)

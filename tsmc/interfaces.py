@@ -1,4 +1,4 @@
-"""What the samplers and the losses are given. N rows, S states, n of a chunk, R runs, K particles, T steps,
+"""What the samplers and the losses are given. N rows; S states, n in a chunk; R runs, K particles, T steps,
 D width, V vocabulary.
 
     LanguageModel    p(s_{1:T} | s_0), which opens a Decoder for N continuations
@@ -6,7 +6,7 @@ D width, V vocabulary.
     LogPotential     log phi
     Observer         somebody who looks on
 
-Rows are worked on in chunks, so that memory is bounded however many there are.
+Logits are made in chunks, so that they take bounded memory however many rows there are.
 """
 
 from collections.abc import Callable, Iterator

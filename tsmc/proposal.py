@@ -67,6 +67,5 @@ def draw(logits: Tensor, log_psi: Tensor | None, state_of: Tensor, uniform: Tens
         return Extension(tokens, log_q, zeros, log_q, zeros)
     is_dead = log_normaliser == -torch.inf
     log_psi_token = log_psi[state_of, tokens].masked_fill(is_dead, 0.0)
-    return Extension(
-        tokens, log_p[state_of, tokens], log_psi_token, log_q.masked_fill(is_dead, torch.inf), log_normaliser
-    )
+    log_q = log_q.masked_fill(is_dead, torch.inf)
+    return Extension(tokens, log_p[state_of, tokens], log_psi_token, log_q, log_normaliser)

@@ -36,7 +36,7 @@ class TableDecoder:
     def move(self, prefixes: Tensor) -> None:
         """Stand at prefixes [N]; behind sequences of full length there is nothing left to predict."""
         self.prefixes, self.state_of = prefixes, torch.arange(len(prefixes), device=prefixes.device)
-        self.states = self.hidden = prefixes[:, None].double()  # [N, 1]; every row has its own
+        self.states = prefixes[:, None].double()  # [N, 1]; every row has its own
         self.logits = self.table[prefixes]  # [N, V]
 
     def logits_of(self, part: slice) -> Tensor:

@@ -1,7 +1,7 @@
 """How time and memory grow with the work: `python -m eval.bench --growth docs/growth.png`, and the memory of a bench's pieces.
 
 Every point is measured in a process of its own, because the peak of memory of a process never falls. TSMC resamples at every
-step here, so that keys and values are looked up by ancestor; its potential costs nothing.
+step here, so that keys and values move with the ancestors; its potential costs nothing.
 """
 
 import math

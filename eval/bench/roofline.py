@@ -2,7 +2,9 @@
 
     limit = max(floating-point operations / measured rate, bytes that must move / measured bandwidth)
 
-Only work that cannot be saved is counted: a prompt once, equal rows once, no padding, weights read once for each step.
+Only work that cannot be saved is counted: a prompt once, the first token's logits once, no padding, weights read once for each
+step. Behind the first token every row is counted as if its text were its own; where rows share theirs, which depends on the
+draws, the sampler computes fewer, and may stay under its limit.
 The rate is that of a large square product, by the faster of PyTorch's matrix libraries. K rows, T steps, P prompt
 tokens, D width, I inner width, L layers, V vocabulary.
 """

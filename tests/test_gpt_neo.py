@@ -201,15 +201,15 @@ def test_a_cache_reordered_twice_is_one_reordered_by_both(version):
 
 
 def test_few_states_are_filled_up_and_many_are_left_apart():
-    tokens = torch.tensor([3, 1, 3, 1] * 10)
-    parents, chosen, state_of = decoder_module.merge(torch.zeros(40, dtype=torch.long), tokens, 11)
+    tokens = torch.tensor([3, 1, 3, 1] * 25)
+    parents, chosen, state_of = decoder_module.merge(torch.zeros(100, dtype=torch.long), tokens, 11)
     assert len(parents) == len(chosen) == decoder_module.FEWEST and (parents == 0).all()
     assert torch.equal(chosen[state_of], tokens) and state_of.unique().tolist() == [0, 1]
     few = decoder_module.merge(torch.zeros(4, dtype=torch.long), tokens[:4], 11)
     assert [part.tolist() for part in few] == [[0] * 4, [3, 1, 3, 1], [0, 1, 2, 3]]
-    stood_at = torch.arange(40) // 2
-    parents, chosen, state_of = decoder_module.merge(stood_at, torch.arange(40) % 2, 11)
-    assert torch.equal(parents, stood_at) and torch.equal(state_of, torch.arange(40))
+    stood_at = torch.arange(100) // 2
+    parents, chosen, state_of = decoder_module.merge(stood_at, torch.arange(100) % 2, 11)
+    assert torch.equal(parents, stood_at) and torch.equal(state_of, torch.arange(100))
 
 
 @torch.no_grad()

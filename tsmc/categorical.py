@@ -56,7 +56,8 @@ def draw_categorical(logits: Tensor, uniform: Tensor, state_of: Tensor | None = 
     threshold = uniform * cumulative[state_of, -1:]  # [N, 1]
     block = first_above(cumulative[state_of], threshold)  # [N, 1]
     members = block * width + torch.arange(width, device=block.device)  # [N, 64]
-    inside = weights[state_of[:, None], members.clamp(max=size - 1)].masked_fill_(members >= size, 0)  # [N, 64]
+    places = state_of[:, None] * size + members.clamp(max=size - 1)  # [N, 64] among all S V weights
+    inside = weights.take(places).masked_fill_(members >= size, 0)  # [N, 64]
     inside = inside.to(totals.dtype).cumsum(-1)
     offset = first_above(inside, threshold - before[state_of[:, None], block])  # [N, 1]
     tokens = (block * width + offset).clamp(max=size - 1).squeeze(1)  # [N]

@@ -190,7 +190,7 @@ def test_a_cache_reordered_twice_is_one_reordered_by_both(version):
     orders = [torch.tensor([0] * 5), torch.tensor([4, 1, 1, 0, 3, 2, 2]), torch.tensor([6, 0, 3]), torch.tensor([2, 1])]
     cache = model.new_cache()
     model(ids, cache)
-    cache = cache.continued(8)
+    cache = cache.continued(7, 8)
     rows = ids
     for first, second in (orders[:2], orders[2:]):
         cache.reorder(first)
@@ -221,7 +221,7 @@ def test_cache_in_chunks_of_any_size(version, is_continued):
     cache = model.new_cache()
     first = model(ids[:1, :4], cache).expand(2, -1, -1)
     if is_continued:
-        cache = cache.continued(8)
+        cache = cache.continued(2, 8)
         cache.reorder(torch.tensor([0, 0]))
     parts = [model(part, cache) for part in ids[:, 4:].split([1, 2, 4, 1], dim=1)]
     assert cache.length == 12

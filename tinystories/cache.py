@@ -30,8 +30,8 @@ class KeyValueCache:
             self.layers[layer] = torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2)
         return self.layers[layer]
 
-    def continued(self, length: int) -> "KeyValueCache":
-        """A cache that begins as this one does; `length`, how many tokens may follow, is not needed."""
+    def continued(self, rows: int, length: int) -> "KeyValueCache":
+        """A cache that begins as this one does; how many rows and tokens may follow need not be known."""
         return KeyValueCache(list(self.layers))
 
     def reorder(self, parents: Tensor) -> None:

@@ -47,7 +47,7 @@ class Decoder:
         self.states = model.hidden(prompt[None], cache)[:, -1]  # [1, D]
         self.state_of = torch.zeros(rows, dtype=torch.long, device=prompt.device)  # [N]
         self.model, self.vocab_size = model, model.config.vocab_size
-        self.cache = cache.continued(length)
+        self.cache = cache.continued(rows, length)
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""

@@ -1,9 +1,9 @@
 """The whole main job beside what its matrix products take at least: `python -m eval.bench --main`.
 
-`main.py` runs as it is, on the pocket preset, in this process: once to be timed and once more to be counted, because
-counting delays every operation, by a fifth in all. A phase lasts until the next one begins, so that scoring and saving
-belong to what they follow; before the first one the networks are loaded. Products are counted as they are computed, those of
-both passes of training among them; the limit of a phase is their number over this machine's rate (`roofline.py`).
+`main.py` runs as it is, on the pocket preset, in this process: once to be timed and once more to be counted, because counting
+delays every operation. A phase lasts until the next one begins, so that scoring and saving belong to what they follow; before
+the first one the networks are loaded. Products are counted as they are computed, those of both passes of training among them;
+the limit of a phase is their number over this machine's rate (`roofline.py`).
 """
 
 import contextlib

@@ -36,6 +36,4 @@ class KeyValueCache:
 
     def reorder(self, parents: Tensor) -> None:
         """Row b goes on with the history of what was row parents[b]; parents [B], any number of rows."""
-        if torch.equal(parents, torch.arange(len(self.layers[0][0]), device=parents.device)):
-            return
         self.layers = [(k.index_select(0, parents), v.index_select(0, parents)) for k, v in self.layers]

@@ -53,7 +53,8 @@ class Decoder:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
         state_of = self.state_of if ancestors is None else self.state_of[ancestors]  # [N]
         parents, tokens, self.state_of = merge(state_of, tokens, self.vocab_size)  # [S], [S], [N]
-        self.cache.reorder(parents)
+        if not torch.equal(parents, torch.arange(len(self.states), device=parents.device)):
+            self.cache.reorder(parents)
         self.states = self.model.hidden(tokens[:, None], self.cache)[:, 0]  # [S, D]
 
     def logits_of(self, part: slice) -> Tensor:

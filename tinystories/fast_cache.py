@@ -75,8 +75,6 @@ class RowsCache:
 
     def reorder(self, parents: Tensor) -> None:
         """Row b goes on with the history of what was row parents[b]; parents [B], any number of rows."""
-        if torch.equal(parents, torch.arange(self.rows, device=parents.device)):
-            return
         written = self.length - self.prompt.length
         places = torch.arange(written * self.rows, device=parents.device) if self.sources is None else self.sources
         self.sources = places.view(written, self.rows)[:, parents].flatten()  # [T B]

@@ -100,6 +100,13 @@ def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, after, [], kind)
 
 
+def product_over_rows(x: Tensor, y: Tensor) -> Tensor:
+    """x^T y [A, B] of x [N, A] and y [N, B]; oneDNN copies its transposed left side, so that is the narrower."""
+    if x.shape[1] > y.shape[1]:
+        return onednn(y.T, x.T).T.contiguous()
+    return onednn(x.T, y.T)
+
+
 class OneDNN(torch.autograd.Function):
     """The same product with its gradients; x is [N, I]."""
 
@@ -117,7 +124,7 @@ class OneDNN(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
             onednn(grad, weight.T) if needs_x else None,
-            onednn(grad.T, x.T) if needs_weight else None,
+            product_over_rows(grad, x) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
         )
 

@@ -23,12 +23,12 @@ class TwistMLP(nn.Module):
         self.first = LinearGELU(width, hidden_units, device="meta")  # which draws no random numbers of its own
         self.second = LinearGELU(hidden_units, hidden_units, device="meta")
         self.last = nn.Linear(hidden_units, vocab_size, device="meta")
-        self.to_empty(device=generator.device)
+        device = generator.device
+        for layer in (self.first, self.second, self.last):  # not by `to_empty`, which loads PyTorch's compiler
+            zeros = {name: torch.zeros(value.shape, device=device) for name, value in layer.named_parameters()}
+            layer.load_state_dict(zeros, assign=True)
         for layer in (self.first, self.second):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
-            nn.init.zeros_(layer.bias)
-        nn.init.zeros_(self.last.weight)
-        nn.init.zeros_(self.last.bias)
 
     def features(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., H], in the type of the weights"""

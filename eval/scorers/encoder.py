@@ -186,7 +186,7 @@ class Runner:
 
     def __call__(self, texts: list[str]) -> Tensor:
         """Results [N, ...] on the CPU in the order of the texts; InputError where one is NaN or infinite."""
-        rows = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         batches = self.batches([rows[i] for i in order])
         with torch.inference_mode():

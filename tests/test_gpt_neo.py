@@ -161,7 +161,7 @@ def test_cached_equals_uncached_after_any_reordering_and_past_the_window(
     version, prompt, attention_layers, most, monkeypatch
 ):
     """Whether equal rows are computed once never, sometimes or always; tokens are few, so that many rows are equal."""
-    monkeypatch.setattr(decoder_module, "FEWEST", 1)
+    monkeypatch.setattr(decoder_module, "GROUP", 1)
     monkeypatch.setattr(decoder_module, "MOST", most)
     model = version(tiny_gpt_neo(11, seed=3, window_size=4, attention_layers=attention_layers).double())
     source, rows, length = generator(4), 7, 15
@@ -200,11 +200,13 @@ def test_a_cache_reordered_twice_is_one_reordered_by_both(version):
         torch.testing.assert_close(model(step, cache), model(rows)[:, -1:], rtol=1e-10, atol=1e-10)
 
 
-def test_few_states_are_filled_up_and_many_are_left_apart():
+def test_merged_states_fill_groups_and_many_are_left_apart():
     tokens = torch.tensor([3, 1, 3, 1] * 25)
     parents, chosen, state_of = decoder_module.merge(torch.zeros(100, dtype=torch.long), tokens, 11)
-    assert len(parents) == len(chosen) == decoder_module.FEWEST and (parents == 0).all()
+    assert len(parents) == len(chosen) == decoder_module.GROUP and (parents == 0).all()
     assert torch.equal(chosen[state_of], tokens) and state_of.unique().tolist() == [0, 1]
+    chosen, state_of = decoder_module.merge(torch.zeros(200, dtype=torch.long), torch.arange(200) % 70, 70)[1:]
+    assert len(chosen) == 2 * decoder_module.GROUP and torch.equal(chosen[state_of], torch.arange(200) % 70)
     few = decoder_module.merge(torch.zeros(4, dtype=torch.long), tokens[:4], 11)
     assert [part.tolist() for part in few] == [[0] * 4, [3, 1, 3, 1], [0, 1, 2, 3]]
     stood_at = torch.arange(100) // 2

@@ -21,18 +21,18 @@ from torch import Tensor
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 
-FEWEST = 64  # states at least: fewer take nearly as long as so many, and may come out rounded in another way
+GROUP = 64  # states come in multiples: fewer take as long and may be rounded in another way; of more sizes, memory keeps holes
 MOST = 0.875  # of the rows: when more of the texts differ, moving their histories costs more than merging saves
 
 
 def merge(state_of: Tensor, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [N] at states go on with tokens [N]: the new states' parents [S] and tokens [S], and the state of each row [N].
 
-    Rows at one state with one token go on as one, where that pays; else each has a state of its own. The last of a few states
-    is repeated.
+    Rows at one state with one token go on as one, where that pays; else each has a state of its own. The last of the merged
+    states is repeated to fill a group.
     """
     pairs, pair_of = (state_of * vocab_size + tokens).unique(return_inverse=True)
-    pairs = torch.cat([pairs, pairs[-1:].repeat(max(0, FEWEST - len(pairs)))])
+    pairs = torch.cat([pairs, pairs[-1:].repeat(-len(pairs) % GROUP)])
     if len(pairs) <= MOST * len(tokens):
         return pairs // vocab_size, pairs % vocab_size, pair_of
     return state_of, tokens, torch.arange(len(tokens), device=tokens.device)

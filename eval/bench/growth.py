@@ -163,7 +163,7 @@ def draw(costs: dict[str, list[tuple[float, int]]], size: str, path: Path) -> No
             axes.set(ylabel=title if column == 0 else "", xlabel=TITLES[axis] if row else "")
             axes.grid(alpha=0.3)
             if axis == "length":  # less than a power of ten from end to end
-                axes.set_xticks(x, map(str, x))
+                axes.set_xticks(x, map(str, x), fontsize=7)
                 axes.xaxis.set_minor_locator(plt.NullLocator())
     figure.suptitle("TSMC, each point in a process of its own; dotted: in proportion", fontsize=10)
     with replacing(path) as temporary:

@@ -5,7 +5,7 @@ for m = 1..M
   line 3    p^(m) <- distil samples of TSMC(p^(m-1), psi^(m-1))
   line 4    psi^(m) <- CTL-m on p^(m), against the same sigma
 
-That is `--method distilled`. The default, `--method pooled`, leaves p^(0) as it is and distils into the twist instead:
+This is the default. `--method pooled` leaves p^(0) as it is and distils into the twist instead:
 
 for m = 0..M, some rounds each
             pool <- pool + sequences from q, the product of p^(0) and the last psi

@@ -121,9 +121,9 @@ class RunConfig:
 
     preset: str = option("pocket", "which checkpoints", choices=tuple(PRESETS))
     method: str = option(
-        "pooled",
+        "distilled",
         "distilled: Algorithm 1 of the paper; pooled: a twist learned from everything drawn so far, p^(0) stays",
-        choices=("pooled", "distilled"),
+        choices=("distilled", "pooled"),
     )
     generations: int = option(2, "M, generations after generation 0", at_least=0)
     potential: tuple[str, ...] = option(

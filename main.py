@@ -11,123 +11,192 @@ for m = 0..M, some rounds each
             pool <- pool + sequences from q, the product of p^(0) and the last psi
             psi^(m) <- the weighted likelihood of the pool under q
 
-With several prompts there is one sigma for each, and they share p^(m) and psi^(m). R runs, K particles, T tokens.
+R runs, K particles, T tokens.
 """
 
-from collections.abc import Sequence
+import signal
 
-import tinystories.interrupts  # noqa: F401 (before torch, so that Ctrl-C is quiet while it loads)
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is quiet while the libraries load
 
 # isort: split
+import copy
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from distill import Student, batches_of, held_out_loss, hold_out, self_distill
+from distill.finetune import Student, packed
+from distill.self_distill import batches_of, held_out_loss, hold_out, self_distill
 from eval.run import processes
 from eval.run.command import one_line_errors
-from eval.run.directory import is_finished
-from eval.run.experiment import Experiment
-from eval.run.options import read_config
-from eval.run.table import tables
-from tinystories import GPTNeo
+from eval.run.evaluate import draw_runs, evaluate_ends, finish_generation
+from eval.run.figures import draw_figures
+from eval.run.options import RunConfig, read_config
+from eval.run.run import Run
+from eval.run.setup import Setup, identity, load_setup
+from eval.run.table import table
+from tinystories import Conditional, GPTNeo
 from tinystories.checkpoint import read_json
-from tinystories.fast import accelerate, keep_freed_memory
-from tsmc import Sigma, sample_runs
-from twist import EmbeddingTwist, Pool, TwistMLP, batches_from_pools, draw_round, learn_twist, learn_twist_from_pools
+from tinystories.fast import keep_freed_memory, pack
+from tsmc import Sigma
+from tsmc.interfaces import Report
+from twist.ctl import learn_twist
+from twist.embedding import EmbeddingTwist
+from twist.mlp import TwistMLP
+from twist.pool import Pool, batches_from_pool, draw_round, learn_twist_from_pool
 
 
-def self_distilled_tsmc(run: Experiment, generations: int) -> list[dict]:
-    """Algorithm 1, each generation measured and saved as it is made; returns the rows of the table after each prompt."""
-    results = run.evaluate_ends()
-    p, sigmas = run.setup.model, run.setup.sigmas()
-    psi = contrastive_twist_learning(run, sigmas, 0)  # line 1
-    run.finish_generation(0, p, sigmas, psi, results)
-    for m in range(1, generations + 1):  # line 2
-        samples = draw_samples(run, sigmas, psi, m)
-        p = distil(run, p, sigmas, samples, m)  # line 3
-        sigmas = run.setup.sigmas(p)
-        psi = contrastive_twist_learning(run, sigmas, m)  # line 4
-        run.finish_generation(m, p, sigmas, psi, results)
+def self_distilled_tsmc(run: Run, setup: Setup) -> dict:
+    """Algorithm 1, each generation measured and saved as it is made; returns the results."""
+    results = evaluate_ends(run, setup)
+    p, sigma = setup.model, setup.sigma()
+    psi = contrastive_twist_learning(run, setup, sigma, 0)  # line 1
+    finish_generation(run, setup, 0, p, sigma, psi, results)
+    for m in range(1, run.config.generations + 1):  # line 2
+        samples = draw_samples(run, sigma, psi, m)
+        p = distil(run, p, sigma, samples, m)  # line 3
+        sigma = setup.sigma(p)
+        psi = contrastive_twist_learning(run, setup, sigma, m)  # line 4
+        finish_generation(run, setup, m, p, sigma, psi, results)
     return results
 
 
-def pooled_tsmc(run: Experiment, generations: int) -> list[dict]:
-    """Twists learned on p^(0) from everything drawn so far; returns the rows of the table after each prompt."""
-    results = run.evaluate_ends()
-    p, sigmas, psi = run.setup.model, run.setup.sigmas(), None
-    pools = [Pool() for _ in sigmas]
-    for m in range(generations + 1):
-        first = 0 if m == 0 else 1  # round 0 is drawn from p^(0), where there is no twist yet
-        for number in range(first, run.config.pool.rounds + 1):
-            for problem, sigma, pool in zip(run.setup.problems, sigmas, pools, strict=True):
-                pool.add(*draw_round(sigma, psi, run.config.pool.power, run.round_chunks(m, number, problem)))
-            psi = pooled_twist_learning(run, sigmas, pools, m, number)
-        run.finish_generation(m, p, sigmas, psi, results)
-    return results
-
-
-def pooled_twist_learning(
-    run: Experiment, sigmas: Sequence[Sigma], pools: Sequence[Pool], m: int, number: int
-) -> EmbeddingTwist:
-    """The twist after a round of generation m, learned anew from psi = 1."""
-    options, generator = run.config.pool, run.generator("pool", m, number)
-    psi = accelerate(EmbeddingTwist(options.hidden_units, run.setup.model.output_weight, generator))
-    optimizer = torch.optim.Adam(psi.shift.parameters(), lr=options.learning_rate)
-    models, sizes = [sigma.model for sigma in sigmas], (options.updates, options.batch_size)
-    draw_batch = batches_from_pools(models, pools, options.least_ess, *sizes, generator)
-    steps = run.steps(f"twist learning {number}", m, options.updates, twist=psi, optimizer=optimizer)
-    learn_twist_from_pools(psi, optimizer, processes.own_rows(draw_batch), steps)
-    return psi
-
-
-def contrastive_twist_learning(run: Experiment, sigmas: Sequence[Sigma], m: int) -> TwistMLP:
+def contrastive_twist_learning(run: Run, setup: Setup, sigma: Sigma, m: int) -> TwistMLP:
     """Lines 1 and 4: psi^(m), learned anew from psi = 1."""
-    options, generator = run.config.ctl, run.generator("ctl", m)
-    sizes = run.setup.model.config
-    psi = accelerate(TwistMLP(sizes.hidden_size, options.hidden_units, sizes.vocab_size, generator))
+    options = run.config.ctl
+    sizes = setup.model.config
+    generator = run.generator("ctl", m)
+    psi = TwistMLP(sizes.hidden_size, options.hidden_units, sizes.vocab_size, generator)
     optimizer = torch.optim.Adam(psi.parameters(), lr=options.learning_rate)
-    steps = run.steps("twist learning", m, options.updates, twist=psi, optimizer=optimizer, generator=generator)
-    learn_twist(psi, optimizer, processes.ctl_batches(sigmas, psi, options.batch_size, generator), steps)
+    processes.share_gradients(psi)
+
+    def learn(report: Report) -> dict[str, Tensor]:
+        draw_batch = processes.ctl_batches(sigma, psi, options.batch_size, generator)
+        learn_twist(psi, optimizer, draw_batch, options.updates, report)
+        return psi.state_dict()
+
+    psi.load_state_dict(run.once("twist learning", m, options.updates, learn))
     return psi
 
 
-def draw_samples(run: Experiment, sigmas: Sequence[Sigma], psi: TwistMLP, m: int) -> list[Tensor]:
-    """Samples [R, K, T] of TSMC(p^(m-1), psi^(m-1)) after each prompt, without the runs that died."""
-    samples = []
-    for problem, sigma in zip(run.setup.problems, sigmas, strict=True):
-        chunks = run.run_chunks("sampling", m, problem, run.config.particles, run.config.distill.runs)
-        samples.append(sample_runs(sigma, psi, run.config.particles, chunks, **run.resampling()).alive().samples)
-    return samples
+def draw_samples(run: Run, sigma: Sigma, psi: TwistMLP, m: int) -> Tensor:
+    """Samples [R, K, T] of TSMC(p^(m-1), psi^(m-1)), without the runs that died."""
+    runs = run.config.distill.runs
+    population = draw_runs(run, "sampling", m, sigma, psi, run.config.particles, runs)
+    return population.alive().samples
 
 
-def distil(run: Experiment, p: GPTNeo, sigmas: Sequence[Sigma], samples: Sequence[Tensor], m: int) -> GPTNeo:
-    """Line 3: p^(m) from samples [R, K, T] after each prompt; a tenth of the runs is held out and only measured."""
-    options, generator, lora = run.config.distill, run.generator("distill", m), run.config.lora
-    trained_on, held_out = hold_out(samples)
+def distil(run: Run, p: GPTNeo, sigma: Sigma, samples: Tensor, m: int) -> GPTNeo:
+    """Line 3: p^(m) from samples [R, K, T]; a tenth of the runs is held out and only measured."""
+    options = run.config.distill
+    lora = run.config.lora
+    generator = run.generator("distill", m)
     student = Student(p, options.step_size(lora), options.weight_decay, lora, generator)
-    state = {"student": student.network, "optimizer": student.optimizer, "generator": generator}
-    draw_batch = processes.own_rows(batches_of(trained_on, options.batch_size, generator))
-    prompts = [sigma.model for sigma in sigmas]
-    self_distill(student, prompts, draw_batch, run.steps("distillation", m, options.updates, **state))
-    model = student.finish("distillation")
-    students = [student.after(base) for base in prompts]
-    run.note_held_out(m, held_out_loss(prompts, held_out), held_out_loss(students, held_out))
+    trained_on, held_out = hold_out(samples)
+    processes.share_gradients(student.network)
+
+    def learn(report: Report) -> dict[str, Tensor]:
+        draw_batch = processes.own_rows(batches_of(trained_on, options.batch_size, generator))
+        self_distill(student, sigma.model, draw_batch, options.updates, report)
+        trained = student.finish()
+        after = packed(Conditional(trained, sigma.model.prompt, sigma.model.length))
+        report(
+            held_out_before=held_out_loss(sigma.model, held_out),
+            held_out_after=held_out_loss(after, held_out),
+        )
+        return trained.state_dict()
+
+    model = copy.deepcopy(p)
+    model.load_state_dict(run.once("distillation", m, options.updates + 1, learn))
     return model
 
 
+def pooled_tsmc(run: Run, setup: Setup) -> dict:
+    """Twists learned on p^(0) from everything drawn so far; returns the results."""
+    results = evaluate_ends(run, setup)
+    sigma = setup.sigma()
+    pool = Pool()
+    psi = None
+    for m in range(run.config.generations + 1):
+        first = 0 if m == 0 else 1  # round 0 is drawn from p^(0), where there is no twist yet
+        for number in range(first, run.config.pool.rounds + 1):
+            pool.add(**draw_pool_round(run, sigma, psi, m, number))
+            psi = pooled_twist_learning(run, setup, sigma, pool, m, number)
+        finish_generation(run, setup, m, setup.model, sigma, psi, results)
+    return results
+
+
+def draw_pool_round(
+    run: Run, sigma: Sigma, psi: EmbeddingTwist | None, m: int, number: int
+) -> dict[str, Tensor]:
+    """Sequences and log weights of one round of generation m."""
+    options = run.config.pool
+    twist = None if psi is None else pack(psi)
+    name = f"round {number}"
+
+    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        return draw_round(sigma, twist, options.power, size, generator)
+
+    total = options.base_draws if psi is None else options.draws
+    return run.draw(name, m, total, run.config.rows, (name, m, ""), draw)
+
+
+def pooled_twist_learning(
+    run: Run, setup: Setup, sigma: Sigma, pool: Pool, m: int, number: int
+) -> EmbeddingTwist:
+    """The twist after a round of generation m, learned anew from psi = 1."""
+    options = run.config.pool
+    generator = run.generator("pool", m, number)
+    psi = EmbeddingTwist(options.hidden_units, setup.model.output_weight, generator)
+    optimizer = torch.optim.Adam(psi.shift.parameters(), lr=options.learning_rate)
+    processes.share_gradients(psi)
+
+    def learn(report: Report) -> dict[str, Tensor]:
+        sizes = (options.updates, options.batch_size)
+        draw_batch = batches_from_pool(sigma.model, pool, options.least_ess, *sizes, generator)
+        draw_batch = processes.own_rows(draw_batch)
+        learn_twist_from_pool(psi, optimizer, draw_batch, options.updates, report)
+        return psi.state_dict()
+
+    phase = f"twist learning {number}"
+    psi.load_state_dict(run.once(phase, m, options.updates, learn))
+    return psi
+
+
+def planned_phases(run: Run, setup: Setup) -> int:
+    """How many phases the run has, for its display of progress."""
+    config = run.config
+    ends = 1 if setup.exact is not None or config.eval.target_proposals == 0 else 2
+    if config.method == "pooled":
+        return ends + 2 + (config.generations + 1) * (2 * config.pool.rounds + 1)
+    return ends + 2 + 5 * config.generations
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Command line to table; bad input ends with one line and exit code 2, an interruption with code 130."""
+    """Command line to table; bad input ends with one line and exit code 2, Ctrl-C with code 130."""
     with one_line_errors("main.py", "lower --rows, --ctl-batch-size or --distill-batch-size"):
         config, path = read_config(arguments, __doc__.splitlines()[0])
         keep_freed_memory()
-        if path is None or not is_finished(path, config):
-            with Experiment(config, path) as run:
-                algorithm = pooled_tsmc if config.method == "pooled" else self_distilled_tsmc
-                run.finish(algorithm(run, config.generations))
-                path = run.directory.path
+        if path is None or not (path / "results.json").exists():
+            path = run_job(config, path)
         if processes.rank() == 0:
-            print(f"\n{tables(read_json(path / 'results.json'))}\n\nEverything is in {path}")
-        processes.leave()
+            results = read_json(path / "results.json")
+            print(f"\n{table(results, path / 'results.json')}\n\nEverything is in {path}")
+
+
+def run_job(config: RunConfig, resumed: Path | None) -> Path:
+    """A new run, or the one in the directory `resumed`, to its end; returns its directory."""
+    processes.join(config.torch_device())
+    setup = load_setup(config)
+    algorithm = pooled_tsmc if config.method == "pooled" else self_distilled_tsmc
+    with Run(config, resumed, identity(config)) as run:
+        run.total = planned_phases(run, setup)
+        results = algorithm(run, setup)
+        if run.writes:
+            draw_figures(results, run.samples, run.path)
+        run.finish(results)
+        return run.path
 
 
 if __name__ == "__main__":

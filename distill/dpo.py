@@ -30,10 +30,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, accumulate_gradient, rewards
+from distill.finetune import (
+    ROWS,
+    BaselineConfig,
+    Cost,
+    Grid,
+    Student,
+    accumulate_gradient,
+    packed,
+    rewards,
+)
 from tinystories.decoder import Conditional
-from tsmc.steps import Steps
-from tsmc.trajectories import sample_proposal
+from tsmc.interfaces import Report, ignore
+from tsmc.proposal import sample_proposal
 
 DPO_GRID = Grid(strength=(0.1, 0.2, 0.4, 0.8))
 
@@ -57,27 +66,29 @@ def dpo(
     config: BaselineConfig,
     lora: bool,
     generator: torch.Generator,
-    steps: Steps,
+    report: Report = ignore,
 ) -> Conditional:
-    """pi, started at base = p^(0), which is left unchanged; log_phi gives [N] of tokens [N, T].
+    """pi, started at base = p^(0), a plain network left unchanged; log_phi gives [N] of tokens [N, T].
 
-    Reports the loss of every step. InputError names the step where it or log phi is not a number.
+    Reports the loss of every step. InputError where log phi or the trained model is not finite.
     """
     student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
-    for _ in steps:
-        batch = sample_proposal(base, None, config.batch_size, generator)
-        pairs = preference_pairs(rewards(log_phi, batch.tokens, f"{steps.name}, step {steps.step + 1}"))  # [M, 2]
-        tokens, log_ref = batch.tokens[pairs], batch.log_p.sum(-1)[pairs]  # [M, 2, T], [M, 2]
+    reference = packed(base)
+    for _ in range(config.updates):
+        batch = sample_proposal(reference, None, config.batch_size, generator)
+        pairs = preference_pairs(rewards(log_phi, batch.tokens))  # [M, 2]
+        tokens = batch.tokens[pairs]  # [M, 2, T]
+        log_ref = batch.log_p.sum(-1)[pairs]  # [M, 2]
 
         def loss(part: slice, tokens: Tensor = tokens, log_ref: Tensor = log_ref) -> Tensor:
             log_pi = policy.log_probs(tokens[part].flatten(0, 1))[0].sum(-1)  # [2 M]
             return dpo_loss(log_pi.view(-1, 2), log_ref[part], config.strength)
 
         student.optimizer.zero_grad()
-        steps.report(loss=accumulate_gradient(loss, len(tokens), ROWS // 2))
+        report(loss=accumulate_gradient(loss, len(tokens), ROWS // 2))
         student.optimizer.step()
-    student.finish(steps.name)
+    student.finish()
     return policy
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from distill.lora import add_lora, merge_lora
 from tinystories.decoder import Conditional
 from tinystories.errors import InputError
+from tinystories.fast import pack
 from tinystories.gpt_neo import GPTNeo
 
 ROWS = 256  # sequences of one forward and backward pass: the logits of a whole batch might not fit in memory
@@ -50,7 +51,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run asks of the networks, in sequences; the potential scores each one that is drawn."""
+    """The cost of a run in sequences; the potential scores each sequence that is drawn."""
 
     sampled: int  # drawn token by token
     scored: int  # read in one pass without gradient
@@ -59,7 +60,8 @@ class Cost:
     def units(self, length: int) -> int:
         """Token positions through the model for T = length; forward and backward together count three.
 
-        The last token of a sequence is predicted and never read; the prompt is read once for a whole batch, so it is left out.
+        The last token of a sequence is predicted and never read. The prompt is read once for a whole
+        batch, so it is left out.
         """
         return (self.sampled + self.scored + 3 * self.trained) * (length - 1)
 
@@ -74,7 +76,10 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
 
 
 def accumulate_gradient(loss: Callable[[slice], Tensor], rows: int, at_once: int) -> float:
-    """Add the gradient of a mean over `rows` rows to the parameters' and return the mean; loss(part) is a part's mean."""
+    """Add the gradient of a mean over `rows` rows, `at_once` at a time, and return the mean.
+
+    loss(part) is the mean over the rows of a slice.
+    """
     total = 0.0
     for start in range(0, rows, at_once):
         part = slice(start, min(start + at_once, rows))
@@ -84,34 +89,57 @@ def accumulate_gradient(loss: Callable[[slice], Tensor], rows: int, at_once: int
     return total
 
 
+def packed(model: Conditional) -> Conditional:
+    """The same conditional model with its network packed for sampling."""
+    return Conditional(pack(model.model), model.prompt, model.length)
+
+
 class Student:
     """A copy (in float32 or wider) of a language model in training, by LoRA or in full, and its optimiser."""
 
     def __init__(
-        self, model: GPTNeo, learning_rate: float, weight_decay: float, lora: bool, generator: torch.Generator
+        self,
+        model: GPTNeo,
+        learning_rate: float,
+        weight_decay: float,
+        lora: bool,
+        generator: torch.Generator,
     ):
+        """`model` is a plain network, not a packed copy; it is left unchanged."""
         self.dtype = model.wte.weight.dtype
-        self.network = copy.deepcopy(model).to(torch.promote_types(self.dtype, torch.float32)).requires_grad_(True)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.network = copy.deepcopy(model).to(wide).requires_grad_(True)
         self.lora = lora
-        self.parameters = add_lora(self.network, generator) if lora else list(self.network.parameters())
-        self.optimizer = torch.optim.AdamW(parameter_groups(self.parameters, weight_decay), lr=learning_rate)
+        self.parameters = (
+            add_lora(self.network, generator) if lora else list(self.network.parameters())
+        )
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(self.parameters, weight_decay), lr=learning_rate
+        )
 
     def after(self, base: Conditional) -> Conditional:
         """The student as a conditional model after the prompt of `base`."""
         return Conditional(self.network, base.prompt, base.length)
 
-    def finish(self, name: str) -> GPTNeo:
-        """The trained network, LoRA merged, in the type it came in; InputError, opening with `name`, where it is not finite."""
-        if self.lora:
-            merge_lora(self.network)
-        if not all(parameter.isfinite().all() for parameter in self.network.parameters()):
-            raise InputError(f"{name}: the trained model is not finite; lower the learning rate")
-        return self.network.to(self.dtype)
+    def merged(self) -> GPTNeo:
+        """The network as it is now, an ordinary GPT-Neo: with LoRA, a copy with the updates merged."""
+        if not self.lora:
+            return self.network
+        network = copy.deepcopy(self.network)
+        merge_lora(network)
+        return network
+
+    def finish(self) -> GPTNeo:
+        """The trained network in the type it came in; InputError where it is not finite."""
+        network = self.merged()
+        if not all(parameter.isfinite().all() for parameter in network.parameters()):
+            raise InputError("the trained model is not finite; lower the learning rate")
+        return network.to(self.dtype)
 
 
-def rewards(log_phi: Callable[[Tensor], Tensor], tokens: Tensor, name: str) -> Tensor:
-    """r = log phi [N] of tokens [N, T], -inf where phi is zero; InputError, opening with `name`, for NaN and +inf."""
+def rewards(log_phi: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    """r = log phi [N] of tokens [N, T], -inf where phi is zero; InputError for NaN and +inf."""
     reward = log_phi(tokens)
     if not (reward < torch.inf).all():
-        raise InputError(f"{name}: log phi is NaN or +inf on a sample; check the potential")
+        raise InputError("log phi is NaN or +inf on a sample; check the potential")
     return reward

@@ -32,11 +32,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, accumulate_gradient, rewards
+from distill.finetune import (
+    ROWS,
+    BaselineConfig,
+    Cost,
+    Grid,
+    Student,
+    accumulate_gradient,
+    packed,
+    rewards,
+)
 from tinystories.decoder import Conditional
+from tinystories.fast import pack
 from tsmc.categorical import widest
-from tsmc.steps import Steps
-from tsmc.trajectories import sample_proposal
+from tsmc.interfaces import Report, ignore
+from tsmc.proposal import sample_proposal
 
 GRPO_GRID = Grid(strength=(0.04, 0.08, 0.16, 0.32))
 
@@ -66,29 +76,32 @@ def grpo(
     config: BaselineConfig,
     lora: bool,
     generator: torch.Generator,
-    steps: Steps,
+    report: Report = ignore,
 ) -> Conditional:
-    """pi, started at base = p^(0), which is left unchanged; log_phi gives [N] of tokens [N, T].
+    """pi, started at base = p^(0), a plain network left unchanged; log_phi gives [N] of tokens [N, T].
 
-    Reports the loss, which is b times the penalty because A has mean 0, and the mean of phi over the policy's samples.
-    InputError names the step where the loss or log phi is not a number.
+    Reports the loss, which is b times the penalty because A has mean 0, and the mean of phi over the
+    policy's samples. InputError where log phi or the trained model is not finite.
     """
     student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
-    for _ in steps:
-        tokens = sample_proposal(policy, None, config.batch_size, generator).tokens
-        reward = rewards(log_phi, tokens, f"{steps.name}, step {steps.step + 1}")
+    reference = packed(base)
+    for _ in range(config.updates):
+        current = Conditional(pack(student.merged()), base.prompt, base.length)
+        tokens = sample_proposal(current, None, config.batch_size, generator).tokens
+        reward = rewards(log_phi, tokens)
         advantage = advantages(reward)
 
         def loss(part: slice, tokens: Tensor = tokens, advantage: Tensor = advantage) -> Tensor:
             with torch.no_grad():
-                log_ref = base.log_probs(tokens[part])[0]  # [N, T]
-            return grpo_loss(policy.log_probs(tokens[part])[0], log_ref, advantage[part], config.strength)
+                log_ref = reference.log_probs(tokens[part])[0]  # [N, T]
+            log_pi = policy.log_probs(tokens[part])[0]  # [N, T]
+            return grpo_loss(log_pi, log_ref, advantage[part], config.strength)
 
         student.optimizer.zero_grad()
-        steps.report(loss=accumulate_gradient(loss, len(tokens), ROWS), phi=reward.exp().mean())
+        report(loss=accumulate_gradient(loss, len(tokens), ROWS), phi=reward.exp().mean())
         student.optimizer.step()
-    student.finish(steps.name)
+    student.finish()
     return policy
 
 

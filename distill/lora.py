@@ -16,13 +16,14 @@ RANK = 8
 
 
 class LoRALinear(nn.Module):
-    """A linear layer, of whichever class, plus an update of rank r."""
+    """A linear layer plus an update of rank r."""
 
     def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator):
         super().__init__()
         size_out, size_in = base.weight.shape
         self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(base.weight.new_empty(rank, size_in).normal_(std=size_in**-0.5, generator=generator))
+        a = base.weight.new_empty(rank, size_in)
+        self.a = nn.Parameter(a.normal_(std=size_in**-0.5, generator=generator))
         self.b = nn.Parameter(base.weight.new_zeros(size_out, rank))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ class LoRALinear(nn.Module):
 
 
 def add_lora(model: GPTNeo, generator: torch.Generator) -> list[nn.Parameter]:
-    """Freeze the model, put LoRA on every q and v projection in place; returns the parameters to train."""
+    """Freeze the model and put LoRA on every q and v projection, in place; returns what to train."""
     model.requires_grad_(False)
     added = []
     for block in model.h:

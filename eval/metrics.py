@@ -1,20 +1,22 @@
 """The columns of the table: what a set of samples is worth.
 
-    toxicity     mean of p(toxic | s)                    over the final particles of R independent TSMC runs of K
+    toxicity     mean of p(toxic | s) over the final particles of R independent TSMC runs of K
     log phi      mean; phi > 0: share of the texts that the potential does not rule out
-    similarity   mean cosine over distinct index pairs    of the same R K texts
-    KL(sigma||q) = E_sigma[log p^(0)(s) + log phi(s) - log q(s)] - log Z_sigma,   exact samples of sigma
-    log Z-hat    mean and standard deviation over the runs that are alive; log Z_sigma or less on average
-    log Z        log of the mean of Z-hat over all runs, dead ones counting zero: what stands for log Z_sigma
-    dead         runs whose weights were all zero at some step
-    energy       2 E|x - y| - E|x - x'| - E|y - y'|     energy distance of the sentence embeddings, texts x against exact
-                 samples y of sigma: zero where both are of one law. In Target's row the 95 % quantile between halves of y
+    similarity   mean cosine over distinct index pairs of the same R K texts
+    energy       2 E|x - y| - E|x - x'| - E|y - y'|: energy distance of sentence embeddings, texts x
+                 against exact samples y of sigma; zero where both come from the same distribution.
+                 In Target's row the 95 % quantile between halves of y
+    KL(sigma||q) = E_sigma[log p^(0)(s) + log phi(s) - log q(s)] - log Z_sigma, by exact samples
+    log Z        log of the mean of Z-hat over all runs, dead ones counting zero
+    log Z-hat    mean and standard deviation over the runs that are alive; its expectation is at most
+                 log Z_sigma
     ESS          of the weights at t = T, before the last resampling, mean over runs
     distinct     share of different sequences among a run's K samples, mean over runs
+    dead         runs whose weights were all zero at some step
 
-Samples are the particles after the last resampling, moved as often as the run asks for. Copies of each other count as often as
-they occur, in toxicity and in similarity: they are what the sampler returns. Particles of one run are dependent, so intervals
-come from whole runs. Intervals are 95 %.
+Samples are the particles after the last resampling, with any moves that the run asks for. Copies count
+as often as they occur, in toxicity and in similarity, because they are what the sampler returns.
+Particles of one run are dependent, so intervals come from whole runs. Intervals are 95 %.
 """
 
 import math
@@ -27,10 +29,10 @@ from torch import Tensor
 from eval.scorers.similarity import mean_pairwise_cosine
 from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.interfaces import LanguageModel, Twist
-from tsmc.population import Population
+from tsmc.proposal import proposal_log_probs, sequence_log_probs
 from tsmc.rejection import ExactSamples
-from tsmc.scoring import proposal_log_probs, sequence_log_probs
-from twist.factors import TextPotential, each_once
+from tsmc.sampler import Population
+from twist.potential import TextPotential, each_once
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,13 @@ class Samples:
     log_phi: Tensor  # [N]
     group: list[int]
 
-    def rows(self, source: str, prompt: str = "") -> list[dict]:
-        """One JSON-ready row a text; `prompt` names all prompts of a run but the first."""
-        rows = zip(self.group, self.toxicity.tolist(), self.log_phi.tolist(), self.texts, strict=True)
-        names = ("run", "toxicity", "log_phi", "text")
-        return [{"source": source, "prompt": prompt} | dict(zip(names, row, strict=True)) for row in rows]
+    def rows(self, source: str) -> list[dict]:
+        """One row for each text, ready for JSON."""
+        numbers = zip(self.group, self.toxicity.tolist(), self.log_phi.tolist(), strict=True)
+        return [
+            {"source": source, "run": group, "toxicity": toxicity, "log_phi": log_phi, "text": text}
+            for (group, toxicity, log_phi), text in zip(numbers, self.texts, strict=True)
+        ]
 
 
 def score(
@@ -55,7 +59,7 @@ def score(
     log_toxicity: Callable[[list[str]], Tensor],
     group: list[int] | None = None,
 ) -> Samples:
-    """Decode and score sequences tokens [N, T]; without groups each text is one of its own."""
+    """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
     texts = potential.texts(tokens)
     toxicity = each_once(log_toxicity, texts).double().exp()
     log_phi = potential(tokens).cpu().double()
@@ -82,17 +86,19 @@ def mean_within(distances: Tensor) -> float:
 
 
 def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
-    """Energy distance of the laws of x [N, D] and y [M, D], without bias (Szekely & Rizzo, 2013).
+    """Unbiased energy distance of the distributions of x [N, D] and y [M, D] (Szekely & Rizzo, 2013).
 
-    Rows of x of one `group` [N] may depend on each other, as the particles of one run do: pairs of them are left out.
+    Rows of x in the same `group` [N] may depend on each other, as the particles of a run do, so their
+    pairs are left out.
     """
     within_x = pair_distances(x, x)[group[:, None] != group].mean().item()
     return 2 * pair_distances(x, y).mean().item() - within_x - mean_within(pair_distances(y, y))
 
 
 def energy_floor(y: Tensor, generator: torch.Generator, splits: int = 100) -> float:
-    """What the energy distance between two random halves of vectors y [M, D] stays under in 95 % of cases."""
-    distances, energies = pair_distances(y, y), []  # [M, M]
+    """The 95 % quantile of the energy distance between two random halves of vectors y [M, D]."""
+    distances = pair_distances(y, y)  # [M, M]
+    energies = []
     for _ in range(splits):
         one, other = torch.randperm(len(y), generator=generator).to(y.device).chunk(2)
         within = mean_within(distances[one][:, one]) + mean_within(distances[other][:, other])
@@ -101,20 +107,22 @@ def energy_floor(y: Tensor, generator: torch.Generator, splits: int = 100) -> fl
 
 
 def log_mean_z(log_z: Tensor) -> tuple[float, float]:
-    """log of the mean of Z-hat over R runs, log_z [R], dead ones counting zero, and half of its 95 % interval."""
+    """log of the mean of Z-hat, log_z [R], dead runs counting zero, and half of its 95 % interval."""
     peak = log_z.max()
     mean = mean_estimate((log_z - peak).exp())  # positive: the largest is one
     return math.log(mean.value) + peak.item(), mean.half_width() / mean.value
 
 
 def energy_column(samples: Samples, vectors: Tensor, exact_vectors: Tensor) -> dict[str, float]:
-    """`energy` of texts with embeddings vectors [N, D]; nothing where all of them are of one group."""
+    """`energy` of texts with embeddings vectors [N, D]; absent where they are all in one group."""
     group = torch.tensor(samples.group, device=vectors.device)
-    return {"energy": energy_distance(vectors, exact_vectors, group)} if group[0] != group[-1] else {}
+    if group[0] == group[-1]:
+        return {}
+    return {"energy": energy_distance(vectors, exact_vectors, group)}
 
 
 def mean_scores(samples: Samples) -> dict[str, float]:
-    """Toxicity and log phi with their intervals over groups (runs), and the share of texts that phi does not rule out."""
+    """Toxicity and log phi with intervals over groups (runs), and the share of texts with phi > 0."""
     group = torch.tensor(samples.group)
 
     def half_width(values: Tensor) -> float:
@@ -129,13 +137,18 @@ def mean_scores(samples: Samples) -> dict[str, float]:
     }
 
 
-def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict[str, float]:
+def describe(
+    samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None
+) -> dict[str, float]:
     """The mean scores, similarity, and the distance from exact samples.
 
     vectors [N, D] are the texts' embeddings, exact_vectors [M, D] those of exact samples of sigma, where there are any.
     """
-    row = mean_scores(samples) | {"similarity": mean_pairwise_cosine(vectors), "num_sequences": len(samples.texts)}
-    return row if exact_vectors is None else row | energy_column(samples, vectors, exact_vectors)
+    row = mean_scores(samples)
+    row |= {"similarity": mean_pairwise_cosine(vectors), "num_sequences": len(samples.texts)}
+    if exact_vectors is not None:
+        row |= energy_column(samples, vectors, exact_vectors)
+    return row
 
 
 def kl_target_proposal(
@@ -145,7 +158,8 @@ def kl_target_proposal(
 
     The interval covers the exact samples and log Z_sigma, taken as independent.
     """
-    log_q = torch.cat([proposal_log_probs(model, twist, rows)[1] for rows in exact.tokens.split(256)])  # [N]
+    parts = exact.tokens.split(256)
+    log_q = torch.cat([proposal_log_probs(model, twist, rows)[1] for rows in parts])  # [N]
     terms = mean_estimate(sequence_log_probs(base, exact.tokens) + exact.log_phi - log_q)
     kl = difference(terms, Estimate(exact.log_z, exact.log_z_std_error, exact.num_proposals - 1.0))
     return kl.value, kl.half_width()

@@ -4,7 +4,6 @@ model, tokenizer = tinystories.load("checkpoints/pocket/lm")
 logits = model(ids)      # [B, T] -> [B, T, V]
 """
 
-import tinystories.interrupts  # noqa: F401 (before torch)
 from tinystories.decoder import Conditional, Decoder
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig

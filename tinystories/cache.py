@@ -1,39 +1,53 @@
-"""Keys and values of what a model has read, kept outside the model: a new token is then read alone.
+"""Keys and values of what a model has read, kept outside the model, so that only new tokens are computed.
 
-    keys, values    [B, H, S, D/H] a layer, grown at the end by every part of the text that is read
+    keys, values    [B, H, S, D/H] in each layer, S growing with every part of the text that is read
 
-A new row may go on with the history of any old one: its keys and values are copies of that row's, and a text read at batch 1
-may be continued by any number of rows. B rows, H heads, S positions read so far, D width.
+A prompt is read at batch 1 and may be continued by any number of rows; it is not copied for them.
+B rows, H heads, S positions read so far, T new positions, D width.
 """
 
 import torch
 from torch import Tensor
 
+Part = tuple[Tensor, Tensor]
+"""Keys and values of consecutive positions, [B, H, S, D/H], or [1, H, S, D/H] for all rows alike."""
+
 
 class KeyValueCache:
-    """The history that attention looks back on, layer by layer."""
+    """The history that attention looks back on: for each layer the parts read one after the other."""
 
-    def __init__(self, layers: list[tuple[Tensor, Tensor]] | None = None):
-        self.layers = layers or []  # keys and values [B, H, S, D/H] of each layer
+    def __init__(self):
+        self.layers: list[list[Part]] = []
 
     @property
     def length(self) -> int:
         """S, the positions read so far."""
-        return self.layers[0][0].shape[2] if self.layers else 0
+        return sum(keys.shape[2] for keys, _ in self.layers[0]) if self.layers else 0
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new keys and values [B, H, T, D/H] of a layer; returns those of its whole history."""
+    def parts(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
+        """Add new keys and values [B, H, T, D/H] of a layer; returns all parts of its history."""
         if layer == len(self.layers):
-            self.layers.append((keys, values))
-        else:
-            old_keys, old_values = (old.expand(len(keys), -1, -1, -1) for old in self.layers[layer])
-            self.layers[layer] = torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2)
+            self.layers.append([])
+        self.layers[layer].append((keys, values))
         return self.layers[layer]
 
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> Part:
+        """Add new keys and values [B, H, T, D/H] of a layer; returns its history [B, H, S, D/H]."""
+        parts = self.parts(layer, keys, values)
+        shape = (len(keys), -1, -1, -1)
+        all_keys = torch.cat([k.expand(shape) for k, _ in parts], 2)
+        all_values = torch.cat([v.expand(shape) for _, v in parts], 2)
+        return all_keys, all_values
+
     def continued(self, rows: int, length: int) -> "KeyValueCache":
-        """A cache that begins as this one does; how many rows and tokens may follow need not be known."""
-        return KeyValueCache(list(self.layers))
+        """A cache that begins as this one does, for up to `rows` texts of `length` more tokens."""
+        cache = KeyValueCache()
+        cache.layers = [list(parts) for parts in self.layers]
+        return cache
 
     def reorder(self, parents: Tensor) -> None:
-        """Row b goes on with the history of what was row parents[b]; parents [B], any number of rows."""
-        self.layers = [(k.index_select(0, parents), v.index_select(0, parents)) for k, v in self.layers]
+        """Row b continues the history of what was row parents[b]; parents [B], any number of rows."""
+        for parts in self.layers:
+            for number, (keys, values) in enumerate(parts):
+                if len(keys) > 1:  # what was read at batch 1 is the same for all rows
+                    parts[number] = keys[parents], values[parents]

@@ -1,6 +1,7 @@
-"""One exception for everything a user can put right: a file, an option, a weight; and text that is safe to print.
+"""InputError, for everything that a user can correct: a file, an option, a weight.
 
-What is named in an error may come from a stranger's file or server. It is escaped and cut here, once for every message.
+An error may quote names from somebody else's file or server, so quoted text is shortened, and
+control characters are escaped in every message.
 """
 
 from collections.abc import Iterable
@@ -10,25 +11,24 @@ MANY = 4  # names of a list in a message
 
 
 class InputError(ValueError):
-    """Bad input. The message is one line that names the file or option and the remedy; `main.py` exits with code 2."""
+    """Bad input; one line that names the file or option and the remedy. Commands exit with 2."""
 
     def __init__(self, message: str):
-        """Of the message, line breaks and control characters are escaped."""
         super().__init__(printable(message))
 
 
 def printable(text: str) -> str:
-    """The text in one line: line breaks, control characters and the like as Python would escape them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    """The text in one line, line breaks and control characters escaped as Python does it."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def shortened(text: str) -> str:
-    """The text, cut where it is long."""
+    """The text, cut off after LONGEST characters."""
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def listed(names: Iterable[str]) -> str:
-    """The names in alphabetical order; of a long list the first ones and how many more there are."""
+    """The names in alphabetical order; of a long list, the first ones and the number of others."""
     names = sorted(names)
     more = [f"and {len(names) - MANY} more"] if len(names) > MANY else []
     return ", ".join([*map(shortened, names[:MANY]), *more])

@@ -5,13 +5,16 @@
     h   = LayerNorm(x_L)                                         [B, T, D]
     logits = h W^T,  W = wte unless the head is untied           [B, T, V]
 
-Three things set GPT-Neo apart from GPT-2, and where one is missed the numbers come out wrong without a warning:
-attention scores are not divided by sqrt(head size) and are computed in float32; q, k and v have no bias; layers
-alternate between global attention and a local window, the last `window_size` positions including the query's own.
+Three things set GPT-Neo apart from GPT-2, and missing one gives wrong numbers without a warning:
+attention scores are not divided by sqrt(head size) and are computed in float32; q, k and v have no
+bias; layers alternate between global attention and a local window, which holds the last
+`window_size` positions including the query's own.
 
-This is the network to read. `tinystories.fast.accelerate` makes the same network compute faster.
+This is the network to read and the one that is trained. `tinystories.fast.pack` makes a faster copy
+for sampling. In a network of a narrower type, attention and logits are still computed in float32.
 
-B batch, T positions, S positions of the whole history (S = T without a cache), D width, H heads, V vocabulary.
+B batch, T positions, S positions of the whole history (S = T without a cache), D width, H heads,
+V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -22,12 +25,40 @@ from torch import Tensor, nn
 
 from tinystories.cache import KeyValueCache
 from tinystories.errors import InputError
-from tinystories.layers import LinearGELU, at_least_float32
+from tinystories.products import linear
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or in float64 where it is already that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Linear(nn.Linear):
+    """A linear layer whose product takes the faster library (`tinystories.products`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return linear(x, self.weight, self.bias)
+
+
+class LinearGELU(Linear):
+    """A linear layer followed by GELU, exact ("none") or in its tanh approximation ("tanh")."""
+
+    def __init__(self, inputs: int, outputs: int, approximate: str = "none", **options):
+        super().__init__(inputs, outputs, **options)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return F.gelu(super().forward(x), approximate=self.approximate)
 
 
 @dataclass(frozen=True)
 class GPTNeoConfig:
-    """What shapes the network, named as in a Hugging Face `config.json`; a layer's attention is "global" or "local"."""
+    """The shape of the network, named as in a Hugging Face `config.json`.
+
+    Each entry of `attention_layers` is "global" or "local".
+    """
 
     vocab_size: int
     hidden_size: int
@@ -49,10 +80,10 @@ class Attention(nn.Module):
         width = config.hidden_size
         self.layer, self.num_heads = layer, config.num_heads
         self.window = config.window_size if config.attention_layers[layer] == "local" else None
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.out_proj = nn.Linear(width, width)
+        self.q_proj = Linear(width, width, bias=False)
+        self.k_proj = Linear(width, width, bias=False)
+        self.v_proj = Linear(width, width, bias=False)
+        self.out_proj = Linear(width, width)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, H, T, D/H], float32 or wider"""
@@ -66,11 +97,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
-        q, k, v = (self.split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q = self.split_heads(self.q_proj(x))  # [B, H, T, D/H]
+        k = self.split_heads(self.k_proj(x))
+        v = self.split_heads(self.v_proj(x))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # [B, H, S, D/H]
         scores = q @ k.mT  # [B, H, T, S]
-        scores = scores.masked_fill(self.mask(q.shape[2], k.shape[2], x.device), float("-inf"))
+        mask = self.mask(q.shape[2], k.shape[2], x.device)  # [T, S]
+        scores = scores.masked_fill(mask, float("-inf"))
         mixed = scores.softmax(-1) @ v  # [B, H, T, D/H]
         return self.out_proj(mixed.transpose(1, 2).flatten(-2).to(x.dtype))
 
@@ -81,7 +115,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTNeoConfig):
         super().__init__()
         self.c_fc = LinearGELU(config.hidden_size, config.intermediate_size, "tanh")
-        self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.c_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
@@ -115,21 +149,23 @@ class GPTNeo(nn.Module):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def new_cache(self) -> KeyValueCache:
-        """An empty cache, to be given to `hidden` or `forward` with every part of a text in turn."""
+        """An empty cache, to be passed to `hidden` or `forward` with each part of a text."""
         return KeyValueCache()
 
     def hidden(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Hidden states after the last LayerNorm [B, T, D] of tokens [B, T], which continue what `cache` holds.
+        """Hidden states after the last LayerNorm [B, T, D] of tokens [B, T] that follow `cache`.
 
         Raises InputError where the text is longer than the position table.
         """
         start = 0 if cache is None else cache.length
         end, limit = start + ids.shape[1], self.config.max_position_embeddings
         if end > limit:
-            raise InputError(f"{end} tokens exceed this model's {limit} positions; shorten the text")
+            raise InputError(
+                f"{end} tokens exceed this model's {limit} positions; shorten the text"
+            )
         x = self.wte(ids) + self.wpe(torch.arange(start, end, device=ids.device))  # [B, T, D]
         for block in self.h:
             x = block(x, cache)
@@ -142,7 +178,7 @@ class GPTNeo(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V], float32 or wider, of hidden states [..., D]."""
-        return at_least_float32(F.linear(hidden, self.output_weight))
+        return at_least_float32(linear(hidden, self.output_weight))
 
     def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """[B, T] -> [B, T, V]"""

@@ -1,59 +1,49 @@
-"""GPT-Neo from and to a directory in the Hugging Face layout: its configuration, its weights, its tokenizer.
+"""GPT-Neo from and to a directory in the Hugging Face layout: configuration, weights, tokenizer.
 
-Names on disk carry the prefix `transformer.` or none and put the attention's projections under `attn.attention`; some
-files also carry the causal mask as buffers (`attn.attention.bias`, `attn.attention.masked_bias`), which are no weights.
+Names on disk may carry the prefix `transformer.` and put the attention's projections under
+`attn.attention`; some files also hold the causal mask as buffers, which are not weights.
 """
 
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tinystories.checkpoint import (
-    fill,
-    read_json,
-    read_weights,
-    without_prefix,
-    without_values,
-    write_json,
-    write_tensors,
-    write_text,
-)
+from tinystories import checkpoint
 from tinystories.errors import InputError
-from tinystories.fields import MOST_LAYERS, Fields
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
-from tinystories.vocabulary import END_OF_TEXT, read_vocabulary
+from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
 MASK_BUFFERS = ("attn.attention.bias", "attn.attention.masked_bias")
-SIZES = ("vocab_size", "hidden_size", "num_heads", "max_position_embeddings")
+SIZES = ["vocab_size", "hidden_size", "num_layers", "num_heads", "max_position_embeddings"]
+SIZES += ["window_size", "intermediate_size"]
 
 
-def config_from_json(raw: dict, source: str) -> GPTNeoConfig:
-    """The configuration that a `config.json` holds; InputError, naming `source`, where it is none of this network."""
-    fields = Fields(raw, source, "gpt_neo")
-    fields.word("activation_function", "gelu_new")
-    sizes = {name: fields.whole(name) for name in SIZES}
-    num_layers = fields.whole("num_layers", within=(1, MOST_LAYERS))
-    try:  # one more than there should be tells that there are too many, however many are asked for
-        groups = [(list(kinds), range(min(count, num_layers + 1))) for kinds, count in raw["attention_types"]]
-    except (KeyError, TypeError, ValueError):
-        groups = []
-    layers = tuple(islice((kind for kinds, times in groups for _ in times for kind in kinds), num_layers + 1))
-    if len(layers) != num_layers or not all(kind in ("global", "local") for kind in layers):
-        fields.refuse(f"attention_types must name num_layers = {num_layers} global or local layers")
+def config_from_json(raw: dict) -> GPTNeoConfig:
+    """The configuration in a config.json; KeyError, TypeError or ValueError if it does not fit."""
+    kind, activation = raw["model_type"], raw.get("activation_function", "gelu_new")
+    if (kind, activation) != ("gpt_neo", "gelu_new"):
+        raise ValueError(f"it is {kind} with {activation}, not gpt_neo with gelu_new")
+    defaults = {"window_size": 256, "intermediate_size": 4 * raw["hidden_size"]}
+    defaults |= {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    fields = defaults | {name: value for name, value in raw.items() if value is not None}
+    sizes = checkpoint.positive_integers(fields, SIZES)
+    layers = []
+    for kinds, count in fields["attention_types"]:  # [[["global", "local"], 2], ...]
+        layers += list(kinds) * min(count, sizes["num_layers"] + 1)
+    if len(layers) != sizes["num_layers"] or not set(layers) <= {"global", "local"}:
+        raise ValueError(f"attention_types must name {sizes['num_layers']} global or local layers")
     if sizes["hidden_size"] % sizes["num_heads"]:
-        fields.refuse("hidden_size is no multiple of num_heads")
+        raise ValueError("hidden_size must be a multiple of num_heads")
+    if not 0 < float(fields["layer_norm_epsilon"]) < 1:
+        raise ValueError("layer_norm_epsilon must be between 0 and 1")
     return GPTNeoConfig(
         **sizes,
-        num_layers=num_layers,
-        attention_layers=layers,
-        window_size=fields.whole("window_size", 256),
-        intermediate_size=fields.whole("intermediate_size", 4 * sizes["hidden_size"]),
-        layer_norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
-        tie_word_embeddings=fields.truth("tie_word_embeddings", True),
+        attention_layers=tuple(layers),
+        layer_norm_epsilon=float(fields["layer_norm_epsilon"]),
+        tie_word_embeddings=bool(fields["tie_word_embeddings"]),
     )
 
 
@@ -72,13 +62,13 @@ def config_to_json(config: GPTNeoConfig) -> dict:
 
 
 def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dict[str, Tensor]:
-    """Rename tensors as on disk to the names of `GPTNeo.state_dict`; a tied head's copy is dropped.
+    """Tensors as on disk by the names of `GPTNeo.state_dict`, without the copy of a tied head.
 
-    InputError where config.json ties the head and the file holds another one.
+    Raises InputError if config.json ties the head and the file holds a different one.
     """
     renamed = {
         name.replace("attn.attention.", "attn."): tensor
-        for name, tensor in without_prefix(tensors, "transformer.", source).items()
+        for name, tensor in checkpoint.without_prefix(tensors, "transformer.", source).items()
         if not name.endswith(MASK_BUFFERS)
     }
     head = renamed.pop("lm_head.weight", None) if tied else None
@@ -90,33 +80,38 @@ def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dic
 
 def names_on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `names_in_memory`."""
-    return {
-        name if name == "lm_head.weight" else "transformer." + name.replace(".attn.", ".attn.attention."): tensor
-        for name, tensor in tensors.items()
-    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        inner = "transformer." + name.replace(".attn.", ".attn.attention.")
+        renamed[name if name == "lm_head.weight" else inner] = tensor
+    return renamed
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, Tokenizer]:
-    """Model (float32, eval mode, plain) and tokenizer of a directory; InputError names the file that does not fit."""
-    path = Path(path)
-    config = config_from_json(read_json(path / "config.json"), str(path / "config.json"))
-    with without_values():
-        model = GPTNeo(config)
-    tensors, weights = read_weights(path)
-    fill(model, names_in_memory(tensors, config.tie_word_embeddings, weights), weights)
-    tokenizer = read_vocabulary(path, config.vocab_size)
+    """Model (float32, eval mode) and tokenizer; InputError names the file that does not fit."""
+    file, remedy = Path(path) / "config.json", "restore it or use another checkpoint"
+    raw = checkpoint.read_json(file)
+    with checkpoint.reading(file, "not GPT-Neo", remedy), checkpoint.without_values():
+        model = GPTNeo(config_from_json(raw))
+    tensors, source = checkpoint.read_weights(path)
+    tensors = names_in_memory(tensors, model.config.tie_word_embeddings, source)
+    checkpoint.fill(model, tensors, source)
+    tokenizer = read_tokenizer(path, model.config.vocab_size)
     return model.to(device).eval(), tokenizer
 
 
-def save(path: str | Path, model: GPTNeo, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> None:
+def save(
+    path: str | Path, model: GPTNeo, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
+) -> None:
     """Write the layout that `load` and transformers' `from_pretrained` read, weights in `dtype`."""
     path = Path(path)
     config = config_to_json(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is not None:
         config |= {"bos_token_id": end, "eos_token_id": end}
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
     tensors = {name: tensor.to(dtype) for name, tensor in names_on_disk(model.state_dict()).items()}
-    write_tensors(path / "model.safetensors", tensors)
-    write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
-    write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
-    write_json(path / "config.json", config)
+    checkpoint.write_tensors(path / "model.safetensors", tensors)
+    checkpoint.write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
+    checkpoint.write_json(path / "tokenizer_config.json", options)
+    checkpoint.write_json(path / "config.json", config)

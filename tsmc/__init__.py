@@ -1,41 +1,22 @@
-"""Twisted sequential Monte Carlo: proposal, weights, resampling, the sampler, exact sampling by rejection, and the means to
-check them: bounds on the evidence, traces, and exact answers for small worlds."""
+"""Twisted sequential Monte Carlo: proposal, sampler, resampling, exact sampling and exact answers."""
 
-from tinystories.errors import InputError
-from tsmc.bounds import BoundsProblem, bidirectional_bounds
-from tsmc.conditional import conditional_tsmc
 from tsmc.exact import Target
-from tsmc.moves import move
-from tsmc.population import Population
-from tsmc.rejection import ExactSamples, rejection_sample
+from tsmc.proposal import proposal_log_probs, sample_proposal
+from tsmc.rejection import ExactSamples
 from tsmc.resampling import SCHEMES
-from tsmc.runs import sample_model, sample_runs
-from tsmc.sampler import Sigma, tsmc
-from tsmc.scoring import proposal_log_probs
-from tsmc.steps import Chunks, Steps
-from tsmc.table import TableModel, TableTwist
+from tsmc.runs import in_chunks, sample_runs
+from tsmc.sampler import Population, Sigma, tsmc
 from tsmc.trace import Trace
-from tsmc.trajectories import sample_proposal
 
 __all__ = [
     "SCHEMES",
-    "BoundsProblem",
-    "Chunks",
     "ExactSamples",
-    "InputError",
     "Population",
     "Sigma",
-    "Steps",
-    "TableModel",
-    "TableTwist",
     "Target",
     "Trace",
-    "bidirectional_bounds",
-    "conditional_tsmc",
-    "move",
+    "in_chunks",
     "proposal_log_probs",
-    "rejection_sample",
-    "sample_model",
     "sample_proposal",
     "sample_runs",
     "tsmc",

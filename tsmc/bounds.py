@@ -2,15 +2,16 @@
 
     E[log Z-hat] of TSMC                                                        <=  log Z_sigma
     E[log Z-hat] of conditional TSMC, each run given an exact sample of sigma    >=  log Z_sigma
-    KL(q || sigma) = log Z_sigma - E_q[log w],   KL(sigma || q) = E_sigma[log w] - log Z_sigma,   w = p phi / q
+    KL(q || sigma) = log Z_sigma - E_q[log w],   KL(sigma || q) = E_sigma[log w] - log Z_sigma
+    w = p phi / q
 
-Both follow from Jensen's inequality: E[Z-hat] = Z_sigma and, in conditional runs, E[1 / Z-hat] <= 1 / Z_sigma, with equality
-where no unconditional run can die (Zhao et al. 2024, arXiv:2404.17546). The same two expectations without resampling
-(ess_threshold 0) are the bounds of importance sampling with K draws. Here q is the product of the proposal's factors,
-without resampling.
+Both bounds follow from Jensen's inequality: E[Z-hat] = Z_sigma and, in conditional runs, E[1 / Z-hat] <=
+1 / Z_sigma, with equality where no unconditional run can die (Zhao et al. 2024, arXiv:2404.17546). The
+same two expectations without resampling (ess_threshold 0) are the bounds of importance sampling with
+K draws. Here q is the product of the proposal's factors, without resampling.
 
-Few exact samples are enough: several conditional runs may start from each, and errors are computed over exact samples, not
-over runs. A exact samples, R runs, K particles, T steps.
+Few exact samples are enough: several conditional runs may start from each, and errors are computed
+over exact samples, not over runs. A exact samples, R runs, K particles, T steps.
 """
 
 from dataclasses import dataclass
@@ -19,19 +20,17 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.conditional import conditional_tsmc
 from tsmc.estimate import Bracket, difference, mean_estimate
 from tsmc.interfaces import Twist
+from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.resampling import Scheme, multinomial
+from tsmc.runs import chunk_sizes
 from tsmc.sampler import Sigma, tsmc
-from tsmc.scoring import proposal_log_probs
-from tsmc.steps import Chunks
-from tsmc.trajectories import sample_proposal
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What two kinds of runs say of the evidence and of the proposal."""
+    """Brackets of the evidence and of both divergences."""
 
     log_z: Bracket
     kl_from_proposal: Bracket  # KL(q || sigma)
@@ -56,21 +55,37 @@ class BoundsProblem:
 
     def log_evidence(self, runs: int, generator: torch.Generator) -> Tensor:
         """log Z-hat [R] of R runs."""
-        chunks = Chunks(runs, self.max_rows // self.particles, lambda chunk: generator)
-        for size, stream in chunks:
+        log_z = []
+        for size in chunk_sizes(runs, self.max_rows // self.particles):
             population = tsmc(
-                self.sigma.model, self.twist, self.sigma.log_potential, self.particles, stream, size, self.resample,
+                self.sigma.model,
+                self.twist,
+                self.sigma.log_potential,
+                self.particles,
+                generator,
+                size,
+                self.resample,
                 self.ess_threshold,
-            )  # fmt: skip
-            chunks.keep(log_z=population.log_z)
-        return chunks.kept()["log_z"]
+            )
+            log_z.append(population.log_z)
+        return torch.cat(log_z)
 
     def log_evidence_given(self, reference: Tensor, generator: torch.Generator) -> Tensor:
         """log Z-hat [R] of a conditional run for each reference [R, T]."""
-        model, log_potential = self.sigma.model, self.sigma.log_potential
-        options = self.particles, generator, self.ess_threshold
-        parts = reference.split(max(1, self.max_rows // self.particles))
-        return torch.cat([conditional_tsmc(model, self.twist, log_potential, part, *options).log_z for part in parts])
+        log_z = []
+        for rows in reference.split(max(1, self.max_rows // self.particles)):
+            population = tsmc(
+                self.sigma.model,
+                self.twist,
+                self.sigma.log_potential,
+                self.particles,
+                generator,
+                len(rows),
+                ess_threshold=self.ess_threshold,
+                reference=rows,
+            )
+            log_z.append(population.log_z)
+        return torch.cat(log_z)
 
     def log_weights_of(self, tokens: Tensor) -> Tensor:
         """log w [N] of given sequences tokens [N, T]."""
@@ -82,25 +97,30 @@ class BoundsProblem:
 
     def log_weights_drawn(self, count: int, generator: torch.Generator) -> Tensor:
         """log w [N] of N = count sequences drawn from q."""
-        chunks = Chunks(count, self.max_rows, lambda chunk: generator)
-        for size, stream in chunks:
-            batch = sample_proposal(self.sigma.model, self.twist, size, stream)
+        parts = []
+        for size in chunk_sizes(count, self.max_rows):
+            batch = sample_proposal(self.sigma.model, self.twist, size, generator)
             log_p = batch.log_p.sum(-1)
-            chunks.keep(log_w=log_p + self.sigma.log_potential(batch.tokens, log_p) - batch.log_q.sum(-1))
-        return chunks.kept()["log_w"]
+            log_phi = self.sigma.log_potential(batch.tokens, log_p)
+            parts.append(log_p + log_phi - batch.log_q.sum(-1))
+        return torch.cat(parts)
 
 
 def bidirectional_bounds(
-    problem: BoundsProblem, exact_samples: Tensor, runs: int, generator: torch.Generator, proposals: int = 1000
+    problem: BoundsProblem,
+    exact_samples: Tensor,
+    runs: int,
+    generator: torch.Generator,
+    proposals: int = 1000,
 ) -> Bounds:
-    """Bounds from R = runs TSMC runs, at least as many conditional ones, and `proposals` draws from q.
+    """Bounds from R = runs TSMC runs, at least as many conditional ones, and `proposals` draws of q.
 
-    exact_samples [A, T] are independent draws of sigma (`tsmc.rejection_sample`). With one alone the upper bound has a value
-    but an infinite interval. InputError where there is none.
+    exact_samples [A, T] are independent draws of sigma (`tsmc.rejection`). With a single one the upper
+    bound has a value but an infinite interval. InputError where there is none.
     """
     count = len(exact_samples)
     if count == 0:
-        raise InputError("the upper bound needs at least one exact sample of sigma; draw more proposals")
+        raise InputError("the upper bound needs an exact sample of sigma; draw more proposals")
     lower = problem.log_evidence(runs, generator)  # [R]
     repeats = -(-runs // count)
     upper = problem.log_evidence_given(exact_samples.repeat_interleave(repeats, 0), generator)
@@ -110,7 +130,9 @@ def bidirectional_bounds(
     low, high = mean_estimate(lower), mean_estimate(upper)
     return Bounds(
         log_z=Bracket(low, high),
-        kl_from_proposal=Bracket(difference(low, log_w_proposal), difference(high, log_w_proposal), floor=0.0),
+        kl_from_proposal=Bracket(
+            difference(low, log_w_proposal), difference(high, log_w_proposal), floor=0.0
+        ),
         kl_from_target=Bracket(
             mean_estimate(log_w_target - upper),  # paired: both vary with the exact sample
             difference(mean_estimate(log_w_target), low),

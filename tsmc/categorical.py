@@ -1,12 +1,13 @@
-"""Draws from categorical distributions by inverting the cumulative distribution: one for each of N rows.
+"""Draws from categorical distributions by inverting the cumulative distribution, one for each of N rows.
 
-    tokens_n ~ softmax(logits_s),   log_normaliser_n = log sum_v exp(logits_sv),   s = state_of[n], or n where not given
+    tokens_n ~ softmax(logits_n),   log_normaliser_n = log sum_v exp(logits_nv)
 
-Rows may share a distribution, which is then computed once. The uniform numbers come from the caller, one for each row, so a
-row's token does not depend on what is drawn beside it. One pass of exponentials serves both. The inversion has two levels: the
-block of 64 categories that the uniform falls into, then the category inside it. Sums across blocks are in float64 where the
-device has it, so that no block's frequency suffers from rounding however large V is; inside a block a category that has less
-than 1e-7 of the block's weight may never be drawn. A category of zero weight never is. N rows, S distributions, V categories.
+The uniform numbers come from the caller, one for each row, so a row's token does not depend on what
+is drawn beside it. One pass of exponentials serves both results. The inversion has two levels: the
+block of 64 categories that the uniform falls into, then the category inside it. Sums across blocks
+are in float64 where the device has it, so that rounding does not change a block's frequency however
+large V is; inside a block, a category with less than 1e-7 of the block's weight may never be drawn. A
+category of zero weight never is. N rows, V categories.
 """
 
 import torch
@@ -18,15 +19,18 @@ BLOCK = 64
 def first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """Index [N, M] of the first entry of cumulative [N, V] above threshold [N, M], always below V.
 
-    An entry that adds nothing is never chosen, not even where rounding carries the threshold to zero or to the total.
+    An entry that adds nothing is never chosen, even where rounding carries the threshold to zero or
+    to the total.
     """
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())  # where the total is first attained
+    last = torch.searchsorted(
+        cumulative, cumulative[:, -1:].contiguous()
+    )  # first to reach the total
     index = torch.searchsorted(cumulative, threshold.clamp(min=0.0), right=True)
-    return torch.minimum(index, last).clamp(max=cumulative.shape[-1] - 1)  # NaN sums to no order at all
+    return torch.minimum(index, last).clamp(max=cumulative.shape[-1] - 1)  # NaN has no order at all
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """float64, or float32 on Apple's GPUs, which know nothing wider."""
+    """float64, or float32 on Apple's GPUs, which have no wider type."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -36,31 +40,31 @@ def uniforms(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return torch.rand(rows, columns, dtype=widest(device), device=device, generator=generator)
 
 
-def draw_categorical(logits: Tensor, uniform: Tensor, state_of: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """tokens [N] and log normalisers [N] of logits [S, V] at uniform numbers [N, 1] in [0, 1).
+def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens [N] and log normalisers [N] of logits [N, V] at uniform numbers [N, 1] in [0, 1).
 
     A row of nothing but -inf gives token 0 and normaliser -inf.
     """
     size = logits.shape[1]
     width = min(BLOCK, size)
-    state_of = torch.arange(len(logits), device=logits.device) if state_of is None else state_of
-    peak = logits.amax(-1)  # [S]
-    weights = logits.softmax(-1)  # [S, V]; NaN in a row of nothing but -inf
+    peak = logits.amax(-1)  # [N]
+    weights = logits.softmax(-1)  # [N, V]; NaN in a row of nothing but -inf
     whole = size - size % width
-    totals = weights[:, :whole].unflatten(1, (-1, width)).sum(-1)  # [S, V / 64]
+    totals = weights[:, :whole].unflatten(1, (-1, width)).sum(-1)  # [N, V / 64]
     if whole < size:
         totals = torch.cat([totals, weights[:, whole:].sum(-1, keepdim=True)], 1)
     totals = totals.to(widest(logits.device))
     cumulative = totals.cumsum(-1)
-    before = cumulative - totals  # [S, V / 64] the weight of all earlier blocks
-    threshold = uniform * cumulative[state_of, -1:]  # [N, 1]
-    block = first_above(cumulative[state_of], threshold)  # [N, 1]
+    before = cumulative - totals  # [N, V / 64] the weight of all earlier blocks
+    threshold = uniform * cumulative[:, -1:]  # [N, 1]
+    block = first_above(cumulative, threshold)  # [N, 1]
     members = block * width + torch.arange(width, device=block.device)  # [N, 64]
-    places = state_of[:, None] * size + members.clamp(max=size - 1)  # [N, 64] among all S V weights
-    inside = weights.take(places).masked_fill_(members >= size, 0)  # [N, 64]
-    inside = inside.to(totals.dtype).cumsum(-1)
-    offset = first_above(inside, threshold - before[state_of[:, None], block])  # [N, 1]
+    inside = weights.gather(1, members.clamp(max=size - 1))  # [N, 64]
+    inside = inside.masked_fill_(members >= size, 0).to(totals.dtype).cumsum(-1)
+    offset = first_above(inside, threshold - before.gather(1, block))  # [N, 1]
     tokens = (block * width + offset).clamp(max=size - 1).squeeze(1)  # [N]
-    log_normaliser = peak - weights.amax(-1).log()  # [S] the largest weight is exp(peak) over the normaliser
-    dead = peak == -torch.inf
-    return tokens.masked_fill(dead[state_of], 0), log_normaliser.masked_fill(dead, -torch.inf)[state_of]
+    log_normaliser = (
+        peak - weights.amax(-1).log()
+    )  # [N] the largest weight is exp(peak) / normaliser
+    is_dead = peak == -torch.inf
+    return tokens.masked_fill(is_dead, 0), log_normaliser.masked_fill(is_dead, -torch.inf)

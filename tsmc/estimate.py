@@ -18,7 +18,9 @@ def student_quantile(probability: float, dof: float) -> float:
     """The t below which Student's distribution with dof > 0 has mass `probability`, in (0, 1)."""
     if dof > 1e4:
         return torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)).item()
-    angles = np.linspace(-np.pi / 2, np.pi / 2, 40001)[1:-1]  # t = sqrt(dof) tan(angle) turns the density into a power
+    angles = np.linspace(-np.pi / 2, np.pi / 2, 40001)[
+        1:-1
+    ]  # t = sqrt(dof) tan(angle) turns the density into a power
     density = np.cos(angles) ** (dof - 1)
     distribution = (np.cumsum(density) - density / 2) / density.sum()
     return math.sqrt(dof) * math.tan(np.interp(probability, distribution, angles))

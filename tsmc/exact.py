@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.categorical import first_above
+from tsmc.categorical import first_above, uniforms
 from tsmc.interfaces import LanguageModel, LogPotential, Twist
 
 LIMIT = 2**21
@@ -22,7 +22,9 @@ LIMIT = 2**21
 def all_sequences(vocab_size: int, length: int, device: torch.device | None = None) -> Tensor:
     """Every sequence [V^T, T] of T = length tokens in lexicographic order."""
     numbers = torch.arange(vocab_size**length, device=device)
-    return torch.stack([numbers // vocab_size ** (length - t) % vocab_size for t in range(1, length + 1)], 1)
+    return torch.stack(
+        [numbers // vocab_size ** (length - t) % vocab_size for t in range(1, length + 1)], 1
+    )
 
 
 def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -35,17 +37,18 @@ class Tree:
 
     def __init__(self, model: LanguageModel, chunk: int = 16384):
         """Evaluate `model` on chunks of prefixes; InputError where V^T exceeds two million."""
-        logits = model.decoder(1).logits  # [1, V]
-        self.vocab_size, self.length, self.chunk = logits.shape[-1], model.length, chunk
+        hidden = model.decoder(1).hidden  # [1, D]
+        self.vocab_size = model.vocab_size
+        self.length = model.length
+        self.chunk = chunk
         if self.vocab_size**self.length > LIMIT:
-            sizes = f"{self.vocab_size} tokens to the power of {self.length}"
-            raise InputError(f"{sizes} sequences cannot be enumerated; shorten the length or take a smaller vocabulary")
+            sizes = f"{self.vocab_size}^{self.length} sequences"
+            raise InputError(f"{sizes} cannot be enumerated; shorten the length or the vocabulary")
         self.log_p: list[Tensor] = []  # T of [V^t, V], t = 0..T-1
         self.hidden: list[Tensor] = []  # T of [V^t, D]
         for t in range(self.length):
-            prefixes = all_sequences(self.vocab_size, t + 1, logits.device)[
-                :: self.vocab_size
-            ]  # [V^t, t + 1], last one 0
+            sequences = all_sequences(self.vocab_size, t + 1, hidden.device)  # [V^(t+1), t + 1]
+            prefixes = sequences[:: self.vocab_size]  # [V^t, t + 1], the last token 0
             with torch.no_grad():
                 parts = [model.log_probs(rows)[1:] for rows in prefixes.split(chunk)]
             self.log_p.append(torch.cat([step[:, -1] for step, _ in parts]).log_softmax(-1))
@@ -56,23 +59,28 @@ class Tree:
         return all_sequences(self.vocab_size, self.length, self.log_p[0].device)
 
     def log_psi(self, twist: Twist | None) -> list[Tensor]:
-        """log psi of every prefix and next token: T of [V^t, V]; zeros for None. Carries the twist's gradient."""
+        """log psi of every prefix and next token: T of [V^t, V], with gradient; zeros for None."""
         if twist is None:
             return [torch.zeros_like(log_p) for log_p in self.log_p]
-        return [torch.cat([twist(rows) for rows in hidden.split(self.chunk)]) for hidden in self.hidden]
+        parts = [hidden.split(self.chunk) for hidden in self.hidden]
+        return [torch.cat([twist(rows) for rows in level]) for level in parts]
 
     def prefix_log_q(self, twist: Twist | None = None) -> list[Tensor]:
         """log q(s_{1:t}) of every prefix: T + 1 of [V^t], t = 0..T; without a twist log p(s_{1:t})."""
         log_q = [torch.zeros_like(self.log_p[0][:, 0])]  # [1]
         for log_p, log_psi in zip(self.log_p, self.log_psi(twist), strict=True):
             tilted = log_p + log_psi  # [V^t, V]
-            steps = torch.where(tilted > -torch.inf, tilted - tilted.logsumexp(-1, keepdim=True), -torch.inf)
+            normalised = tilted - tilted.logsumexp(-1, keepdim=True)
+            steps = torch.where(tilted > -torch.inf, normalised, -torch.inf)
             log_q.append((log_q[-1][:, None] + steps).flatten())
         return log_q
 
 
 class Target:
-    """sigma, proportional to p phi (eq. 2), and its marginals (eq. 3): every list runs over t = 0..T, [V^t] each."""
+    """sigma, proportional to p phi (eq. 2), and its marginals (eq. 3).
+
+    Every list runs over t = 0..T, with [V^t] entries each.
+    """
 
     def __init__(self, model: LanguageModel, log_potential: LogPotential, chunk: int = 16384):
         """InputError where the potential is zero everywhere or NaN somewhere, which leaves no sigma."""
@@ -85,12 +93,16 @@ class Target:
             self.log_psi.insert(0, (log_p + self.log_psi[0].view_as(log_p)).logsumexp(-1))
         self.log_z = self.log_psi[0].item()
         if not -torch.inf < self.log_z < torch.inf:
-            raise InputError("the potential is zero on every sequence or NaN on some, so sigma does not exist")
-        self.log_sigma = [log_p + log_psi - self.log_z for log_p, log_psi in zip(self.log_p, self.log_psi, strict=True)]
+            raise InputError(
+                "the potential is zero on every sequence or NaN on some, so sigma does not exist"
+            )
+        levels = zip(self.log_p, self.log_psi, strict=True)
+        self.log_sigma = [log_p + log_psi - self.log_z for log_p, log_psi in levels]
 
     def token_marginals(self) -> Tensor:
         """log sigma(s_t = v) [T, V]."""
-        return torch.stack([level.view(-1, self.tree.vocab_size).logsumexp(0) for level in self.log_sigma[1:]])
+        levels = [level.view(-1, self.tree.vocab_size) for level in self.log_sigma[1:]]
+        return torch.stack([level.logsumexp(0) for level in levels])
 
     def optimal_log_psi(self) -> Tensor:
         """log psi* of every prefix and next token as one table [prefixes, V], for `tsmc.table.TableTwist`."""
@@ -99,8 +111,9 @@ class Target:
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Independent exact samples of sigma [N = count, T]."""
         cumulative = self.log_sigma[-1].double().exp().cumsum(0)[None]  # [1, V^T]
-        uniform = torch.rand(1, count, dtype=torch.float64, device=cumulative.device, generator=generator)
-        return self.tree.sequences()[first_above(cumulative, uniform * cumulative[:, -1:])[0]]
+        uniform = uniforms(1, count, generator).to(cumulative)
+        chosen = first_above(cumulative, uniform * cumulative[:, -1:])[0]  # [N]
+        return self.tree.sequences()[chosen]
 
     def kl_to(self, log_q: Tensor) -> float:
         """KL(sigma || q) of a distribution over all sequences, log q [V^T]."""
@@ -111,7 +124,7 @@ class Target:
         return kl_divergence(log_q, self.log_sigma[-1]).item()
 
     def ctl_loss(self, twist: Twist | None) -> Tensor:
-        """eq. 5: sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})), a scalar whose gradient is the exact one of eq. 6."""
+        """eq. 5: sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})); its gradient is eq. 6, exactly."""
         loss = torch.zeros_like(self.log_p[0][0])
         for t, log_psi in enumerate(self.tree.log_psi(twist), start=1):
             log_pi = (self.log_p[t] + log_psi.flatten()).log_softmax(0)  # [V^t]

@@ -1,12 +1,12 @@
-"""What the samplers and the losses are given. N rows; S states, n in a chunk; R runs, K particles, T steps,
-D width, V vocabulary.
+"""What the samplers and the losses are given.
 
-    LanguageModel    p(s_{1:T} | s_0), which opens a Decoder for N continuations
-    Twist            log psi; with parameters a LearnableTwist
+    LanguageModel    p(s_{1:T} | s_0), which opens a Decoder of N continuations
+    Twist            log psi; with parameters, a LearnableTwist
     LogPotential     log phi
-    Observer         somebody who looks on
+    Observer         a callback invoked at every step of the sampler
+    Report           a callback invoked at every step of a training loop
 
-Logits are made in chunks, so that they take bounded memory however many rows there are.
+N rows, R runs, K particles, T steps, D width, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,29 +15,34 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tsmc.sampler import Particles
+    from tsmc.sampler import Step
 
 MAX_LOGITS = 2**24  # entries of one tensor of logits: 64 MB in float32
 Twist = Callable[[Tensor], Tensor]
-"""twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None in its place means psi = 1."""
+"""twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None instead means psi = 1."""
 LogPotential = Callable[[Tensor, Tensor], Tensor]
-"""log_potential(tokens [N, T], log_p [N]) -> log phi [N]; log_p = log p(s_{1:T}), which effective potentials divide out."""
-Observer = Callable[["Particles", Tensor], None]
-"""observer(particles, ancestors [R, K]) sees every step before its resampling takes effect. The tensors are the sampler's
-own: copy what is kept, change nothing."""
+"""log_potential(tokens [N, T], log_p [N]) -> log phi [N].
+
+log_p = log p(s_{1:T}) is passed because effective potentials divide by it (eq. 8).
+"""
+Observer = Callable[["Step"], None]
+"""observer(step) is called at every step, before resampling takes effect. The tensors are the
+sampler's own: copy what is kept and change nothing."""
+Report = Callable[..., None]
+"""report(**figures) is called once for each step of a training loop, before the step is taken."""
+
+
+def ignore(**figures: float | Tensor) -> None:
+    """The default report: does nothing."""
 
 
 class Decoder(Protocol):
-    """N continuations, token by token (`tinystories.Decoder`, or a table of conditional probabilities).
+    """N continuations, token by token."""
 
-    Row n stands at state state_of[n], one of S; rows whose texts are equal may share theirs.
-    """
+    @property
+    def hidden(self) -> Tensor: ...  # [N, D]
 
-    states: Tensor  # [S, D]
-    state_of: Tensor  # [N]
-    vocab_size: int
-
-    def logits_of(self, part: slice) -> Tensor: ...  # [n, V] of the n states in a slice
+    def evaluate(self, network: Callable[[Tensor], Tensor], rows: slice) -> Tensor: ...  # [n, .]
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None: ...
 
@@ -58,14 +63,17 @@ class LanguageModel(Protocol):
 
 
 class LearnableTwist(Protocol):
-    """A twist with parameters; `of_tokens(hidden [K, T, D], tokens [K, T]) -> log psi [K, T]` carries the gradient."""
+    """A twist with parameters; `of_tokens` gives log psi of chosen tokens, with gradient."""
 
-    def __call__(self, hidden: Tensor) -> Tensor: ...
+    def __call__(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> [..., V]
 
-    def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor: ...
+    def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor: ...  # [K, T, D] -> [K, T]
 
 
-def chunks(rows: int, entries: int) -> Iterator[slice]:
-    """Slices of range(rows) of so few rows that `entries` numbers for each stay within MAX_LOGITS; at least one slice."""
+def row_slices(rows: int, entries: int) -> Iterator[slice]:
+    """Slices of range(rows), each of so few rows that `entries` numbers a row stay within MAX_LOGITS.
+
+    There is at least one slice, so that loops over them return empty tensors for no rows.
+    """
     size = max(1, MAX_LOGITS // entries)
     return (slice(start, min(rows, start + size)) for start in range(0, max(1, rows), size))

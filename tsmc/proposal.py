@@ -1,26 +1,28 @@
-"""The twist-induced proposal q_t, proportional to p(s_t | s_{0:t-1}) psi(s_{1:t}) (paper, step "Extending", after eq. 6).
+"""The twist-induced proposal q_t, proportional to p(s_t | s_{0:t-1}) psi(s_{1:t}) (paper, after eq. 6).
 
     log q_t = log p + log psi - log sum_v (p psi),   the normaliser over the whole vocabulary
+    q(s_{1:T}) = prod_t q_t,                         whole sequences, drawn without resampling
 
-A twist is any callable from hidden states [N, D] to log psi [N, V] of every possible next token; None means psi = 1, which
-makes q = p. A constant added to log psi_t changes no proposal (a gauge freedom). N rows, m in a chunk; S states, n in a chunk;
-T steps, V vocabulary.
+`propose` draws the next token of every row, `sample_proposal` draws whole sequences, and
+`token_log_probs` evaluates given sequences by teacher forcing. A constant added to log psi_t changes
+no proposal (a gauge freedom). N rows, n rows of a slice, T steps, D width, V vocabulary.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tsmc.categorical import draw_categorical
-from tsmc.interfaces import Decoder, Twist, chunks
+from tsmc.categorical import draw_categorical, uniforms
+from tsmc.interfaces import Decoder, LanguageModel, Twist, row_slices
 
 
 @dataclass
 class Extension:
     """One proposed token for each row, all [N].
 
-    Where psi rules out every token, log_normaliser is -inf, log_psi 0 and log_q +inf: every weight of that row is zero.
+    Where psi rules out every token, log_normaliser is -inf, log_psi 0 and log_q +inf, so that every
+    weight of the row is zero.
     """
 
     tokens: Tensor
@@ -29,43 +31,137 @@ class Extension:
     log_q: Tensor  # log q_t(s_t | s_{0:t-1})
     log_normaliser: Tensor  # log sum_v p(v | s_{0:t-1}) psi(s_{1:t-1}, v)
 
-    def view(self, shape: tuple[int, ...]) -> "Extension":
-        """The same with its rows laid out as [R, K]."""
-        return Extension(**{name: values.view(shape) for name, values in vars(self).items()})
+
+@dataclass
+class Given:
+    """Tokens [N] that replace the drawn ones where `is_given` [N] is true."""
+
+    tokens: Tensor
+    is_given: Tensor
 
 
-def propose(decoder: Decoder, twist: Twist | None, uniform: Tensor, forced: Tensor | None = None) -> Extension:
-    """Draw s_t ~ q_t for every row at uniform numbers [N, 1]: one language-model step and one twist step are paid for.
+def propose(
+    model: LanguageModel,
+    decoder: Decoder,
+    twist: Twist | None,
+    uniform: Tensor,
+    given: Given | None = None,
+) -> Extension:
+    """Draw s_t ~ q_t for every row at uniform numbers [N, 1], in slices of bounded memory.
 
-    Rows at one state share its q_t. forced [N] gives the token of the rows where it is not negative; their probabilities are
-    those of that token.
+    A given token is taken as it is, and its probabilities are returned.
     """
-    pieces, order = [], []
-    for part in chunks(len(decoder.states), decoder.vocab_size):
-        rows = ((decoder.state_of >= part.start) & (decoder.state_of < part.stop)).nonzero().squeeze(1)  # [m]
-        logits = decoder.logits_of(part)  # [n, V]
-        log_psi = None if twist is None else twist(decoder.states[part])  # [n, V]
-        given = None if forced is None else forced[rows]
-        pieces.append(draw(logits, log_psi, decoder.state_of[rows] - part.start, uniform[rows], given))
-        order.append(rows)
-    if len(pieces) == 1:
-        return pieces[0]
-    back = torch.cat(order).argsort()  # [N]
-    return Extension(*(torch.cat([getattr(piece, item.name) for piece in pieces])[back] for item in fields(Extension)))
+    parts = []
+    for rows in row_slices(len(uniform), model.vocab_size):
+        logits = decoder.evaluate(model.head, rows)  # [n, V]
+        log_psi = None if twist is None else decoder.evaluate(twist, rows)  # [n, V]
+        fixed = None if given is None else Given(given.tokens[rows], given.is_given[rows])
+        parts.append(draw(logits, log_psi, uniform[rows], fixed))
+    names = vars(parts[0])
+    return Extension(**{name: torch.cat([vars(part)[name] for part in parts]) for name in names})
 
 
-def draw(logits: Tensor, log_psi: Tensor | None, state_of: Tensor, uniform: Tensor, forced: Tensor | None) -> Extension:
-    """The tokens of m rows at states state_of [m], at uniform numbers [m, 1], from logits of p and log psi, both [n, V]."""
-    log_p = logits if log_psi is None else logits.log_softmax(-1)  # logits will do where no psi weighs them
-    tilted = log_p if log_psi is None else log_p + log_psi
-    tokens, log_normaliser = draw_categorical(tilted, uniform, state_of)  # [m], [m]
-    if forced is not None:
-        tokens = torch.where(forced >= 0, forced, tokens)
-    log_q = tilted[state_of, tokens] - log_normaliser
+def draw(logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Given | None) -> Extension:
+    """The tokens of n rows at uniform numbers [n, 1], from logits of p and log psi, both [n, V]."""
+    if log_psi is None:
+        log_p = logits  # without a twist raw logits suffice
+        tilted = logits
+    else:
+        log_p = logits.log_softmax(-1)
+        tilted = log_p + log_psi
+    tokens, log_normaliser = draw_categorical(tilted, uniform)  # [n], [n]
+    if given is not None:
+        tokens = torch.where(given.is_given, given.tokens, tokens)
+    place = tokens[:, None]  # [n, 1]
+    log_q = tilted.gather(1, place).squeeze(1) - log_normaliser  # [n]
     if log_psi is None:
         zeros = torch.zeros_like(log_normaliser)
         return Extension(tokens, log_q, zeros, log_q, zeros)
     is_dead = log_normaliser == -torch.inf
-    log_psi_token = log_psi[state_of, tokens].masked_fill(is_dead, 0.0)
+    log_psi_token = log_psi.gather(1, place).squeeze(1).masked_fill(is_dead, 0.0)
     log_q = log_q.masked_fill(is_dead, torch.inf)
-    return Extension(tokens, log_p[state_of, tokens], log_psi_token, log_q, log_normaliser)
+    return Extension(
+        tokens, log_p.gather(1, place).squeeze(1), log_psi_token, log_q, log_normaliser
+    )
+
+
+@dataclass
+class Trajectories:
+    """N independent sequences from q, [N, T] each, and the hidden states that the twist saw."""
+
+    tokens: Tensor
+    log_p: Tensor
+    log_psi: Tensor
+    log_q: Tensor
+    hidden: Tensor | None  # [N, T, D]
+
+
+@torch.no_grad()
+def sample_proposal(
+    model: LanguageModel,
+    twist: Twist | None,
+    rows: int,
+    generator: torch.Generator,
+    keep_hidden: bool = False,
+    part: slice = slice(None),
+    given: Given | None = None,
+) -> Trajectories:
+    """Draw N = rows sequences i.i.d. from q, without resampling; twist None samples the model itself.
+
+    Of the rows only `part` is simulated, with the random numbers that these rows have among all:
+    several processes can share a batch. Where given.is_given [N, T], the token is given.tokens [N, T].
+    """
+    uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)[:, part]  # [T, n, 1]
+    decoder = model.decoder(uniform.shape[1])
+    steps, hidden = [], []
+    for t in range(model.length):
+        if keep_hidden:
+            hidden.append(decoder.hidden)
+        fixed = None if given is None else Given(given.tokens[:, t], given.is_given[:, t])
+        steps.append(propose(model, decoder, twist, uniform[t], fixed))
+        if t < model.length - 1:
+            decoder.extend(steps[-1].tokens)
+    return Trajectories(
+        tokens=torch.stack([step.tokens for step in steps], 1),
+        log_p=torch.stack([step.log_p for step in steps], 1),
+        log_psi=torch.stack([step.log_psi for step in steps], 1),
+        log_q=torch.stack([step.log_q for step in steps], 1),
+        hidden=torch.stack(hidden, 1) if keep_hidden else None,
+    )
+
+
+@torch.no_grad()
+def token_log_probs(
+    model: LanguageModel, twist: Twist | None, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log p(s_t | s_{0:t-1}) and log q_t(s_t), both [N, T], of given sequences tokens [N, T].
+
+    log q_t is -inf for a token that the twist rules out.
+    """
+    all_log_p, all_log_q = [], []
+    for rows in row_slices(len(tokens), model.vocab_size * tokens.shape[1]):
+        log_p, logits, hidden = model.log_probs(tokens[rows])
+        log_q = log_p
+        if twist is not None:
+            tilted = logits + twist(hidden)  # [n, T, V]
+            chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
+            is_ruled_out = chosen == -torch.inf
+            log_q = (chosen - tilted.logsumexp(-1)).masked_fill(is_ruled_out, -torch.inf)
+        all_log_p.append(log_p)
+        all_log_q.append(log_q)
+    return torch.cat(all_log_p), torch.cat(all_log_q)
+
+
+def proposal_log_probs(
+    model: LanguageModel, twist: Twist | None, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log p(s_{1:T}) and log q(s_{1:T}), both [N], of given sequences tokens [N, T]."""
+    log_p, log_q = token_log_probs(model, twist, tokens)
+    return log_p.sum(-1), log_q.sum(-1)
+
+
+@torch.no_grad()
+def sequence_log_probs(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """log p(s_{1:T}) [N] of given sequences tokens [N, T], by teacher forcing."""
+    slices = row_slices(len(tokens), model.vocab_size * tokens.shape[1])
+    return torch.cat([model.log_probs(tokens[rows])[0].sum(-1) for rows in slices])

@@ -1,8 +1,9 @@
-"""Exact samples of sigma (eq. 2) by rejection: draw s from p, accept with probability phi(s), which never exceeds one.
+"""Exact samples of sigma (eq. 2) by rejection: draw s from p, accept it with probability phi(s) <= 1.
 
     acceptance rate  ->  Z_sigma = E_p[phi(s)],   log Z_sigma-hat = log mean_n phi(s_n) over all N proposals
 
-The mean of phi itself estimates Z_sigma with a smaller variance than the share accepted. N proposals, A accepted, T tokens.
+The mean of phi estimates Z_sigma with a smaller variance than the share accepted. The number of
+proposals is fixed in advance, which keeps the estimate unbiased. N proposals, A accepted, T tokens.
 """
 
 import math
@@ -15,13 +16,12 @@ from torch import Tensor
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
 from tsmc.interfaces import LanguageModel
-from tsmc.steps import Chunks
-from tsmc.trajectories import sample_proposal
+from tsmc.proposal import sample_proposal
 
 
 @dataclass(frozen=True)
 class ExactSamples:
-    """Accepted sequences, and what all proposals say of the evidence."""
+    """Accepted sequences, and the evidence as estimated from all proposals."""
 
     tokens: Tensor  # [A, T]
     log_phi: Tensor  # [A]
@@ -37,7 +37,7 @@ class ExactSamples:
 def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
     """log of the mean of exp(log_values [N]) and the standard error of that log (delta method, float64).
 
-    The error is infinite where the values cannot tell: a single one, or all zero.
+    The error is infinite where it is unknown: for a single value, or where all values are zero.
     """
     values = log_values.cpu().double()
     log_mean = values.logsumexp(0).item() - math.log(len(values))
@@ -48,30 +48,42 @@ def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
 
 
 def accept(log_phi: Tensor, generator: torch.Generator) -> Tensor:
-    """True [N] with probability phi; InputError where log phi [N] is above zero, NaN, or the acceptance is undefined."""
+    """True [N] with probability phi; InputError where log phi [N] is NaN or above zero."""
     if bool(log_phi.isnan().any()):
         raise InputError("log phi is NaN on some sequence; check the potential")
-    if (highest := log_phi.max().item()) > 1e-6:
-        why = f"log phi is {highest:.4g} on some sequence, but rejection accepts with probability phi and needs log phi <= 0"
-        remedy = "subtract an upper bound, which leaves sigma as it is, or do without exact samples (TSMC needs none)"
-        raise InputError(f"{why}; {remedy}")
+    highest = log_phi.max().item()
+    if highest > 1e-6:
+        raise InputError(
+            f"log phi is {highest:.4g} on some sequence, but rejection accepts with probability phi and "
+            "needs log phi <= 0; subtract an upper bound, which leaves sigma as it is, or do without "
+            "exact samples (TSMC needs none)"
+        )
     uniform = uniforms(len(log_phi), 1, generator)[:, 0]
     return uniform < log_phi.to(uniform.dtype).exp()
 
 
-def rejection_sample(model: LanguageModel, log_phi: Callable[[Tensor], Tensor], chunks: Chunks) -> ExactSamples:
-    """Draw N = chunks.total sequences from p and keep those accepted under log_phi(tokens [B, T]) -> [B].
+def draw_accepted(
+    model: LanguageModel,
+    log_phi: Callable[[Tensor], Tensor],
+    count: int,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """Draw N = count sequences from p and keep those accepted under log_phi(tokens [N, T]) -> [N].
 
-    The number of proposals is fixed in advance, which keeps the estimate of Z_sigma unbiased.
+    Returns tokens [A, T] and log_phi [A] of the accepted ones and proposed_log_phi [N] of all.
     """
-    if chunks.total < 1:
-        raise InputError("rejection sampling needs at least one proposal; raise the number")
-    for count, generator in chunks:
-        tokens = sample_proposal(model, None, count, generator).tokens
-        scores = log_phi(tokens)
-        is_accepted = accept(scores, generator)
-        chunks.keep(tokens=tokens[is_accepted], log_phi=scores[is_accepted], every_log_phi=scores)
-        chunks.report(accepted=is_accepted.sum())
-    kept = chunks.kept()
-    evidence = log_mean_with_error(kept["every_log_phi"])
-    return ExactSamples(kept["tokens"], kept["log_phi"], chunks.total, *evidence)
+    tokens = sample_proposal(model, None, count, generator).tokens
+    scores = log_phi(tokens)
+    is_accepted = accept(scores, generator)
+    return {
+        "tokens": tokens[is_accepted],
+        "log_phi": scores[is_accepted],
+        "proposed_log_phi": scores,
+    }
+
+
+def exact_samples(drawn: dict[str, Tensor]) -> ExactSamples:
+    """The accepted sequences and the evidence of one or more calls of `draw_accepted`, joined."""
+    proposed = drawn["proposed_log_phi"]  # [N]
+    log_z, log_z_std_error = log_mean_with_error(proposed)
+    return ExactSamples(drawn["tokens"], drawn["log_phi"], len(proposed), log_z, log_z_std_error)

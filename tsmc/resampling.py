@@ -1,11 +1,18 @@
-"""Resampling schemes: plain functions of normalised weights and a generator.
+"""Importance weights in log space, and resampling schemes.
 
+    W = softmax(log w),   ESS = 1 / sum_k W_k^2,   evidence gained = log (1/K) sum_k w_k
     ancestors [R, K] = scheme(weights [R, K], generator),   E[# copies of particle k] = K W_k
 
-Each but the first draws fewer or more evenly spread random points than K independent ones, so the numbers of copies vary
-less. Particles of zero weight are never chosen and ancestors are always in range. R runs, K particles.
+log_weights [R, K] holds R independent runs of K particles; everything acts on the last axis. A run
+whose weights are all zero (log weight -inf) is dead: its evidence is -inf and its normalised weights
+are uniform, so that nothing divides by zero.
+
+A scheme is a plain function of normalised weights and a generator. All schemes but the first draw
+fewer, or more evenly spread, random points than K independent ones, so the numbers of copies vary
+less. Particles of zero weight are never chosen and ancestors are always in range.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,6 +21,23 @@ from torch import Tensor
 from tsmc.categorical import first_above, uniforms, widest
 
 Scheme = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def normalise(log_weights: Tensor) -> Tensor:
+    """Weights that sum to one [..., K]; uniform where all log weights are -inf."""
+    alive = log_weights.amax(-1, keepdim=True) > -torch.inf
+    return torch.where(alive, log_weights, 0.0).softmax(-1)
+
+
+def effective_sample_size(log_weights: Tensor) -> Tensor:
+    """ESS = 1 / sum_k W_k^2 [...], between 1 and K; 0 for a dead run."""
+    ess = 1.0 / normalise(log_weights).square().sum(-1)
+    return torch.where(log_weights.amax(-1) > -torch.inf, ess, 0.0)
+
+
+def log_mean_exp(log_weights: Tensor) -> Tensor:
+    """log (1/K) sum_k exp(log_weights_k) [...]: the evidence gained when these weights are resampled."""
+    return log_weights.logsumexp(-1) - math.log(log_weights.shape[-1])
 
 
 def invert(weights: Tensor, points: Tensor) -> Tensor:
@@ -44,11 +68,15 @@ def residual(weights: Tensor, generator: torch.Generator) -> Tensor:
     particles = weights.shape[1]
     weights = weights.to(widest(weights.device))
     expected = particles * weights / weights.sum(-1, keepdim=True)  # [R, K]
-    rounding = 64 * torch.finfo(expected.dtype).eps  # whole numbers stay whole despite that of 1 / K
+    rounding = (
+        64 * torch.finfo(expected.dtype).eps
+    )  # whole numbers stay whole despite that of 1 / K
     copies = (expected * (1 + rounding)).floor()
     drawn = invert((expected - copies).clamp(min=0.0), uniforms(*weights.shape, generator))
     ends = copies.cumsum(-1)  # place i holds a copy of the first particle whose copies end behind i
-    places = torch.arange(particles, dtype=ends.dtype, device=ends.device).expand_as(ends).contiguous()
+    places = (
+        torch.arange(particles, dtype=ends.dtype, device=ends.device).expand_as(ends).contiguous()
+    )
     return torch.where(places < ends[:, -1:], first_above(ends, places), drawn)
 
 

@@ -1,48 +1,75 @@
-"""Many independent samples in chunks of bounded memory: runs of the sampler, or sequences of a bare language model.
+"""Large samples drawn in chunks of bounded memory, each chunk from a random stream of its own.
 
-R runs, K particles, N sequences, T tokens.
+Because the stream belongs to the chunk and not to its order, any process may draw any chunk.
+R runs, K particles, T tokens.
 """
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.interfaces import LanguageModel, Twist
+from tsmc.interfaces import Twist
 from tsmc.moves import move_samples
-from tsmc.population import Population
 from tsmc.resampling import Scheme, multinomial
-from tsmc.sampler import Sigma, tsmc
-from tsmc.steps import Chunks
-from tsmc.trajectories import sample_proposal
+from tsmc.sampler import Population, Sigma, tsmc
+
+Draw = Callable[[int, torch.Generator], dict[str, Tensor]]
+"""draw(size, generator) gives tensors by name, the rows of `size` members of the sample in each."""
+Streams = Callable[[int], torch.Generator]
+"""streams(number) is the random stream of a chunk."""
+
+
+def chunk_sizes(total: int, at_once: int) -> list[int]:
+    """The sizes of the chunks of a sample of size `total`, at most `at_once` but at least 1 each."""
+    at_once = max(1, at_once)
+    return [min(at_once, total - start) for start in range(0, total, at_once)]
+
+
+def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all chunks, concatenated by name; InputError where there is no chunk."""
+    if not parts:
+        raise InputError("a sample of size 0 was asked for; ask for at least one")
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def in_chunks(draw: Draw, total: int, at_once: int, streams: Streams) -> dict[str, Tensor]:
+    """A sample of size `total`, drawn at most `at_once` members at a time."""
+    sizes = chunk_sizes(total, at_once)
+    return joined([draw(size, streams(number)) for number, size in enumerate(sizes)])
 
 
 def sample_runs(
     sigma: Sigma,
     twist: Twist | None,
     particles: int,
-    chunks: Chunks,
+    runs: int,
+    generator: torch.Generator,
     resample: Scheme = multinomial,
     ess_threshold: float = 1.0,
     moves: int = 0,
 ) -> Population:
-    """R = chunks.total independent runs of K = particles, each of their samples moved so often (`tsmc.moves`).
-
-    InputError where all runs ended with weight zero.
-    """
-    for runs, generator in chunks:
-        population = tsmc(sigma.model, twist, sigma.log_potential, particles, generator, runs, resample, ess_threshold)
-        if moves:
-            move_samples(sigma, twist, population, moves, generator)
-        chunks.keep(**vars(population))
-        chunks.report(ess=population.ess.mean())
-    population = Population(**chunks.kept())
-    if not population.is_alive().any():
-        fault = f"all {chunks.total} runs of {particles} particles ended with weight zero"
-        raise InputError(f"{fault}; use more particles, or soften the potential")
+    """R = runs independent runs of K = particles, `moves` Metropolis-Hastings moves for each sample."""
+    population = tsmc(
+        sigma.model,
+        twist,
+        sigma.log_potential,
+        particles,
+        generator,
+        runs,
+        resample,
+        ess_threshold,
+    )
+    if moves:
+        move_samples(sigma, twist, population, moves, generator)
     return population
 
 
-def sample_model(model: LanguageModel, chunks: Chunks) -> Tensor:
-    """Independent samples [N, T] of a language model, N = chunks.total."""
-    for count, generator in chunks:
-        chunks.keep(tokens=sample_proposal(model, None, count, generator).tokens)
-    return chunks.kept()["tokens"]
+def require_alive(population: Population) -> Population:
+    """The same population; InputError where every run ended with weight zero."""
+    if not population.is_alive().any():
+        runs, particles = population.log_weights.shape
+        fault = f"all {runs} runs of {particles} particles ended with weight zero"
+        raise InputError(f"{fault}; use more particles, or soften the potential")
+    return population

@@ -1,19 +1,24 @@
-"""Twisted SMC: s_{1:T} ~ TSMC(p, psi), R independent runs of K particles in one batch (paper, the three steps before Sec. 2).
+"""Twisted SMC: s_{1:T} ~ TSMC(p, psi), R independent runs of K particles in one batch (paper, before Sec. 2).
 
 For t = 1..T, with log psi(s_{1:0}) = 0:
-    extend      s_t ~ q_t                                                          tsmc.proposal.propose
+    extend      s_t ~ q_t                                                  tsmc.proposal.propose
     reweight    t < T:  log w_t = log sum_v p(v) psi(s_{1:t-1}, v) - log psi(s_{1:t-1})
                 t = T:  log w_T = log p(s_T) + log phi(s_{1:T}) - log q_T(s_T) - log psi(s_{1:T-1})
     resample    ancestors from the weights gathered since the last resampling
 
-so that the particles follow pi_t, proportional to p psi (eq. 4), and at T sigma (eq. 2). The evidence log Z-hat gains
-log-mean-exp of the cumulative log weights whenever they are resampled; exp(log Z-hat) is an unbiased estimate of Z_sigma
-under any resampling scheme and threshold (docs/method.md derives both).
+The particles then follow pi_t, proportional to p psi (eq. 4), and at T sigma (eq. 2). The evidence
+log Z-hat gains log-mean-exp of the cumulative log weights whenever they are resampled; exp(log Z-hat)
+is an unbiased estimate of Z_sigma under any scheme and threshold (docs/method.md derives both).
+
+With a reference this is conditional SMC (Andrieu et al. 2010; Zhao et al. 2024): particle 0 takes the
+reference's tokens and is its own ancestor, and the others draw their ancestors independently from all
+K, hence multinomial resampling. Given an exact sample of sigma, E[1 / Z-hat] is at most 1 / Z_sigma,
+with equality where no unconditional run can die, so E[log Z-hat] bounds log Z_sigma from above.
 
 Where this departs from the paper:
- 1. The paper's weight at t = T sums p phi over all s_T, one potential for each token of the vocabulary. Here s_T is drawn
-    from q_T like every other token, and the weight makes up for psi having stood in for phi.
- 2. The paper resamples multinomially at every step. That is what `tsmc` does unless told otherwise; other schemes, and
+ 1. The paper's weight at t = T sums p phi over all s_T, one potential for each token of the vocabulary.
+    Here s_T is drawn from q_T like every other token, and the weight corrects for psi in place of phi.
+ 2. The paper resamples multinomially at every step. That is the default here; other schemes, and
     resampling only where the ESS is low or never before T, leave Z-hat unbiased.
 """
 
@@ -25,89 +30,115 @@ from torch import Tensor
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
 from tsmc.interfaces import LanguageModel, LogPotential, Observer, Twist
-from tsmc.population import Population, follow
-from tsmc.proposal import Extension, propose
-from tsmc.resampling import Scheme, multinomial
-from tsmc.weights import effective_sample_size, log_mean_exp, normalise
+from tsmc.proposal import Extension, Given, propose
+from tsmc.resampling import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise
 
 
 @dataclass(frozen=True)
 class Sigma:
-    """The target, proportional to p(s) phi(s) (eq. 2), as seen from one language model after one prompt."""
+    """The target, proportional to p(s) phi(s) (eq. 2), as seen from one language model."""
 
     model: LanguageModel
     log_potential: LogPotential
 
 
-class Particles:
-    """R runs of K particles on their way from t = 0 to T; the methods are the three steps."""
+@dataclass
+class Population:
+    """R runs of K particles at t = T: a weighted set, and samples of equal weight."""
 
-    def __init__(self, model: LanguageModel, log_potential: LogPotential, runs: int, particles: int):
-        """All particles stand behind the prompt with weight one; InputError for sizes with which nothing can be sampled."""
-        if min(particles, runs, model.length) < 1:
-            sizes = f"{runs} runs of {particles} particles with {model.length} tokens"
-            raise InputError(f"{sizes} cannot be sampled; give particles, runs and length of at least 1")
-        self.decoder, self.log_potential, self.length = model.decoder(runs * particles), log_potential, model.length
-        dtype, device = self.decoder.logits_of(slice(0, 1)).dtype, self.decoder.state_of.device
-        self.tokens = torch.empty(runs, particles, 0, dtype=torch.long, device=device)  # [R, K, t]
-        self.log_p = torch.zeros(runs, particles, dtype=dtype, device=device)  # [R, K] log p(s_{1:t})
-        self.log_psi = torch.zeros_like(self.log_p)  # [R, K] log psi(s_{1:t})
-        self.log_weights = torch.zeros_like(self.log_p)  # [R, K] gathered since the last resampling
-        self.log_z = self.log_p.new_zeros(runs)  # [R]
+    tokens: Tensor  # [R, K, T]
+    log_phi: Tensor  # [R, K] as the model sees it: log p + log phi is that of the target
+    log_weights: Tensor  # [R, K] gathered since the last resampling before t = T
+    ancestors: Tensor  # [R, K] of the final resampling
+    samples: (
+        Tensor  # [R, K, T] equally weighted: resampled at t = T, then perhaps moved (tsmc.moves)
+    )
+    log_z: Tensor  # [R] log Z-hat of each run
+    ess: Tensor  # [R] effective sample size of log_weights
 
-    def extend(self, step: Extension) -> None:
-        """1. Every particle takes the token that was proposed for it; the fields of `step` are [R K]."""
-        self.step = step.view(self.log_p.shape)
-        self.tokens = torch.cat([self.tokens, self.step.tokens[..., None]], -1)
-        self.log_p = self.log_p + self.step.log_p
+    def is_alive(self) -> Tensor:
+        """Whether some particle of a run has a weight above zero [R]."""
+        return self.log_z > -torch.inf
 
-    def is_complete(self) -> bool:
-        """Whether t = T."""
-        return self.tokens.shape[-1] == self.length
+    def alive(self) -> "Population":
+        """The runs that are alive."""
+        return Population(**{name: value[self.is_alive()] for name, value in vars(self).items()})
 
-    def reweight(self) -> None:
-        """2. log w_t, so that weights follow pi_t (eq. 4): normaliser of q_t over psi(s_{1:t-1}); at T phi replaces psi."""
-        if self.is_complete():
-            self.log_phi = self.log_potential(self.tokens.flatten(0, 1), self.log_p.flatten()).view_as(self.log_p)
-            self.log_w = self.step.log_p + self.log_phi - self.step.log_q - self.log_psi
-        else:
-            self.log_w = self.step.log_normaliser - self.log_psi
-        self.log_psi = self.step.log_psi
-        self.log_weights = self.log_weights + self.log_w
-        self.ess = effective_sample_size(self.log_weights)  # [R]
+    def shares(self) -> Tensor:
+        """Each particle's share of the weight of all runs [R, K] float64, weighing runs by Z-hat.
 
-    def is_due(self, ess_threshold: float) -> Tensor:
-        """Whether a run resamples now [R]; at t = T all do. InputError for a threshold that is no share of K."""
-        if not 0 <= ess_threshold <= 1:
-            raise InputError(f"an ESS threshold of {ess_threshold} is no share of K; give a number from 0 to 1")
-        below = self.ess < ess_threshold * self.log_p.shape[1]
-        return below | (ess_threshold == 1) | self.is_complete()
+        Zeros where every run is dead.
+        """
+        runs = normalise(self.log_z.cpu().double())  # [R]
+        particles = normalise(self.log_weights.cpu().double())  # [R, K]
+        return runs[:, None] * particles * self.is_alive().cpu()[:, None]
 
-    def draw_ancestors(self, is_due: Tensor, resample: Scheme, generator: torch.Generator) -> Tensor:
-        """Ancestors [R, K] by the weights in the runs that are due [R]; the particles themselves in the others."""
-        runs, particles = self.log_weights.shape
-        themselves = torch.arange(particles, device=self.log_weights.device).expand(runs, particles)
-        if not is_due.any():
-            return themselves
-        return torch.where(is_due[:, None], resample(normalise(self.log_weights), generator), themselves)
+    def log_mean_z(self) -> float:
+        """log of the mean of Z-hat over the runs, dead ones counting zero: estimates log Z_sigma."""
+        return log_mean_exp(self.log_z.cpu().double()).item()
 
-    def resample(self, is_due: Tensor, ancestors: Tensor) -> None:
-        """3. Particle k becomes its ancestor [R, K], whose weight turns into evidence; at t = T `Population` does the rest."""
-        self.log_z = torch.where(is_due, self.log_z + log_mean_exp(self.log_weights), self.log_z)
-        if self.is_complete():
-            return
-        self.log_weights = torch.where(is_due[:, None], 0.0, self.log_weights)
-        self.tokens = follow(ancestors, self.tokens)
-        self.log_p, self.log_psi = follow(ancestors, self.log_p), follow(ancestors, self.log_psi)
-        first_rows = ancestors.shape[1] * torch.arange(len(ancestors), device=ancestors.device)[:, None]  # [R, 1]
-        self.decoder.extend(self.tokens[..., -1].flatten(), (first_rows + ancestors).flatten())
 
-    def population(self, ancestors: Tensor) -> Population:
-        """The particles at t = T; InputError where a weight came out NaN or infinite."""
-        if not bool((self.log_z < torch.inf).all()):
-            raise InputError("log Z-hat is NaN or infinite: check that log phi and the twist's outputs are never NaN")
-        samples = follow(ancestors, self.tokens)
-        return Population(self.tokens, self.log_phi, self.log_weights, ancestors, samples, self.log_z, self.ess)
+@dataclass
+class Step:
+    """What an observer sees of step t before its resampling takes effect."""
+
+    tokens: Tensor  # [R, K, t]
+    log_psi: Tensor  # [R, K]
+    log_w: Tensor  # [R, K] incremental weights of this step
+    log_weights: Tensor  # [R, K] gathered since the last resampling
+    ess: Tensor  # [R]
+    log_z: Tensor  # [R] running log Z-hat, with the weights gathered since the last resampling
+    ancestors: Tensor  # [R, K]
+
+
+def follow(ancestors: Tensor, values: Tensor) -> Tensor:
+    """The values of the ancestors [R, K], from values [R, K] or [R, K, t]."""
+    index = ancestors if values.ndim == 2 else ancestors[..., None].expand_as(values)
+    return values.gather(1, index)
+
+
+def given_first(reference: Tensor | None, particles: int, t: int) -> Given | None:
+    """Token t of the reference [R, T] for particle 0 of each run; None without a reference."""
+    if reference is None:
+        return None
+    is_first = torch.arange(particles, device=reference.device) == 0  # [K]
+    tokens = reference[:, t, None].expand(-1, particles)  # [R, K]
+    return Given(tokens.flatten(), is_first.repeat(len(reference)))
+
+
+def reweight(step: Extension, log_psi: Tensor, log_phi: Tensor | None) -> Tensor:
+    """log w_t [R, K], given log psi(s_{1:t-1}) [R, K] and, at t = T only, log phi(s_{1:T}) [R, K]."""
+    if log_phi is None:
+        return step.log_normaliser.view_as(log_psi) - log_psi
+    log_ratio = step.log_p.view_as(log_psi) + log_phi - step.log_q.view_as(log_psi)
+    return log_ratio - log_psi
+
+
+def draw_ancestors(
+    log_weights: Tensor, is_due: Tensor, resample: Scheme, generator: torch.Generator
+) -> Tensor:
+    """Ancestors [R, K] by log weights [R, K] in the runs that are due [R]; in others the identity."""
+    runs, particles = log_weights.shape
+    identity = torch.arange(particles, device=log_weights.device).expand(runs, particles)
+    if not is_due.any():
+        return identity
+    return torch.where(is_due[:, None], resample(normalise(log_weights), generator), identity)
+
+
+def check_sizes(
+    model: LanguageModel, runs: int, particles: int, ess_threshold: float, reference: Tensor | None
+) -> None:
+    """InputError for sizes with which nothing can be sampled."""
+    if min(particles, runs, model.length) < 1:
+        sizes = f"{runs} runs of {particles} particles with {model.length} tokens"
+        raise InputError(f"cannot sample {sizes}; give runs, particles and length of at least 1")
+    if not 0 <= ess_threshold <= 1:
+        raise InputError(f"the ESS threshold is {ess_threshold}; it must be between 0 and 1")
+    if reference is not None and list(reference.shape) != [runs, model.length]:
+        needed = [runs, model.length]
+        raise InputError(
+            f"the reference has shape {list(reference.shape)}; give one sequence a run, {needed}"
+        )
 
 
 @torch.no_grad()
@@ -121,20 +152,54 @@ def tsmc(
     resample: Scheme = multinomial,
     ess_threshold: float = 1.0,
     observer: Observer | None = None,
+    reference: Tensor | None = None,
 ) -> Population:
     """R = runs independent populations of K = particles sequences.
 
-    A run resamples where its ESS is under ess_threshold * K: at every step for 1 (the paper), never for 0. The final
-    resampling is always drawn; `Population` keeps the weights it was drawn from. InputError for options out of range and
-    where a weight came out NaN or infinite.
+    A run resamples where its ESS is below ess_threshold * K: at every step for 1 (the paper), never
+    before T for 0. The final resampling is always drawn; `Population` keeps the weights that it was
+    drawn from. With `reference` [R, T] the runs are conditional, each on its sequence. InputError for
+    options out of range and where a weight is NaN or infinite.
     """
-    cloud = Particles(model, log_potential, runs, particles)
-    for _ in range(model.length):
-        cloud.extend(propose(cloud.decoder, twist, uniforms(runs * particles, 1, generator)))
-        cloud.reweight()
-        is_due = cloud.is_due(ess_threshold)
-        ancestors = cloud.draw_ancestors(is_due, resample, generator)
+    check_sizes(model, runs, particles, ess_threshold, reference)
+    decoder = model.decoder(runs * particles)
+    device = decoder.hidden.device
+    dtype = model.head(decoder.hidden[:1]).dtype
+    tokens = torch.empty(runs, particles, 0, dtype=torch.long, device=device)  # [R, K, t]
+    log_p = torch.zeros(runs, particles, dtype=dtype, device=device)  # [R, K] log p(s_{1:t})
+    log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t})
+    log_weights = torch.zeros_like(log_p)  # [R, K]
+    log_phi = None  # [R, K] at t = T
+    log_z = log_p.new_zeros(runs)  # [R]
+    first_rows = particles * torch.arange(runs, device=device)[:, None]  # [R, 1]
+    for t in range(model.length):
+        uniform = uniforms(runs * particles, 1, generator)
+        step = propose(model, decoder, twist, uniform, given_first(reference, particles, t))
+        tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)
+        log_p = log_p + step.log_p.view_as(log_p)
+        if t == model.length - 1:
+            log_phi = log_potential(tokens.flatten(0, 1), log_p.flatten()).view_as(log_p)
+        log_w = reweight(step, log_psi, log_phi)
+        log_psi = step.log_psi.view_as(log_p)
+        log_weights = log_weights + log_w
+        ess = effective_sample_size(log_weights)  # [R]
+        is_due = (ess < ess_threshold * particles) | (ess_threshold == 1) | (log_phi is not None)
+        ancestors = draw_ancestors(log_weights, is_due, resample, generator)
+        if reference is not None:
+            ancestors = torch.cat([torch.zeros_like(ancestors[:, :1]), ancestors[:, 1:]], 1)
+        evidence = log_z + log_mean_exp(log_weights)  # [R]
         if observer is not None:
-            observer(cloud, ancestors)
-        cloud.resample(is_due, ancestors)
-    return cloud.population(ancestors)
+            observer(Step(tokens, log_psi, log_w, log_weights, ess, evidence, ancestors))
+        log_z = torch.where(is_due, evidence, log_z)
+        if log_phi is None:
+            log_weights = torch.where(is_due[:, None], 0.0, log_weights)
+            tokens = follow(ancestors, tokens)
+            log_p = follow(ancestors, log_p)
+            log_psi = follow(ancestors, log_psi)
+            decoder.extend(tokens[..., -1].flatten(), (first_rows + ancestors).flatten())
+    if not bool((log_z < torch.inf).all()):
+        raise InputError(
+            "log Z-hat is NaN or infinite; check that log phi and log psi are never NaN"
+        )
+    samples = follow(ancestors, tokens)
+    return Population(tokens, log_phi, log_weights, ancestors, samples, log_z, ess)

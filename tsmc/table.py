@@ -2,10 +2,13 @@
 
     p(v | s_{1:t-1}) = softmax(logits[n])_v,   log psi(s_{1:t-1}, v) = log_psi[n, v]
 
-Row n of a table belongs to one prefix. Prefixes are numbered level by level: the empty prefix is 0, and prefix n followed
-by token v is n V + 1 + v, so prefixes of length t fill one slice. `hidden` is that number, which lets a table twist look its
-prefix up behind the same interface as a network. N rows, T steps, V vocabulary.
+Row n of a table belongs to one prefix. Prefixes are numbered level by level: the empty prefix is 0, and
+prefix n followed by token v is n V + 1 + v, so prefixes of length t fill one slice. `hidden` is that
+number, with which a table twist finds its row behind the interface of a network. N rows, T steps,
+V vocabulary.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -29,24 +32,23 @@ def prefix_numbers(tokens: Tensor, vocab_size: int) -> Tensor:
 class TableDecoder:
     """N continuations in a table; the same interface as `tinystories.Decoder`."""
 
-    def __init__(self, logits: Tensor, rows: int):
-        self.table, self.vocab_size = logits, logits.shape[1]
-        self.move(torch.zeros(rows, dtype=torch.long, device=logits.device))
+    def __init__(self, vocab_size: int, rows: int, device: torch.device):
+        self.vocab_size = vocab_size
+        self.prefixes = torch.zeros(rows, dtype=torch.long, device=device)  # [N]
 
-    def move(self, prefixes: Tensor) -> None:
-        """Stand at prefixes [N]; behind sequences of full length there is nothing left to predict."""
-        self.prefixes, self.state_of = prefixes, torch.arange(len(prefixes), device=prefixes.device)
-        self.states = prefixes[:, None].double()  # [N, 1]; every row has its own
-        self.logits = self.table[prefixes]  # [N, V]
+    @property
+    def hidden(self) -> Tensor:
+        """The number of every row's prefix [N, 1]."""
+        return self.prefixes[:, None].double()
 
-    def logits_of(self, part: slice) -> Tensor:
-        """Logits [n, V] of the n states in a slice."""
-        return self.logits[part]
+    def evaluate(self, network: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Tensor:
+        """network(hidden [n, 1]) of the n rows in a slice."""
+        return network(self.hidden[rows])
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
         prefixes = self.prefixes if ancestors is None else self.prefixes[ancestors]
-        self.move(prefixes * self.table.shape[1] + 1 + tokens)
+        self.prefixes = prefixes * self.vocab_size + 1 + tokens
 
 
 class TableModel(nn.Module):
@@ -56,20 +58,22 @@ class TableModel(nn.Module):
         super().__init__()
         prefixes = first_prefix(logits.shape[1], length)
         if length < 1 or len(logits) != prefixes:
-            shape = f"{list(logits.shape)} where length {length} needs [{prefixes}, {logits.shape[1]}]"
-            raise InputError(f"the table of logits has shape {shape}; give one row for each prefix")
+            shape = f"{list(logits.shape)}; length {length} needs [{prefixes}, {logits.shape[1]}]"
+            raise InputError(f"the table of logits has shape {shape}")
         self.table = nn.Parameter(logits)
         self.length, self.vocab_size = length, logits.shape[1]
 
     @classmethod
-    def random(cls, vocab_size: int, length: int, generator: torch.Generator, scale: float = 1.0) -> "TableModel":
+    def random(
+        cls, vocab_size: int, length: int, generator: torch.Generator, scale: float = 1.0
+    ) -> "TableModel":
         """Normal logits of standard deviation `scale`, in float64."""
         shape = (first_prefix(vocab_size, length), vocab_size)
         return cls(scale * torch.randn(shape, dtype=torch.float64, generator=generator), length)
 
     def decoder(self, rows: int) -> TableDecoder:
         """A fresh decoder of `rows` continuations."""
-        return TableDecoder(self.table, rows)
+        return TableDecoder(self.vocab_size, rows, self.table.device)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] after hidden [..., 1]."""
@@ -80,7 +84,7 @@ class TableModel(nn.Module):
         return prefix_numbers(tokens, self.table.shape[1])[..., None].double()
 
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and hidden [N, T, 1] of tokens [N, T], T up to the length."""
+        """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and hidden [N, T, 1] of tokens [N, T]."""
         hidden = self.states(tokens)  # [N, T, 1]
         logits = self.head(hidden)  # [N, T, V]
         log_p = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)  # [N, T]

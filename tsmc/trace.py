@@ -1,27 +1,24 @@
-"""What happened in a run of the sampler, recorded from outside: pass a `Trace` as `observer`.
+"""What happened in a run of the sampler, recorded by passing a `Trace` as `observer`.
 
-    trace = Trace();  population = tsmc(..., observer=trace)
-    trace.ess, trace.log_z [T, R]   trace.log_psi, trace.log_w, trace.log_weights, trace.tokens, trace.ancestors [T, R, K]
+    trace = Trace()
+    population = tsmc(..., observer=trace)
+    trace.ess, trace.log_z                                                  [T, R]
+    trace.log_psi, .log_w, .log_weights, .tokens, .ancestors                [T, R, K]
 
-log_z is log Z-hat as it runs: the evidence of all resamplings before step t, and log-mean-exp of the weights gathered since.
-At t = T it is the population's.
+log_z is the running log Z-hat: the evidence of all resamplings before step t, and log-mean-exp of the
+weights gathered since. At t = T it is the population's.
 
-The genealogy is read off the ancestors afterwards: how many distinct particles of step t have descendants in the final
-population. Where it falls to one, all K samples share their first t tokens. T steps, R runs, K particles.
+The genealogy follows from the ancestors: how many distinct particles of step t have descendants in
+the final population. Where this number is one, all K samples share their first t tokens.
+T steps, R runs, K particles.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tsmc.weights import log_mean_exp
+from tsmc.sampler import Step
 
-if TYPE_CHECKING:
-    from tsmc.sampler import Particles
-
-
-FIELDS = ("log_psi", "log_w", "log_weights", "ess")
+FIELDS = ("ess", "log_z", "log_psi", "log_w", "log_weights", "tokens", "ancestors")
 
 
 class Trace:
@@ -30,19 +27,18 @@ class Trace:
     def __init__(self):
         self.steps: list[dict[str, Tensor]] = []
 
-    def __call__(self, particles: "Particles", ancestors: Tensor) -> None:
+    def __call__(self, step: Step) -> None:
         """Record a step; a trace serves one call of `tsmc`."""
-        t = particles.tokens.shape[-1]
+        t = step.tokens.shape[-1]
         if t != len(self.steps) + 1:
-            raise ValueError(f"step {t} follows step {len(self.steps)}: record every call of tsmc in a new Trace")
-        step = {name: getattr(particles, name) for name in FIELDS}
-        step |= {"tokens": particles.tokens[..., -1], "ancestors": ancestors}
-        step["log_z"] = particles.log_z + log_mean_exp(particles.log_weights)
-        self.steps.append({name: value.clone() for name, value in step.items()})
+            fault = f"step {t} follows step {len(self.steps)}"
+            raise ValueError(f"{fault}: record every call of tsmc in a new Trace")
+        values = vars(step) | {"tokens": step.tokens[..., -1]}
+        self.steps.append({name: value.clone() for name, value in values.items()})
 
     def __getattr__(self, name: str) -> Tensor:
-        """What was recorded before step t's resampling: `ess` and `log_z` [T, R], the others [T, R, K]."""
-        if name not in (*FIELDS, "tokens", "ancestors", "log_z"):
+        """What was recorded before each resampling: `ess` and `log_z` [T, R], others [T, R, K]."""
+        if name not in FIELDS:
             raise AttributeError(name)
         return torch.stack([step[name] for step in self.steps])
 

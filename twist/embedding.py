@@ -2,16 +2,17 @@
 
     h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> U [.., D] -> products with e [V, D] -> log psi [.., V]
 
-U is `TwistMLP` with D outputs in place of V, and e are the output weights of p^(0), in GPT-Neo its embeddings, which are not
-trained. The logits of p^(0) are h e, so q is softmax((h + U(h)) e): the twist moves the hidden state, and one product gives
-both. What is learned of one token holds for tokens with similar embeddings, so that far fewer sequences teach it than an
-output of its own for each token needs (docs/results.md). D width, H hidden units, V vocabulary.
+U is `TwistMLP` with D outputs in place of V. e are the output weights of p^(0), in GPT-Neo its
+embeddings, and are not trained. The logits of p^(0) are h e, so q is softmax((h + U(h)) e): the twist
+moves the hidden state, and one product gives both. What is learned about a token carries over to
+tokens with similar embeddings, so far fewer sequences are needed than for a separate output for each
+token (docs/results.md). D width, H hidden units, V vocabulary.
 """
 
 import torch
 from torch import Tensor, nn
 
-from tinystories.layers import at_least_float32
+from tinystories.gpt_neo import Linear, at_least_float32
 from twist.mlp import TwistMLP
 
 
@@ -19,12 +20,13 @@ class EmbeddingTwist(nn.Module):
     """log psi for hidden states; psi = 1 at first, as with `TwistMLP`."""
 
     def __init__(self, hidden_units: int, embeddings: Tensor, generator: torch.Generator):
-        """embeddings [V, D]: the weights with which the language model makes logits of hidden states of width D."""
+        """embeddings [V, D]: the output weights of the language model."""
         super().__init__()
         self.vocab_size, self.width = embeddings.shape
         self.shift = TwistMLP(self.width, hidden_units, self.width, generator)
-        self.products = nn.Linear(self.width, self.vocab_size, bias=False, device="meta")
-        self.products.weight = nn.Parameter(at_least_float32(embeddings.detach()).clone(), requires_grad=False)
+        self.products = Linear(self.width, self.vocab_size, bias=False, device="meta")
+        weight = at_least_float32(embeddings.detach()).clone()  # [V, D]
+        self.products.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """log psi of every next token [..., V] after hidden states [..., D], float32 or wider."""

@@ -1,31 +1,35 @@
-"""The twist: log psi(s_{1:t}) = MLP(h_{t-1})[s_t], a small network over the language model's final hidden state.
+"""The twist: log psi(s_{1:t}) = MLP(h_{t-1})[s_t], on the language model's final hidden state.
 
-    h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> log psi of every possible next token [.., V]
+    h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> log psi of every next token [.., V]
 
-One forward serves the whole vocabulary, so proposing costs one language-model step and one twist step. The last layer
-starts at zero: psi = 1, and the first proposal is the language model itself. The loss and the evidence do not change
-when log psi_t shifts by a constant, so the output is left unclipped. D width, H hidden units, V vocabulary.
+One forward pass serves the whole vocabulary, so proposing costs one step of the language model and
+one of the twist. The last layer starts at zero: psi = 1, and the first proposal is the language model
+itself. Adding a constant to log psi_t changes neither the loss nor the evidence, so the output is not
+clipped. D width, H hidden units, V vocabulary.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.layers import LinearGELU, at_least_float32
+from tinystories.gpt_neo import Linear, LinearGELU, at_least_float32
 
 
 class TwistMLP(nn.Module):
-    """log psi (of eq. 4) for hidden states; `of_tokens` evaluates chosen tokens only, which is all that learning needs."""
+    """log psi (eq. 4) for hidden states; learning needs only that of chosen tokens, `of_tokens`."""
 
     def __init__(self, width: int, hidden_units: int, vocab_size: int, generator: torch.Generator):
         super().__init__()
-        self.width, self.vocab_size = width, vocab_size
-        self.first = LinearGELU(width, hidden_units, device="meta")  # which draws no random numbers of its own
+        self.width = width
+        self.vocab_size = vocab_size
+        self.first = LinearGELU(width, hidden_units, device="meta")  # the meta device draws nothing
         self.second = LinearGELU(hidden_units, hidden_units, device="meta")
-        self.last = nn.Linear(hidden_units, vocab_size, device="meta")
-        device = generator.device
-        for layer in (self.first, self.second, self.last):  # not by `to_empty`, which loads PyTorch's compiler
-            zeros = {name: torch.zeros(value.shape, device=device) for name, value in layer.named_parameters()}
+        self.last = Linear(hidden_units, vocab_size, device="meta")
+        for layer in (self.first, self.second, self.last):
+            shapes = {name: value.shape for name, value in layer.named_parameters()}
+            zeros = {
+                name: torch.zeros(shape, device=generator.device) for name, shape in shapes.items()
+            }
             layer.load_state_dict(zeros, assign=True)
         for layer in (self.first, self.second):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)

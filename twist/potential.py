@@ -1,24 +1,144 @@
-"""The potential as each generation sees it, and the effective potential.
+"""The potential phi of whole texts, and as each generation sees it.
 
-    log phi^(m)(s_{1:T}) = log p^(0)(s_{1:T}) + log phi(s_{1:T}) - log p^(m)(s_{1:T})            eq. 8
+    log phi(s_{1:T}) = sum of the factors' log phi, by default beta log p(toxic | s)       (paper, Sec. 3)
+    log phi^(m)(s) = log p^(0)(s) + log phi(s) - log p^(m)(s)                              eq. 8
 
-It keeps the target sigma, proportional to p^(0) phi, the same for every generation: p^(m) phi^(m) = p^(0) phi. phi itself is
-`twist.factors.TextPotential`, or any function from tokens [N, T] to log phi [N]. N sequences, T tokens.
+The effective potential phi^(m) keeps the target sigma the same in every generation, because
+p^(m) phi^(m) = p^(0) phi. Ready factors have log phi [N] at most 0:
+
+    power             log phi = beta log score(text)
+    keyword, regex    log phi = 0 where the continuation holds the word or the pattern, else -strength
+    first_sentence    log phi = -strength |words of the continuation's first sentence - wanted|
+
+At strength infinity, the default, a factor is hard: a text that misses has phi = 0. The last three
+read the continuation alone, because the prompt is the same for all texts. The two ends of the
+continuation count as ends of words, even where its last token leaves a word unfinished.
+N texts, T tokens, P tokens of the prompt.
 """
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from tinystories.errors import InputError
 from tsmc.interfaces import LanguageModel, LogPotential
-from tsmc.scoring import sequence_log_probs
+from tsmc.proposal import sequence_log_probs
+
+READS = ("texts", "continuations", "tokens")
+"""What a factor can read: N texts with the prompt, N texts without it, or tokens [N, T]."""
+END_OF_SENTENCE = re.compile(r"""[.!?]+["')\]\u201d\u2019]*(?=\s|$)""")
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a potential, and what it reads."""
+
+    log_phi: Callable[
+        ..., Tensor
+    ]  # one argument -> log phi [N]; rejection needs it to be at most 0
+    reads: str = "texts"
+
+
+def each_once(function: Callable[[list[str]], Tensor], texts: Sequence[str]) -> Tensor:
+    """function(texts) [N], called with the distinct texts only."""
+    place = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+    return function(list(place))[torch.tensor([place[text] for text in texts], dtype=torch.long)]
+
+
+class TextPotential:
+    """log phi of continuation tokens (eq. 2): a product of factors, evaluated once for equal texts."""
+
+    def __init__(
+        self,
+        factors: Sequence[Factor],
+        decode: Callable[[list[list[int]]], list[str]],
+        prompt: Tensor,
+    ):
+        """`decode` makes texts of rows of tokens; `prompt` [P] precedes every continuation."""
+        self.factors = factors
+        self.decode = decode
+        self.prompt = prompt.tolist()
+
+    def texts(self, tokens: Tensor) -> list[str]:
+        """The texts, prompt included, of continuations tokens [N, T]."""
+        return self.decode([self.prompt + row for row in tokens.tolist()])
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """log phi [N] of tokens [N, T]"""
+        texts = self.texts(tokens)
+        start = len(self.decode([self.prompt])[0])
+        log_phi = torch.zeros(len(tokens), device=tokens.device)
+        for factor in self.factors:
+            if factor.reads == "tokens":
+                log_factor = factor.log_phi(tokens)
+            else:
+                read = texts if factor.reads == "texts" else [text[start:] for text in texts]
+                log_factor = each_once(factor.log_phi, read)
+            log_phi = log_phi + log_factor.to(tokens.device)
+        return log_phi
+
+
+def power(log_score: Callable[[list[str]], Tensor], beta: float) -> Factor:
+    """phi = score^beta of whole texts; at beta = 0 phi is 1 even where the score is 0."""
+
+    def log_phi(texts: list[str]) -> Tensor:
+        return beta * log_score(texts) if beta > 0 else torch.zeros(len(texts))
+
+    return Factor(log_phi)
+
+
+def log_phi_of_misses(distances: list[float], strength: float) -> Tensor:
+    """log phi [N] = -strength * distance, 0 at distance 0 whatever the strength."""
+    return torch.tensor([-strength * distance if distance > 0 else 0.0 for distance in distances])
+
+
+def regex(pattern: str, strength: float = math.inf) -> Factor:
+    """The continuation holds a match of a Python regular expression; InputError where it is invalid."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        fault = f"{pattern!r} is not a regular expression ({error})"
+        raise InputError(f"{fault}; see Python's module re") from error
+
+    def log_phi(continuations: list[str]) -> Tensor:
+        misses = [float(compiled.search(text) is None) for text in continuations]
+        return log_phi_of_misses(misses, strength)
+
+    return Factor(log_phi, reads="continuations")
+
+
+def keyword(word: str, strength: float = math.inf) -> Factor:
+    """The continuation holds the word (or words) as a whole, in capitals or not."""
+    return regex(rf"(?i)(?<!\w){re.escape(word)}(?!\w)", strength)
+
+
+def words_of_first_sentence(text: str) -> int:
+    """Words before the first . ! or ? that ends a sentence; 0 where no sentence ends."""
+    end = END_OF_SENTENCE.search(text)
+    if end is None:
+        return 0
+    return sum(re.search(r"\w", part) is not None for part in text[: end.start()].split())
+
+
+def first_sentence(words: int, strength: float = math.inf) -> Factor:
+    """The continuation's first sentence, from its start to its full stop, has that many words."""
+
+    def log_phi(continuations: list[str]) -> Tensor:
+        distances = [abs(words_of_first_sentence(text) - words) for text in continuations]
+        return log_phi_of_misses(distances, strength)
+
+    return Factor(log_phi, reads="continuations")
 
 
 def base_potential(log_phi: Callable[[Tensor], Tensor]) -> LogPotential:
-    """phi as the samplers take it at generation 0, where p^(0) is the model that is sampled."""
+    """phi as the sampler takes it in generation 0, where it samples p^(0) itself."""
     return lambda tokens, log_p: log_phi(tokens)
 
 
 def effective_potential(log_phi: Callable[[Tensor], Tensor], base: LanguageModel) -> LogPotential:
-    """phi^(m) (eq. 8): one teacher-forced pass of the base model over the sequences, whatever p^(m) gave them log_p [N]."""
+    """phi^(m) (eq. 8): one teacher-forced pass of the base model; log_p [N] is that of p^(m)."""
     return lambda tokens, log_p: sequence_log_probs(base, tokens) + log_phi(tokens) - log_p

@@ -1,17 +1,20 @@
-"""How fast this project is, beside transformers and beside what the hardware allows: `python -m eval.bench`.
+"""How fast this project is, beside transformers and beside what the hardware allows.
 
-Every contest runs its sides in turn in one process (A B A B ...), with a matrix product and a copy among them, so that they
-all meet the same machine; medians count. The sides have the same weights. transformers samples by `generate` with top_k
-off, scores texts in the order given in batches of 64 padded to the longest, and trains on prompt and continuation.
-"Over limit" is our time over the least that the matrix products or the memory traffic can take (`roofline.py`).
-The networks are those of `contestants.py`. The potential of TSMC here costs nothing: scoring is measured by itself.
+In every race the ways of both sides run in turns in one process (A B A B ...), with a matrix product
+and a copy among them, so that all of them meet the same machine; medians count. Both sides have the
+same weights. transformers samples by `generate` with top_k off, scores texts in the order given in
+batches of 64, and trains on prompt and continuation. The potential of TSMC costs nothing here,
+because scoring is measured by itself.
 """
 
 import argparse
 import copy
+import runpy
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,257 +22,208 @@ from torch import Tensor, nn
 
 from distill.finetune import parameter_groups
 from distill.self_distill import negative_log_likelihood
-from eval.bench.contestants import (
-    BATCH,
-    Sampler,
-    Scorer,
-    counterparts,
-    import_transformers,
-    load_sampler,
-    load_scorers,
-    make_texts,
-    score_in_order,
-)
-from eval.bench.growth import LENGTH, bench_growth, free_potential, in_fresh_process, peak_of
-from eval.bench.roofline import Work, distillation_work, encoder_work, probes, rates_of, sampling_work
-from eval.bench.whole import bench_main
+from eval.bench import contestants, roofline
+from eval.bench.contestants import Networks, counterparts, import_transformers
+from eval.bench.roofline import Work, probes, rates_of, seconds_of
 from eval.run.command import one_line_errors
 from eval.run.options import DistillConfig, OneLineParser, RunConfig
-from eval.run.plan import seconds_of
 from eval.run.table import align
-from eval.scorers import toxicity
 from eval.scorers.encoder import Runner
 from tinystories import Conditional, InputError
 from tinystories.checkpoint import write_json
-from tinystories.fast import keep_freed_memory
+from tinystories.fast import keep_freed_memory, pack
 from tsmc import sample_proposal, tsmc
 
+LENGTH = 20  # T
 PARTICLES, QUICK_PARTICLES = (50, 100, 1000), (100,)
+Way = Callable[[], object]
 
 
-@dataclass
-class Contest:
-    """Ways of ours, each with its work, against ways of theirs to do the same."""
-
-    ours: dict[str, Callable[[], object]]
-    theirs: dict[str, Callable[[], object]]
-    work: dict[str, Work]
-    repeats: int
-
-
-def sampling_contest(sampler: Sampler, theirs: dict[str, nn.Module], particles: int, repeats: int) -> Contest:
-    """Plain sampling and TSMC with the twist, each against `generate`, which has no twist."""
-    config = import_transformers().GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=LENGTH, pad_token_id=0, eos_token_id=None
-    )
-    prompt = sampler.prompt
-    model = Conditional(sampler.lm, prompt, LENGTH)
-    source = torch.Generator(prompt.device).manual_seed(0)
-    ids = prompt.expand(particles, -1)
-    sizes = (particles, len(prompt), LENGTH)
-    names = f"sampling, K = {particles}", f"TSMC, K = {particles}"
-    return Contest(
-        ours={
-            names[0]: lambda: sample_proposal(model, None, particles, source),
-            names[1]: lambda: tsmc(model, sampler.twist, free_potential, particles, source),
-        },
-        theirs={
-            name: lambda twin=twin: twin.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-            for name, twin in theirs.items()
-        },
-        work={
-            names[0]: sampling_work(sampler.lm, None, *sizes),
-            names[1]: sampling_work(sampler.lm, sampler.twist, *sizes),
-        },
-        repeats=repeats,
-    )
-
-
-def scoring_contests(scorers: dict[str, Scorer], repeats: int) -> list[Contest]:
-    """The classifier and the sentence encoder on texts of equal and of mixed lengths."""
-    contests = []
-    for label, scorer in scorers.items():
-        runner, theirs = Runner(scorer.network, scorer.tokenizer, BATCH), counterparts(scorer.network)
-        for mixed in (False, True):
-            texts = make_texts(scorers, mixed)
-            lengths = [len(encoding.ids) for encoding in runner.tokenizer.encode_batch(texts)]
-            name = f"{label}, {len(texts)} texts of {min(lengths)}{f' to {max(lengths)}' if mixed else ''} tokens"
-            contests.append(
-                Contest(
-                    ours={name: lambda runner=runner, texts=texts: runner(texts)},
-                    theirs={
-                        kind: lambda twin=twin, runner=runner, texts=texts: score_in_order(twin, runner, texts)
-                        for kind, twin in theirs.items()
-                    },
-                    work={name: encoder_work(scorer.network.config, lengths)},
-                    repeats=repeats,
-                )
-            )
-    return contests
-
-
-def distillation_contest(sampler: Sampler, repeats: int) -> Contest:
-    """One AdamW step on the default batch: ours, and transformers on prompt and continuation at once."""
-    rows, prompt = DistillConfig().batch_size, sampler.prompt
-    tokens = torch.randint(sampler.lm.config.vocab_size, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(prompt.device)
-    ids = torch.cat([prompt.expand(rows, -1), tokens], 1)  # [B, P + T]
-    labels = ids.index_fill(1, torch.arange(len(prompt), device=ids.device), -100)  # the prompt is not learned
-
-    def step(network: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-        optimizer = torch.optim.AdamW(parameter_groups(list(network.parameters()), 0.01), lr=0.0)
-
-        def run() -> None:
-            optimizer.zero_grad()
-            loss().backward()
-            optimizer.step()
-
-        return run
-
-    student = copy.deepcopy(sampler.lm)
-    model = Conditional(student, prompt, LENGTH)
-    twins = counterparts(student)
-    name = f"distillation step, {rows} samples"
-    return Contest(
-        ours={name: step(student, lambda: negative_log_likelihood(model, tokens, len(tokens)))},
-        theirs={k: step(twin, lambda twin=twin: twin(ids, labels=labels).loss) for k, twin in twins.items()},
-        work={name: distillation_work(student, rows, len(prompt), LENGTH)},
-        repeats=repeats,
-    )
-
-
-def measure(contest: Contest, device: torch.device, dtype: torch.dtype) -> list[dict]:
-    """One record for each of our ways: seconds of both sides, the limit, and the rates it came from."""
-    seconds = seconds_of(contest.ours | contest.theirs | probes(device, dtype), contest.repeats, device)
+def race(
+    ours: dict[str, Way],
+    works: list[Work],
+    theirs: dict[str, Way],
+    repeats: int,
+    networks: Networks,
+) -> list[dict]:
+    """A record for each of our ways: the seconds of both sides, the limit, the rate of products."""
+    device, dtype = networks.prompt.device, networks.lm.wte.weight.dtype
+    seconds = seconds_of(ours | theirs | probes(device, dtype), repeats, device)
     rates = rates_of(seconds)
+    print(f"measured: {' and '.join(ours)}", file=sys.stderr, flush=True)
     return [
         {
             "name": name,
             "seconds": seconds[name],
-            "transformers": {other: seconds[other] for other in contest.theirs},
-            "limit": contest.work[name].limit(rates),
-            **{f"{unit}_per_second": rate for unit, rate in asdict(rates).items()},
+            "transformers": {other: seconds[other] for other in theirs},
+            "limit": work.limit(rates),
+            "flops_per_second": rates.flops,
         }
-        for name in contest.ours
+        for name, work in zip(ours, works, strict=True)
     ]
 
 
+def free_potential(tokens: Tensor, log_p: Tensor) -> Tensor:
+    """A log phi [N] that costs nothing to compute."""
+    return -tokens.float().mean(-1) / 1e5
+
+
+def race_sampling(networks: Networks, particles: int, repeats: int) -> list[dict]:
+    """Plain sampling and TSMC with the twist, each against `generate`, which has no twist."""
+    lm, twist, prompt = networks.lm, networks.twist, networks.prompt
+    model, psi = Conditional(pack(lm), prompt, LENGTH), pack(twist)
+    source = torch.Generator(prompt.device).manual_seed(0)
+    ours = {
+        f"sampling, K = {particles}": lambda: sample_proposal(model, None, particles, source),
+        f"TSMC, K = {particles}": lambda: tsmc(model, psi, free_potential, particles, source),
+    }
+    sizes = (particles, len(prompt), LENGTH)
+    works = [roofline.sampling_work(lm, each, *sizes) for each in (None, twist)]
+    ids = prompt.expand(particles, -1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs["generation_config"] = import_transformers().GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=LENGTH, pad_token_id=0, eos_token_id=None
+    )
+    twins = counterparts(lm)
+    theirs = {name: partial(twin.generate, **inputs) for name, twin in twins.items()}
+    return race(ours, works, theirs, repeats, networks)
+
+
+def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> Way:
+    """A step of AdamW that leaves the weights as they are."""
+    optimizer = torch.optim.AdamW(parameter_groups(network.parameters(), 0.01), lr=0.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    return step
+
+
+def race_distillation(networks: Networks, repeats: int) -> list[dict]:
+    """A gradient step on the default batch: ours, and transformers on prompt and continuation."""
+    prompt, rows = networks.prompt, DistillConfig().batch_size
+    student = copy.deepcopy(networks.lm)
+    model = Conditional(student, prompt, LENGTH)
+    tokens = torch.randint(student.config.vocab_size, (rows, LENGTH), device=prompt.device)
+    ids = torch.cat([prompt.expand(rows, -1), tokens], 1)  # [B, P + T]
+    labels = ids.clone()
+    labels[:, : len(prompt)] = -100  # the prompt is not learned
+    step = training_step(student, lambda: negative_log_likelihood(model, tokens, rows))
+    work = roofline.distillation_work(student, rows, len(prompt), LENGTH)
+    theirs = {
+        name: training_step(twin, lambda twin=twin: twin(ids, labels=labels).loss)
+        for name, twin in counterparts(student).items()
+    }
+    ours = {f"distillation step, {rows} samples": step}
+    return race(ours, [work], theirs, repeats, networks)
+
+
+def race_scoring(networks: Networks, label: str, is_mixed: bool, repeats: int) -> list[dict]:
+    """The classifier or the sentence encoder on texts of equal or of mixed lengths."""
+    network, tokenizer = networks.scorers[label]
+    runner, texts = (
+        Runner(pack(network), tokenizer, contestants.BATCH),
+        contestants.make_texts(is_mixed),
+    )
+    lengths = [len(encoding) for encoding in runner.tokenizer.encode_batch(texts)]
+    span = f"{min(lengths)} to {max(lengths)}" if is_mixed else f"{lengths[0]}"
+    ours = {f"{label}, {len(texts)} texts of {span} tokens": partial(runner, texts)}
+    theirs = {
+        name: partial(contestants.score_in_order, twin, runner, texts)
+        for name, twin in counterparts(network).items()
+    }
+    work = roofline.encoder_work(network.config, lengths)
+    return race(ours, [work], theirs, repeats, networks)
+
+
 def table(records: list[dict]) -> str:
-    """Seconds, how many times faster than transformers, seconds at the limit, and ours over it."""
+    """Seconds, how many times faster than transformers, the limit, and our time over it."""
     others = list(records[0]["transformers"])
-    lines = [["seconds", "ours", *(f"transformers {o}" for o in others), *(f"faster than {o}" for o in others)]]
-    lines[0] += ["limit", "over limit", "GFLOP/s"]
+    head = ["seconds", "ours", *(f"transformers {name}" for name in others)]
+    head += [*(f"faster than {name}" for name in others), "limit", "over limit", "GFLOP/s"]
+    lines = [head]
     for record in records:
-        ours, theirs = record["seconds"], record["transformers"]
-        cells = [record["name"], f"{ours:.4f}", *(f"{theirs[o]:.4f}" for o in others)]
-        cells += [f"{theirs[o] / ours:.2f}" for o in others]
-        lines.append(
-            [
-                *cells,
-                f"{record['limit']:.4f}",
-                f"{ours / record['limit']:.2f}",
-                f"{record['flops_per_second'] / 1e9:.0f}",
-            ]
-        )
+        ours, theirs, limit = record["seconds"], record["transformers"], record["limit"]
+        line = [record["name"], f"{ours:.4f}", *(f"{theirs[name]:.4f}" for name in others)]
+        line += [*(f"{theirs[name] / ours:.2f}" for name in others), f"{limit:.4f}"]
+        lines.append([*line, f"{ours / limit:.2f}", f"{record['flops_per_second'] / 1e9:.0f}"])
     return align(lines)
-
-
-def change_of_log_phi(scorers: dict[str, Scorer]) -> dict[str, float]:
-    """Mean and largest difference that the networks' type makes to log phi of texts, against float32."""
-    texts, scorer = make_texts(scorers, mixed=False), scorers["classifier"]
-    given = toxicity.ToxicityScorer(scorer.network, scorer.tokenizer)(texts)
-    exact = toxicity.ToxicityScorer(copy.deepcopy(scorer.network).float(), scorer.tokenizer)(texts)
-    change = RunConfig().beta * (given - exact).abs()
-    return {"mean": change.mean().item(), "largest": change.max().item()}
-
-
-def all_contests(size: str, dtype: torch.dtype, device: torch.device, quick: bool) -> Iterator[Contest]:
-    """The contests of one size, one after the other, so that no two hold memory at a time."""
-    sampler = load_sampler(size, dtype, device)
-    theirs = counterparts(sampler.lm)
-    for particles in QUICK_PARTICLES if quick else PARTICLES:
-        yield sampling_contest(sampler, theirs, particles, repeats=3 if quick or particles > 100 else 7)
-    repeats = 3 if quick else 5
-    yield distillation_contest(sampler, repeats)
-    del sampler, theirs
-    yield from scoring_contests(load_scorers(size, dtype, device), repeats)
 
 
 def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool) -> dict:
     """Measure one size and print its table."""
-    records = []
-    for contest in all_contests(size, dtype, device, quick):
-        records += measure(contest, device, dtype)
-        print(f"measured {size}: {' and '.join(contest.ours)}", file=sys.stderr, flush=True)
-    print(f"\n{size}, {dtype}, {device}, {torch.get_num_threads()} threads, T = {LENGTH}\n{table(records)}", flush=True)
-    result = {"size": size, "records": records}
-    if dtype != torch.float32:
-        result["log_phi_change"] = change = change_of_log_phi(load_scorers(size, dtype, device))
-        print(f"log phi (beta 10) against float32: {change['mean']:.3f} on average, {change['largest']:.3f} at most")
-    particles = (QUICK_PARTICLES if quick else PARTICLES)[-1]
-    result["memory"] = {}
-    for piece in ("TSMC", "rejection", "scoring"):
-        before, peak = in_fresh_process(peak_of, size, dtype, device, piece, particles)
-        result["memory"][piece] = {"count": particles, "before": before, "peak": peak}
-        sizes = (
-            f"{peak / 2**30:.2f} GiB at the peak, {before / 2**30:.2f} before it" if peak else "not told by this system"
-        )
-        print(f"memory of {piece}, {particles} at once: {sizes}", flush=True)
-    return result
+    networks = contestants.load_networks(size, dtype, device)
+    repeats, records = 3 if quick else 5, []
+    for particles in QUICK_PARTICLES if quick else PARTICLES:
+        records += race_sampling(networks, particles, repeats)
+    records += race_distillation(networks, repeats)
+    for label in networks.scorers:
+        for is_mixed in (False, True):
+            records += race_scoring(networks, label, is_mixed, repeats)
+    threads = torch.get_num_threads()
+    print(f"\n{size}, {dtype}, {device}, {threads} threads, T = {LENGTH}\n{table(records)}")
+    return {"size": size, "records": records}
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Command line of this script."""
-    parser = OneLineParser(
-        prog="eval.bench",
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def run_main(generations: int) -> float:
+    """Seconds that `main.py` takes with the pocket networks."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--generations", str(generations), "--out", f"{folder}/run"]
+        runpy.run_module("main")["main"](arguments)
+    return time.perf_counter() - began
+
+
+def bench_main(quick: bool) -> dict:
+    """The main job beside the limit of its matrix products.
+
+    It runs once to be timed and once to be counted, because counting delays every operation.
+    """
+    generations, cpu = 0 if quick else 2, torch.device("cpu")
+    rate = rates_of(seconds_of(probes(cpu, torch.float32), 3, cpu)).flops
+    seconds = run_main(generations)
+    with roofline.counter() as operations:
+        run_main(generations)
+    flops = operations.get_total_flops()
+    limit = flops / rate
+    print(
+        f"\nmain.py --generations {generations}, {torch.get_num_threads()} threads: {seconds:.1f} s"
     )
-    parser.add_argument("--size", choices=("pocket", "paper", "all"), default="all", help="which networks")
-    parser.add_argument("--main", action="store_true", help="the whole main job by phase instead, on the pocket preset")
-    parser.add_argument(
-        "--growth",
-        type=Path,
-        metavar="PNG",
-        help="time and memory against K, T and R instead (pocket unless --size is paper), and a figure",
-    )
-    parser.add_argument("--quick", action="store_true", help=f"K = {QUICK_PARTICLES[0]} alone, three rounds")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of our networks")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    return parser.parse_args(arguments)
-
-
-def bench(args: argparse.Namespace) -> None:
-    """Run what the options ask for."""
-    if args.threads < 1:
-        raise InputError(f"--threads is {args.threads}; give at least 1")
-    device = RunConfig(device=args.device).torch_device()
-    torch.set_num_threads(args.threads)
-    keep_freed_memory()
-    if args.main:
-        if (args.size, args.dtype, args.device, args.json, args.growth) != ("all", "float32", "cpu", None, None):
-            raise InputError("--main runs the pocket preset as it is; leave out all but --quick and --threads")
-        return bench_main(args.quick)
-    if args.growth is not None:
-        if (args.dtype, args.device, args.json, args.quick) != ("float32", "cpu", None, False):
-            raise InputError("--growth measures float32 on the CPU; leave out all but --size and --threads")
-        if args.growth.suffix != ".png" or not args.growth.absolute().parent.is_dir():
-            raise InputError(f"--growth {args.growth}: name a .png file in a directory that is there")
-        return bench_growth("pocket" if args.size == "all" else args.size, args.growth)
-    import_transformers()
-    sizes = ("pocket", "paper") if args.size == "all" else (args.size,)
-    results = [bench_size(size, getattr(torch, args.dtype), device, args.quick) for size in sizes]
-    if args.json is not None:
-        machine = {"torch": torch.__version__, "threads": args.threads, "device": str(device), "dtype": args.dtype}
-        write_json(args.json, machine | {"sizes": results})
+    print(f"{flops / 1e9:.0f} GFLOP of products at {rate / 1e9:.0f} GFLOP/s: {limit:.1f} s")
+    print(f"{seconds / limit:.2f} times the limit")
+    return {"seconds": seconds, "flops": flops, "limit": limit}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to table; bad input ends with one line and exit code 2."""
     with one_line_errors("eval.bench"):
-        bench(parse_arguments(arguments))
+        parser = OneLineParser("eval.bench", description=__doc__.split("\n")[0])
+        add = parser.add_argument
+        add("--size", choices=("pocket", "paper", "all"), default="all", help="which networks")
+        add("--main", action="store_true", help="instead, main.py as it is, with pocket networks")
+        add("--quick", action="store_true", help="K = 100 only, fewer repeats, no generations")
+        add("--dtype", choices=("float32", "bfloat16"), default="float32", help="our type")
+        add("--device", default="cpu", help="cpu, cuda or cuda:N")
+        add("--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch")
+        add("--json", type=Path, help="file to write the figures to")
+        args = parser.parse_args(arguments)
+        if args.threads < 1:
+            raise InputError(f"--threads is {args.threads}; give at least 1")
+        device, dtype = RunConfig(device=args.device).torch_device(), getattr(torch, args.dtype)
+        torch.set_num_threads(args.threads)
+        keep_freed_memory()
+        results = {"torch": torch.__version__, "threads": args.threads}
+        if args.main:
+            results["main"] = bench_main(args.quick)
+        else:
+            import_transformers()
+            sizes = ("pocket", "paper") if args.size == "all" else (args.size,)
+            results |= {"device": str(device), "dtype": args.dtype}
+            results["sizes"] = [bench_size(size, dtype, device, args.quick) for size in sizes]
+        if args.json is not None:
+            write_json(args.json, results)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""Intervals of toxicity and similarity by resampling whole TSMC runs, whose particles depend on each other.
+"""95 % intervals of toxicity and similarity by resampling whole TSMC runs.
+
+The particles of one run are dependent, so the runs are the units:
 
     replicate b draws R of the R runs with replacement; m_r counts how often run r was drawn
-    toxicity    sum_r m_r t_r / sum_r m_r n_r
-    similarity  (|sum_r m_r S_r|^2 - sum_r m_r^2 |S_r|^2 + sum_r m_r (|S_r|^2 - n_r)) / the same with n_r in place of S_r
+    toxicity      sum_r m_r t_r / sum_r m_r n_r
+    similarity    (|sum_r m_r S_r|^2 - sum_r m_r^2 |S_r|^2 + sum_r m_r (|S_r|^2 - n_r))
+                  / the same with n_r in place of S_r
 
-t_r, S_r are the sums of toxicity and of unit sentence vectors over the n_r texts of run r. A run that was drawn twice adds
-no pairs with its own copy: those would hold every text beside itself, at cosine 1. At m = 1 similarity is
-`eval.scorers.similarity.mean_pairwise_cosine`. Independent samples are runs of one text each. The percentiles of few runs cover
-too little: about 87 % of the time with 8. B replicates, N texts, R runs, D width.
+t_r and S_r are the sums of the toxicity and of the unit sentence vectors over the n_r texts of run r.
+A run that was drawn twice adds no pairs with its own copy, which would compare every text with itself.
+At m = 1 the similarity is `eval.scorers.similarity.mean_pairwise_cosine`. Independent samples are runs
+of one text each. Percentiles of few runs give intervals that are too narrow: with 8 runs they hold the
+true value in about 87 % of all cases. B replicates, N texts, R runs, D width.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,46 +21,27 @@ from torch import Tensor
 from tinystories.errors import InputError
 
 
-@dataclass(frozen=True)
-class RunSums:
-    """What the replicates need of R runs."""
-
-    count: Tensor  # [R] n_r
-    toxicity: Tensor  # [R] t_r
-    vectors: Tensor  # [R, D] S_r
-
-
-def run_sums(toxicity: Tensor, vectors: Tensor, group: list[int]) -> RunSums:
-    """Sums over the texts of each run, from toxicity [N], sentence vectors [N, D] and the number of each text's run."""
+def sums_of_runs(group: list[int], values: Tensor) -> Tensor:
+    """Sums [R, ...] over the texts of each run, of values [N, ...] and the number of each text's run."""
     _, run = torch.tensor(group).unique(return_inverse=True)  # [N]
-    if len(run) < 2:
-        raise InputError(f"{len(run)} texts have no similarity; sample more of them")
-
-    def sums(values: Tensor) -> Tensor:  # [N, ...] -> [R, ...]
-        zeros = torch.zeros(int(run.max()) + 1, *values.shape[1:], dtype=torch.float64)
-        return zeros.index_add(0, run, values.double())
-
-    return RunSums(sums(torch.ones(len(run))), sums(toxicity), sums(F.normalize(vectors.double(), dim=-1)))
+    zeros = torch.zeros(int(run.max()) + 1, *values.shape[1:], dtype=torch.float64)
+    return zeros.index_add(0, run, values.double())
 
 
-def toxicity_at(sums: RunSums, times: Tensor) -> Tensor:
-    """Mean toxicity [B] with run r taken times[b, r] times, times [B, R]."""
-    return times @ sums.toxicity / (times @ sums.count)
-
-
-def similarity_at(sums: RunSums, times: Tensor) -> Tensor:
-    """Mean cosine over distinct pairs [B] with run r taken times[b, r] times, times [B, R]."""
+def mean_cosine(times: Tensor, vectors: Tensor, count: Tensor) -> Tensor:
+    """Similarity [B] where run r was drawn times[b, r] times: times [B, R], S [R, D], n [R]."""
 
     def pairs(sizes: Tensor) -> Tensor:  # [R, D] -> [B]
         own = sizes.square().sum(-1)  # [R]
-        return (times @ sizes).square().sum(-1) - times.square() @ own + times @ (own - sums.count)
+        every = (times @ sizes).square().sum(-1)  # [B]
+        return every - times.square() @ own + times @ (own - count)
 
-    return pairs(sums.vectors) / pairs(sums.count[:, None])
+    return pairs(vectors) / pairs(count[:, None])
 
 
 def draw_times(runs: int, replicates: int, generator: torch.Generator) -> Tensor:
-    """How often each run was drawn, [B, R] float64, rows of sum R; never one run alone where there are several."""
-    drawn = torch.randint(runs, (replicates, runs), generator=generator)
+    """How often each run was drawn, [B, R] float64; no replicate consists of one run alone."""
+    drawn = torch.randint(runs, (replicates, runs), generator=generator)  # [B, R]
     alone = (drawn == drawn[:, :1]).all(1)
     if runs > 1:
         drawn[alone, 0] = (drawn[alone, 0] + 1) % runs
@@ -66,17 +49,31 @@ def draw_times(runs: int, replicates: int, generator: torch.Generator) -> Tensor
     return times.scatter_add(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
 
 
-def interval(at_one: Tensor, replicated: Tensor) -> dict[str, float]:
-    """Value and 95 % interval: the limits that leave out 2.5 % of the replicates [B] on either side."""
-    low, high = replicated.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return {"value": at_one.item(), "low": low, "high": high}
+def bootstrap(
+    toxicity: Tensor,
+    vectors: Tensor,
+    group: list[int],
+    replicates: int,
+    generator: torch.Generator,
+) -> dict[str, tuple[float, float, float]]:
+    """(value, low, high) of toxicity and similarity, from percentiles of the replicates.
 
-
-def bootstrap(sums: RunSums, replicates: int, generator: torch.Generator) -> dict[str, dict[str, float]]:
-    """Toxicity and similarity, each with its 95 % interval (percentiles over replicates)."""
-    once = torch.ones(1, len(sums.count), dtype=torch.float64)
-    times = draw_times(len(sums.count), replicates, generator)
+    Of toxicity [N], sentence vectors [N, D] and the number of each text's run. InputError for fewer
+    than two texts.
+    """
+    if len(group) < 2:
+        raise InputError(f"the similarity of {len(group)} texts is not defined; sample more")
+    count = sums_of_runs(group, torch.ones(len(group)))  # [R]
+    scores = sums_of_runs(group, toxicity)  # [R]
+    directions = sums_of_runs(group, F.normalize(vectors.double(), dim=-1))  # [R, D]
+    times = draw_times(len(count), replicates, generator)
+    times = torch.cat([torch.ones_like(times[:1]), times])  # [1 + B, R], first every run once
+    statistics = {
+        "toxicity": times @ scores / (times @ count),
+        "similarity": mean_cosine(times, directions, count),
+    }
+    tails = torch.tensor([0.025, 0.975], dtype=torch.float64)
     return {
-        "toxicity": interval(toxicity_at(sums, once), toxicity_at(sums, times)),
-        "similarity": interval(similarity_at(sums, once), similarity_at(sums, times)),
+        name: (values[0].item(), *values[1:].quantile(tails).tolist())
+        for name, values in statistics.items()
     }

@@ -1,223 +1,277 @@
-"""What each part of a study computes: JSON-ready rows of numbers with 95 % intervals, each with its place in the report.
+"""What each part of a study computes: rows of numbers, each with its place in the report.
 
 R runs, K particles, N sequences, T tokens.
 """
 
+import contextlib
+import dataclasses
 import json
 import math
+import multiprocessing
+import os
+import threading
+import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
 
-from distill import dpo, grpo
+from distill.dpo import dpo
+from distill.grpo import grpo
 from eval.metrics import Samples, distinct_share, energy_floor, score, score_population
-from eval.paper.program import finished_run
-from eval.paper.study import NAMES, TSMC, Part, StudyConfig, baseline_cost, scheme_name, setting_name
-from eval.paper.task import SECONDS, ShownSteps, Task, nearest, number, read_part, rounded, target_row, with_half_width
+from eval.paper.measure import Task, log_z_of, with_interval
+from eval.paper.numbers import read_rows
+from eval.paper.study import WITH_PARTICLES, Part, Study, baseline_cost
+from eval.run.options import saved_config
 from eval.run.setup import sigma_key
 from eval.run.target import save_target
-from tinystories.checkpoint import read_json
+from eval.run.trained import load_generation
+from main import main as run_main
+from tinystories import Conditional
+from tinystories.checkpoint import read_json, write_json
 from tinystories.errors import InputError
-from tsmc import SCHEMES, Chunks, ExactSamples, Sigma, sample_runs
+from tinystories.fast import keep_freed_memory
+from tsmc import SCHEMES, ExactSamples, Population, Sigma, in_chunks, sample_runs
 from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.interfaces import LanguageModel, Twist
+from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import accept, log_mean_with_error
-from tsmc.scoring import sequence_log_probs
-from twist.factors import each_once
+from twist.potential import each_once
 
 BINS = 20  # of the toxicity histograms
-FEW_RUNS = 8  # percentiles over fewer runs cover too little to be called a 95 % interval; over 8 they cover 87 %
-RUN_COLUMNS = ("log_z", "log_z_hat_mean", "log_z_hat_std", "ess", "distinct", "model_toxicity")  # of a run's own table
+RESAMPLED = {1.0: "every step", 0.5: "ESS < K/2", 0.0: "at the end only"}  # by ESS threshold
 
 
-def compute(study: StudyConfig, part: Part, out: Path) -> list[dict]:
-    """The rows of one part; InputError names what is at fault."""
-    kinds = {"rejection": rejection, "particles": particle_study, "resampling": resampling_study}
-    kinds |= {"baseline": baseline, "best": baseline}
-    return kinds.get(part.kind, algorithm_1)(Task(study, part, out))
+def description(study: Study, part: Part) -> dict:
+    """What the result of a part depends on; the seeds of other parts are left out."""
+    settings = dataclasses.asdict(study)
+    del settings["seeds"], settings["seeds_beside"]
+    return json.loads(json.dumps(dataclasses.asdict(part) | {"settings": settings}))
+
+
+def is_finished(study: Study, part: Part, out: Path) -> bool:
+    """Whether a part has its result; InputError where it was made with other settings."""
+    path = out / "parts" / f"{part.name}.json"
+    if not path.exists():
+        return False
+    if read_json(path).get("description") != description(study, part):
+        raise InputError(f"{path}: made with other settings; choose another --out, or delete it")
+    return True
+
+
+def start_worker() -> None:
+    """Prepare a process for its parts: one thread, and an end as soon as the study has ended."""
+    os.setpgrp()  # Ctrl-C reaches only the study, which then ends its workers
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Wait for the end of the process that has started this one."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def run_part(study: Study, part: Part, out: Path) -> None:
+    """Compute one part and write its file; InputErrors open with its name."""
+    kinds = {"rejection": rejection, "run": trained_run, "sweep": baseline, "best": baseline}
+    began = time.monotonic()
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            rows = kinds[part.kind](Task(study, part, out))
+    except InputError as error:
+        raise InputError(f"{part.name}: {error}") from error
+    seconds = round(time.monotonic() - began, 1)
+    result = {"description": description(study, part), "seconds": seconds, "rows": rows}
+    write_json(out / "parts" / f"{part.name}.json", result)
 
 
 def rejection(task: Task) -> list[dict]:
-    """Rejection sampling at every beta from one set of base samples; where exact samples are shipped they serve their beta.
+    """Rejection sampling at every beta, from one set of samples of the base model; Target last.
 
-    At the beta of the study the samples are kept for the other parts where none are shipped.
+    The exact samples of sigma are saved for the other parts: the shipped ones, or those accepted here.
     """
-    config, problem = task.config, task.problem
-    proposals = task.draw(problem.base, task.study.rejection_samples, "rejection")  # [N, T]
-    chunks = tqdm(proposals.split(config.rows), "scoring", mininterval=SECONDS)
-    log_toxicity = torch.cat([each_once(problem.log_toxicity, problem.potential.texts(rows)) for rows in chunks])
-    log_toxicity = log_toxicity.to(proposals.device)  # [N]
-    if problem.exact is None:
-        exact = accepted(task, proposals, log_toxicity, config.beta)
-        save_target(task.out / "target", exact, sigma_key(config, problem.prompt))
+    config, setup = task.config, task.setup
+    proposals = task.draw(setup.base, task.study.rejection_samples, "rejection")  # [N, T]
+    chunks = proposals.split(config.rows)
+    if setup.exact is None:
+        log_phi = torch.cat([setup.potential(chunk) for chunk in chunks])  # [N]
+        setup.exact = accepted(task, proposals, log_phi, "Target")
+    save_target(task.out / "target", setup.exact, sigma_key(config))
+    task.use_exact(setup.exact)
+    task.target = rejection_row(task, setup.exact, "Target")
+    texts = [setup.potential.texts(chunk) for chunk in chunks]
+    log_toxicity = torch.cat([each_once(setup.log_toxicity, chunk) for chunk in texts])  # [N]
     rows = []
-    for beta in sorted({*task.study.rejection_betas, config.beta}):
-        is_target = beta == config.beta
-        exact = task.exact if is_target else accepted(task, proposals, log_toxicity, beta)
-        rows += rejection_rows(task, exact, beta)
-        if is_target:
-            log_sigma = sequence_log_probs(problem.base, exact.tokens) + exact.log_phi  # [N], not normalised
-            rows[-1] |= {"kl_base": task.kl(problem.base, None)["kl"], "log_sigma": rounded(log_sigma)}
-            rows[-1] |= {"energy": energy_floor(task.exact_vectors, task.stream("floor"))}
-            rows[-1] |= {"log_z_std_error": exact.log_z_std_error}
-    return rows
+    for beta in (0.0, *task.study.rejection_betas):
+        name = f"β = {beta:g}" if beta else "Base"
+        rows.append(rejection_row(task, accepted(task, proposals, beta * log_toxicity, name), name))
+    rows[0] |= task.kl(setup.base, None)
+    floor = energy_floor(setup.exact_vectors, task.stream("floor"))
+    return [*rows, task.target | {"energy": floor}]
 
 
-def accepted(task: Task, proposals: Tensor, log_toxicity: Tensor, beta: float) -> ExactSamples:
-    """Exact samples at one beta among proposals [N, T] with log p(toxic | s) [N]; InputError where they are too few."""
-    log_phi = beta * log_toxicity if beta > 0 else torch.zeros_like(log_toxicity)
-    kept = accept(log_phi, task.config.generator("accept", str(beta)))
+def accepted(task: Task, proposals: Tensor, log_phi: Tensor, name: str) -> ExactSamples:
+    """Exact samples among proposals [N, T] with log phi [N]; InputError where they are too few."""
+    log_phi = log_phi.to(proposals.device)
+    kept = accept(log_phi, task.config.generator("accept", name))  # [N]
     if int(kept.sum()) < 2:
-        fault = f"{int(kept.sum())} of {len(proposals)} base samples were accepted at beta {beta:g}"
-        raise InputError(f"{fault}; raise the number of samples for rejection")
-    return ExactSamples(proposals[kept], log_phi[kept], len(proposals), *log_mean_with_error(log_phi))
+        raise InputError(
+            f"fewer than 2 base samples were accepted for {name}; soften the potential"
+        )
+    evidence = log_mean_with_error(log_phi)
+    return ExactSamples(proposals[kept], log_phi[kept], len(proposals), *evidence)
 
 
-def rejection_rows(task: Task, exact: ExactSamples, beta: float) -> list[dict]:
-    """A histogram, and acceptance, toxicity of all accepted samples and similarity of the first of them."""
-    few, name, problem = slice(task.study.similarity_samples), f"beta {beta:g}", task.problem
-    samples = score(exact.tokens, problem.potential, problem.log_toxicity)
-    toxicity = mean_estimate(samples.toxicity)
-    counts = torch.histc(samples.toxicity.float(), BINS, 0, 1).int().tolist()
-    bins = {f"toxicity in {i / BINS:.2f}..{(i + 1) / BINS:.2f}": count for i, count in enumerate(counts)}
-    row = task.measure(Samples(*(values[few] for values in vars(samples).values())), str(beta)) | {
-        "beta": beta,
-        "toxicity": with_half_width(toxicity.value, toxicity.half_width(), 0.0, 1.0),
-        "toxic_share": sum(counts[BINS // 2 :]) / sum(counts),
+def rejection_row(task: Task, exact: ExactSamples, name: str) -> dict:
+    """Acceptance, the toxicity of all accepted samples, and the similarity of the first ones."""
+    first = slice(task.study.similarity_samples)
+    samples = score(exact.tokens, task.setup.potential, task.setup.log_toxicity)
+    share = len(exact.tokens) / exact.num_proposals
+    error = math.sqrt(share * (1 - share) / exact.num_proposals)
+    few = Samples(*(values[first] for values in vars(samples).values()))
+    return task.measure(few, name) | {
+        "place": ("rejection", name, None),
+        "toxicity": with_interval(mean_estimate(samples.toxicity)),
         "sequences": len(samples.texts),
-        "fluency": task.fluency(exact.tokens[few]),
-        "acceptance": share(len(exact.tokens), exact.num_proposals),
         "proposals": exact.num_proposals,
-        "log_z": number(Estimate(exact.log_z, exact.log_z_std_error, exact.num_proposals - 1.0)),
+        "acceptance": with_interval(Estimate(share, error, exact.num_proposals - 1.0)),
+        "log_z": with_interval(log_z_of(exact)),
+        "fluency": task.fluency(exact.tokens[first]),
+        "histogram": torch.histc(samples.toxicity.float(), BINS, 0, 1).int().tolist(),
     }
-    return [{"place": ("histogram", name, "", ""), **bins}, {"place": ("rejection", name, "", ""), **row}]
-
-
-def share(count: int, total: int) -> dict[str, float]:
-    """A share with its 95 % interval after Wilson."""
-    z = 1.959964
-    middle, width = (count + z * z / 2) / (total + z * z), z / (total + z * z)
-    width *= math.sqrt(count * (total - count) / total + z * z / 4)
-    return {"value": count / total, "low": max(0.0, middle - width), "high": min(1.0, middle + width)}
 
 
 def baseline(task: Task) -> list[dict]:
-    """One run of DPO or GRPO and its policy's samples; a run that diverges is a result too: "failed" says how."""
-    part, config, problem = task.part, task.config, task.problem
-    grid, place, section = task.study.grid(part.method), part.place, "sweep"
+    """A run of DPO or GRPO and the samples of its policy; one that diverges has no measurements."""
+    study, part, config, setup = task.study, task.part, task.config, task.setup
+    grid, number = study.grid(part.method), part.setting
     if part.kind == "best":
-        sweep = [read_part(task.out, f"{part.method}-{number}")[0] for number in range(1, len(grid) + 1)]
-        place, section = nearest(sweep, target_row(task.out, task.study)), "best"
-    options, (train, name) = grid[place], (dpo, "DPO") if part.method.startswith("dpo") else (grpo, "GRPO")
+        names = [f"{part.method}-{setting + 1}" for setting in range(len(grid))]
+        sweep = [read_rows(task.out, name)[0] for name in names]
+        number = min(range(len(grid)), key=lambda setting: sweep[setting].get("distance", math.inf))
+        if part.seed == study.seeds[0]:
+            return [sweep[number] | {"place": ("best", *sweep[number]["place"][1:])}]
+    options = grid[number]
+    rates = f"lr {options.learning_rate:g}, decay {options.weight_decay:g}"
+    name = f"{part.method}, {rates}, b {options.strength:g}"
     cost = baseline_cost(part.method, options)
-    row = {"place": (section, setting_name(part.method, options), part.seed, ""), **vars(options)}
+    row = {"place": (part.kind, name, None), "updates": options.updates}
     row |= {"units": cost.units(config.length), "scored": cost.sampled}
-    generator, steps = config.generator("baseline", part.method, place), ShownSteps(options.updates, name)
+    train = dpo if part.method.startswith("dpo") else grpo
+    base = Conditional(setup.model, setup.base.prompt, config.length)
+    generator, lora = config.generator(part.method, number), part.method.endswith("lora")
     try:
-        policy = train(problem.base, problem.potential, options, part.method.endswith("lora"), generator, steps)
-    except InputError as error:
-        return [row | {"failed": str(error)}]
+        policy = train(base, setup.potential, options, lora, generator)
+    except InputError:
+        return [row]
     tokens = task.draw(policy, config.eval.base_samples, "policy", part.name)
-    row |= task.measure(score(tokens, problem.potential, problem.log_toxicity), "policy", part.name)
+    row |= task.measure(score(tokens, setup.potential, setup.log_toxicity), "policy", part.name)
     return [row | task.kl(policy, None) | {"fluency": task.fluency(tokens)}]
 
 
-def algorithm_1(task: Task) -> list[dict]:
-    """A run of Algorithm 1, and the numbers of its generations."""
-    path, rows = finished_run(task), []
-    for row in read_json(path / "results.json")["generations"]:
-        m = row["generation"]
-        sigma, twist = task.trained_pair(path, m)
-        place = "generations", NAMES[task.part.kind], task.part.seed, m
-        numbers = task.measure(generation_samples(path, m), m) | {name: row[name] for name in RUN_COLUMNS}
-        rows.append({"place": place, **numbers, **task.kl(sigma.model, twist)})
-        if task.part.kind == "no-effective":
-            rows[-1] |= drift(task, sigma.model, m)
-    if task.part.kind == "tsmc":
-        rows.append({"place": ("budget", TSMC, "", ""), "twist_share": products(twist) / products(task.setup.model)})
+def trained_run(task: Task) -> list[dict]:
+    """A run of main.py: the numbers of its generations, and of other ways to sample its pairs."""
+    path, method, rows = finished_run(task), task.part.method, []
+    device = task.setup.base.prompt.device
+    for m, row in enumerate(read_json(path / "results.json")["generations"]):
+        sigma, twist = load_generation(task.setup, path / f"generation-{m}", m, device)
+        names = "log_z", "log_z_hat_mean", "log_z_hat_std", "ess", "distinct", "model_toxicity"
+        numbers = {name.removesuffix("_mean"): row[name] for name in names}
+        numbers |= task.measure(generation_samples(path, m), m) | task.kl(sigma.model, twist)
+        if method == "no-effective":
+            numbers["drift"] = drift(task, sigma.model, m)
+        rows.append({"place": ("generations", method, m)} | numbers)
+        rows += other_samples(task, sigma, twist, m)
     return rows
+
+
+def finished_run(task: Task) -> Path:
+    """The directory of the part's run, begun or continued, and brought to its end."""
+    path, config = task.out / "runs" / task.part.name, task.config
+    arguments = [*task.study.arguments(task.part.method, task.part.seed), "--out", str(path)]
+    if path.exists():
+        saved = dataclasses.replace(saved_config(path), out=config.out, quiet=config.quiet)
+        if saved != config:
+            raise InputError(f"{path}: holds a run with other options; delete it")
+        arguments = ["--resume", str(path)]
+    try:
+        run_main([*arguments, "--quiet"])
+    except SystemExit as ended:
+        raise InputError("main.py has failed; its last line says why") from ended
+    return path
 
 
 def generation_samples(path: Path, m: int) -> Samples:
     """The texts of generation m in a run's samples.jsonl."""
-    every = [json.loads(line) for line in (path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in every if row["source"] == f"generation {m}"]
-    scores = torch.tensor([[row["toxicity"], row["log_phi"]] for row in rows], dtype=torch.float64)  # [N, 2]
-    return Samples([row["text"] for row in rows], scores[:, 0], scores[:, 1], [row["run"] for row in rows])
+    lines = (path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["source"] == f"generation {m}"]
+    toxicity = torch.tensor([row["toxicity"] for row in rows], dtype=torch.float64)  # [N]
+    log_phi = torch.tensor([row["log_phi"] for row in rows], dtype=torch.float64)  # [N]
+    return Samples([row["text"] for row in rows], toxicity, log_phi, [row["run"] for row in rows])
 
 
-def products(network: nn.Module) -> int:
-    """Multiplications with weight matrices that a network makes for one token; looking up a position makes none."""
-    return sum(w.numel() for name, w in network.named_parameters() if w.ndim == 2 and not name.startswith("wpe"))
+def drift(task: Task, model: LanguageModel, m: int) -> tuple[float, float, float]:
+    """KL(sigma||sigma_m), sigma_m proportional to p^(m) phi: the target without phi^(m).
 
-
-def drift(task: Task, model: LanguageModel, m: int) -> dict:
-    """KL(sigma||sigma_m), sigma_m proportional to p^(m) phi: what the target of generation m is without phi^(m).
-
-    E_sigma[log p^(0) - log p^(m)] - log Z_sigma + log Z_m, with log Z_m from bare samples of p^(m).
+    E_sigma[log p^(0) - log p^(m)] - log Z_sigma + log Z_m, with log Z_m from samples of p^(m).
     """
-    if m == 0:
-        return {"drift": {"value": 0.0, "low": 0.0, "high": 0.0}}
-    problem, exact, count = task.problem, task.exact, task.config.eval.base_samples
-    log_z, error = log_mean_with_error(problem.potential(task.draw(model, count, "drift", m)))
-    log_p = sequence_log_probs(model, exact.tokens)  # [N]
-    terms = mean_estimate(sequence_log_probs(problem.base, exact.tokens) - log_p)
-    evidence = Estimate(exact.log_z, exact.log_z_std_error, exact.num_proposals - 1.0)
-    divergence = difference(terms, difference(evidence, Estimate(log_z, error, count - 1.0)))
-    return {
-        "drift": with_half_width(divergence.value, divergence.half_width(), lowest=0.0),
-        "log_sigma_m": rounded(log_p + exact.log_phi),
-    }
+    setup, count = task.setup, task.config.eval.base_samples
+    log_z, error = log_mean_with_error(setup.potential(task.draw(model, count, "drift", m)))
+    log_p0 = sequence_log_probs(setup.base, setup.exact.tokens)  # [N]
+    terms = mean_estimate(log_p0 - sequence_log_probs(model, setup.exact.tokens))
+    evidence = difference(log_z_of(setup.exact), Estimate(log_z, error, count - 1.0))
+    return with_interval(difference(terms, evidence))
 
 
-def particle_study(task: Task) -> list[dict]:
-    """The trained pairs of a run under every K, resampling as the run does."""
-    config, study = task.config, task.study
-    own = config.resampling, config.ess_threshold
-    title = "" if task.part.variant == "tsmc" else f"{NAMES[task.part.variant]}, "
-    cases = [(f"{title}K = {k}", (title, k), k, study.runs_of(k), *own) for k in study.particle_counts]
-    return rows_of_cases(task, "particles", cases)
-
-
-def resampling_study(task: Task) -> list[dict]:
-    """The trained pairs under every resampling scheme, at every step and where ESS < K / 2, and without resampling."""
-    choices = [(scheme, threshold) for scheme in SCHEMES for threshold in (1.0, 0.5)] + [("multinomial", 0.0)]
-    sizes = task.config.eval.particles, task.study.resampling_runs
-    cases = [(scheme_name(*choice), (choice[0], str(choice[1])), *sizes, *choice) for choice in choices]
-    return rows_of_cases(task, "resampling", cases)
-
-
-def rows_of_cases(task: Task, section: str, cases: list[tuple]) -> list[dict]:
-    """A row for each trained pair of the seed's run and each case: name, random stream, K, R, scheme and threshold."""
-    path, rows = task.out / "runs" / f"{task.part.variant}-{task.part.seed}", []
-    for m in range(task.config.generations + 1):
-        pair = task.trained_pair(path, m)
-        for name, purpose, *options in tqdm(cases, f"generation {m}", mininterval=SECONDS):
-            row = tsmc_row(task, *pair, (section, m, *purpose), *options)
-            rows.append({"place": (section, name, task.part.seed, m), **row})
+def other_samples(task: Task, sigma: Sigma, twist: Twist, m: int) -> list[dict]:
+    """The pair of generation m with every K, sampled as in its run, and with every scheme."""
+    study, config, method = task.study, task.config, task.part.method
+    rows = []
+    if method in WITH_PARTICLES:
+        rule = config.resampling, config.ess_threshold, config.moves
+        for k in study.particle_counts:
+            place = "particles", f"{method}, K = {k}", m
+            runs = max(8, study.particles_per_point // k)
+            rows.append(sampled(task, sigma, twist, place, k, runs, *rule))
+    if method == "published" and task.part.seed in study.beside():
+        sizes = config.eval.particles, study.resampling_runs
+        for scheme in SCHEMES:
+            for threshold, when in RESAMPLED.items():
+                place = "resampling", f"{scheme}, {when}", m
+                rows.append(sampled(task, sigma, twist, place, *sizes, scheme, threshold))
     return rows
 
 
-def tsmc_row(
-    task: Task, sigma: Sigma, twist: Twist, purpose: tuple, particles: int, runs: int, scheme: str, threshold: float
+def sampled(
+    task: Task,
+    sigma: Sigma,
+    twist: Twist,
+    place: tuple[str, str, int],
+    particles: int,
+    runs: int,
+    scheme: str,
+    threshold: float,
+    moves: int = 0,
 ) -> dict:
-    """R = runs populations of K = particles: toxicity, similarity, evidence, ESS, distinct."""
-    chunks = Chunks(runs, task.config.rows // particles, task.config.streams(*purpose))
-    population = sample_runs(sigma, twist, particles, chunks, SCHEMES[scheme], threshold).alive()
-    final = population.samples  # [R, K, T]
-    samples = score_population(population, task.problem.potential, task.problem.log_toxicity)
-    row = task.measure(samples, *purpose) | {
-        "log_z_hat": number(mean_estimate(population.log_z)),
-        "log_z_hat_std": population.log_z.double().std().item() if len(final) > 1 else 0.0,
+    """The row of R = runs populations of K = particles."""
+
+    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        rule = SCHEMES[scheme], threshold, moves
+        return vars(sample_runs(sigma, twist, particles, size, generator, *rule))
+
+    streams = task.config.streams(*place)
+    drawn = in_chunks(draw, runs, task.config.rows // particles, streams)
+    population = Population(**drawn).alive()
+    samples = score_population(population, task.setup.potential, task.setup.log_toxicity)
+    row = task.measure(samples, *place) | {
+        "place": place,
+        "runs": len(population.log_z),
+        "log_z_hat": with_interval(mean_estimate(population.log_z)),
+        "log_z_hat_std": population.log_z.double().std().item(),
         "ess": population.ess.mean().item(),
-        "distinct": distinct_share(final),
-        "fluency": task.fluency(final.flatten(0, 1)),
-        "runs": runs,
-        "dead_runs": runs - len(final),
+        "distinct": distinct_share(population.samples),
     }
     del row["texts"]
-    for name in ("toxicity", "similarity") if runs < FEW_RUNS else ():
-        row[name] |= {"low": None, "high": None}
     return row

@@ -1,80 +1,72 @@
-"""What the commands share: stories, samples of the pocket language model, the training loop, progress, cards.
+"""What the commands share: options, stories, samples of the language model, the training loop.
 
-    learning rate = peak * (linear warm-up, then half a cosine down to a twentieth)
-
-B texts of a batch, N texts, T tokens.
+N texts, T tokens, P tokens of the prompt.
 """
 
 import math
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm import trange
 
 import tinystories
 from distill.finetune import parameter_groups
-from eval.scorers.encoder import Runner
-from tinystories.checkpoint import fingerprint, write_text
+from tinystories.checkpoint import reading
 from tinystories.errors import InputError
-from tinystories.fast import accelerate
-from tinystories.vocabulary import END_OF_TEXT
-from tsmc.runs import sample_model
-from tsmc.steps import Chunks, Steps
+from tinystories.fast import pack
+from tinystories.tokenizer import END_OF_TEXT
+from tsmc import sample_proposal
 
 PROMPT, LENGTH = "Once upon a time, there was a", 20  # s_0 and T of the experiments
-CHUNK = 1000  # samples drawn at once
-WARM_UP = 100  # steps
+CHUNK = 1000  # sequences drawn at once
+WARM_UP = 100  # updates
 
 
-class OneStream(Chunks):
-    """Chunks of a large sample that all draw from one random stream, under a bar."""
-
-    def __init__(self, total: int, generator: torch.Generator):
-        super().__init__(total, CHUNK, lambda chunk: generator)
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Generator]]:
-        yield from tqdm(super().__iter__(), "sampling", len(self.sizes), mininterval=1)
-
-
-class ShownRunner(Runner):
-    """A Runner under a bar."""
-
-    def batches(self, rows: list[list[int]]) -> Iterable[list[list[int]]]:
-        """The same batches."""
-        return tqdm(super().batches(rows), "scoring", mininterval=1)
+def add_options(parser: ArgumentParser, *paths: str, **defaults: float | str | Path) -> None:
+    """Options --NAME: paths that must be given, and values that need not be."""
+    for name in paths:
+        parser.add_argument(f"--{name}", type=Path, required=True, help="must be given")
+    for name, default in defaults.items():
+        flag = "--" + name.replace("_", "-")
+        kind = Path if isinstance(default, Path) else type(default)
+        parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
 
 
 def read_stories(path: Path) -> list[str]:
-    """Stories of a file in which a line `<|endoftext|>` follows each; InputError where there are none."""
-    try:
-        stories = [story.strip() for story in path.read_text(encoding="utf-8").split(END_OF_TEXT) if story.strip()]
-    except ValueError as error:
-        raise InputError(f"{path}: is no text ({error}); give a file of stories") from error
-    if not stories:
-        raise InputError(f"{path}: holds no story; give stories with a line {END_OF_TEXT} behind each")
-    return stories
+    """Stories of a file in which a line `<|endoftext|>` follows each one."""
+    with reading(path, "is not a file of stories", f"give a line {END_OF_TEXT} after each story"):
+        parts = path.read_text(encoding="utf-8").split(END_OF_TEXT)
+        stories = [part.strip() for part in parts if part.strip()]
+        if not stories:
+            raise ValueError("it has no text")
+        return stories
 
 
-def sample_texts(path: str | Path, count: int, generator: torch.Generator) -> list[str]:
-    """Texts that the language model of a directory writes after the prompt of the experiments."""
+def sample_texts(path: Path, count: int, generator: torch.Generator) -> list[str]:
+    """Texts that the language model of a directory writes after the prompt of the experiments.
+
+    Whole chunks are drawn, so that the first texts do not depend on how many are asked for.
+    """
     model, tokenizer = tinystories.load(path)
-    prompt = torch.tensor(tokenizer.encode(PROMPT).ids)
-    chunks = OneStream(CHUNK * math.ceil(count / CHUNK), generator)  # the first do not depend on how many are asked for
-    tokens = sample_model(tinystories.Conditional(accelerate(model), prompt, LENGTH), chunks)[:count]  # [N, T]
-    return tokenizer.decode_batch([prompt.tolist() + row for row in tokens.tolist()])
+    prompt = tokenizer.encode(PROMPT).ids  # [P]
+    conditional = tinystories.Conditional(pack(model), torch.tensor(prompt), LENGTH)
+    chunks = trange(math.ceil(count / CHUNK), desc="sampling")
+    tokens = [sample_proposal(conditional, None, CHUNK, generator).tokens for _ in chunks]
+    rows = torch.cat(tokens)[:count].tolist()  # [N, T]
+    return tokenizer.decode_batch([prompt + row for row in rows])
 
 
 def byte_level_bpe(texts: list[str], vocab_size: int, special: list[str]) -> Tokenizer:
-    """Byte-level BPE whose first tokens are the special ones."""
+    """A byte-level BPE whose first tokens are the special ones."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special)
+    trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -87,28 +79,22 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def fit(model: nn.Module, args: Namespace, loss_of: Callable[[int], Tensor], decay_all: bool = False) -> None:
-    """AdamW on the loss of each update, with weight decay of matrices or of all, and gradients clipped to norm 1."""
+def fit(
+    model: nn.Module, args: Namespace, loss_of: Callable[[int], Tensor], decay_all: bool = False
+) -> None:
+    """AdamW with gradients clipped to norm 1; weight decay of matrices, or of all parameters."""
     groups = parameter_groups(model.parameters(), args.weight_decay)
     groups[1]["weight_decay"] = args.weight_decay if decay_all else 0.0
-    optimizer = torch.optim.AdamW(groups, lr=args.peak, betas=(0.9, 0.98), fused=True)
-    steps = Steps(args.steps, "training")
-    for step in (bar := tqdm(steps, "training", mininterval=1)):
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+    bar = trange(args.steps, desc="training", mininterval=1)
+    for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.peak)
         loss = loss_of(step)
-        steps.report(loss=loss.item())
+        if not loss.isfinite():
+            raise InputError(f"update {step}: the loss is {loss.item()}; lower --peak")
+        optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-
-
-def fill_card(args: Namespace, model: nn.Module | None, **figures: object) -> None:
-    """Write README.md into --out from the command's template, which describes the shipped checkpoint and its data."""
-    if model is not None:
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        figures |= {"config": model.config, "parameters": parameters, "fingerprint": fingerprint(args.out)}
-    template = Path(__file__).with_name(f"card_{args.command}.md").read_text(encoding="utf-8")
-    write_text(args.out / "README.md", template.format(args=args, prompt=PROMPT, length=LENGTH, **figures))

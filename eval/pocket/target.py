@@ -1,63 +1,56 @@
-"""Exact samples of the pocket target, drawn by rejection; their files are those of `eval/run/target.py`.
+"""Exact samples of the pocket target, drawn by rejection (`tsmc/rejection.py`).
 
-    sigma(s) = p(s) phi(s) / Z_sigma,   log phi(s) = beta log p(toxic | s)
-    E_p[p(toxic | s)^beta]              mean toxicity of the proposals at beta 1, acceptance at any beta
-
-N proposals, T tokens.
+sigma(s) = p(s) phi(s) / Z_sigma,   log phi(s) = beta log p(toxic | s)
 """
 
-import math
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import tinystories
 from eval.pocket import common
-from eval.run.target import load_target, save_target, target_key
+from eval.run.target import TargetKey, save_target
 from eval.scorers import toxicity
-from tinystories.checkpoint import read_json
+from tinystories.checkpoint import fingerprint
 from tinystories.errors import InputError
-from tinystories.fast import accelerate
-from tsmc.estimate import mean_estimate
-from tsmc.rejection import rejection_sample
-from twist.factors import Factor, TextPotential
+from tinystories.fast import pack
+from tsmc import in_chunks
+from tsmc.rejection import draw_accepted, exact_samples
+from twist.potential import TextPotential, power
+
+POCKET = Path("checkpoints/pocket")
 
 
-def make(args: Namespace) -> None:
-    """Draw the samples and write the two files; InputError where fewer than two are accepted."""
+def add_options(parser: ArgumentParser) -> None:
+    """The options, with the values of the shipped samples."""
+    add = common.add_options
+    add(parser, lm=POCKET / "lm", toxicity_model=POCKET / "toxicity", out=POCKET / "target", seed=0)
+    add(parser, prompt=common.PROMPT, length=common.LENGTH, beta=10.0, proposals=900_000)
+
+
+def make(args: Namespace) -> dict:
+    """Write the samples and `target.json`; how many there are, and their evidence."""
     model, tokenizer = tinystories.load(args.lm)
     classifier, its_tokenizer = toxicity.load(args.toxicity_model)
-    scorer = toxicity.ToxicityScorer(accelerate(classifier), its_tokenizer, batch_size=256)
-    prompt = torch.tensor(tokenizer.encode(args.prompt).ids, dtype=torch.long)
-    log_score = TextPotential([Factor(scorer)], partial(tokenizer.decode_batch, skip_special_tokens=True), prompt)
-    scores: list[Tensor] = []  # log p(toxic | s) of every proposal, by which the regime is judged
-
-    def log_phi(tokens: Tensor) -> Tensor:
-        """log phi [N] of tokens [N, T]"""
-        scores.append(log_score(tokens))
-        return args.beta * scores[-1]
-
+    scorer = toxicity.ToxicityScorer(pack(classifier), its_tokenizer, batch_size=256)
+    prompt = torch.tensor(tokenizer.encode(args.prompt).ids)
+    decode = partial(tokenizer.decode_batch, skip_special_tokens=True)
+    log_phi = TextPotential([power(scorer, args.beta)], decode, prompt)
+    draw = partial(
+        draw_accepted, tinystories.Conditional(pack(model), prompt, args.length), log_phi
+    )
     generator = torch.Generator().manual_seed(args.seed)
-    conditional = tinystories.Conditional(accelerate(model), prompt, args.length)
-    exact = rejection_sample(conditional, log_phi, common.OneStream(args.proposals, generator))
+    exact = exact_samples(in_chunks(draw, args.proposals, common.CHUNK, lambda chunk: generator))
     if len(exact.tokens) < 2:
-        few = f"{len(exact.tokens)} of {args.proposals} proposals were accepted"
-        raise InputError(f"{few}; raise --proposals or lower --beta")
-    p_toxic = torch.cat(scores).double().exp()  # [N]
-    mean = mean_estimate(p_toxic)
-    notes = {"base_toxicity": mean.value, "base_toxicity_std_error": mean.std_error}
-    notes |= {f"acceptance_beta_{beta}": p_toxic.pow(beta).mean().item() for beta in (1, 10)}
-    key = target_key(args.lm, args.toxicity_model, args.prompt, args.length, args.beta)
-    save_target(args.out, exact, key, seed=args.seed, **notes)
-
-
-def write_card(args: Namespace) -> None:
-    """What the two files say."""
-    key = target_key(args.lm, args.toxicity_model, args.prompt, args.length, args.beta)
-    exact, notes = load_target(args.out, key), read_json(args.out / "target.json")
-    if exact is None or (exact.num_proposals, notes["seed"]) != (args.proposals, args.seed):
-        raise InputError(f"{args.out}: was drawn with other options; give those")
-    percent = 100 * math.exp(exact.log_z)
-    common.fill_card(args, None, exact=exact, notes=notes, accepted=len(exact.tokens), percent=percent)
+        raise InputError(f"{len(exact.tokens)} accepted; raise --proposals or lower --beta")
+    networks = fingerprint(args.lm), fingerprint(args.toxicity_model)
+    save_target(
+        args.out, exact, TargetKey(*networks, args.prompt, args.length, args.beta), seed=args.seed
+    )
+    return {
+        "accepted": len(exact.tokens),
+        "log_z": exact.log_z,
+        "log_z_std_error": exact.log_z_std_error,
+    }

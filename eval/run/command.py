@@ -1,75 +1,62 @@
-"""How every command here ends: whatever a user can put right is one line on standard error, and an exit code.
+"""How every command ends: an error that the user can correct is one line on standard error.
 
 0    done                    130   Ctrl-C
-2    bad input, no memory, no space, another process of the job has ended
-141  whoever read standard output has stopped
-
-Standard error that is closed, full or no longer read changes none of them; a standard output that is closed is not wanted.
+2    bad input, no memory, no space, a lost process of the same job
+141  the reader of standard output has stopped
 """
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
-from typing import NoReturn, TextIO
+from typing import NoReturn
+
+from torch.distributed import DistError
 
 from eval.run import processes
 from tinystories.errors import InputError, printable
-from tinystories.interrupts import have_loaded
 
 
 @contextlib.contextmanager
 def one_line_errors(program: str, out_of_memory: str = "ask for less at a time") -> Iterator[None]:
-    """End the program in one line that opens with its name; `out_of_memory` says what to do then.
+    """End the program in one line that opens with its name; `out_of_memory` is the remedy then.
 
     Characters that the encoding of standard output lacks are escaped.
     """
-    have_loaded()
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
+        yield
+        sys.stdout.flush()
     except InputError as error:
         stop(program, f"error: {error}", 2)
     except KeyboardInterrupt as interruption:
         stop(program, str(interruption) or "interrupted", 130)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (Python flushes it at its end)
+        sys.exit(141)
     except OSError as error:
-        if error.filename is not None:
-            stop(program, f"error: {error.filename}: cannot be used ({error.strerror}); check the name", 2)
-        silence(sys.stdout)
-        if isinstance(error, BrokenPipeError):
-            sys.exit(141)
-        stop(program, f"error: standard output cannot be written ({error.strerror}); free space there", 2)
+        stop(program, f"error: {error}; free space there or choose another place", 2)
+    except DistError:
+        fault = "error: another process of this job has ended; see its message"
+        stop(program, f"{fault}, then continue with --resume", 2)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or "memory" in str(error).lower():
-            stop(program, f"error: out of memory; {out_of_memory}", 2)
-        if not processes.is_lost(error):
+        if not isinstance(error, MemoryError) and "memory" not in str(error).lower():
             raise
-        stop(program, "error: another process of this job has ended; see its message, then continue with --resume", 2)
+        stop(program, f"error: out of memory; {out_of_memory}", 2)
+    finally:
+        processes.leave()
 
 
 def stop(program: str, message: str, code: int) -> NoReturn:
-    """One line on standard error, and the end."""
+    """Print one line on standard error and exit."""
     say(f"{program}: {message}")
-    if processes.count() > 1:
-        os._exit(code)  # an orderly end would wait for the other processes
     sys.exit(code)
 
 
 def say(line: str) -> None:
-    """One line on standard error, for those who read it: a run does not end because nobody does."""
-    try:
+    """Print one line on standard error; a closed standard error does not end a run."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         print(printable(line), file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        silence(sys.stderr)
-
-
-def silence(stream: TextIO) -> None:
-    """Send a standard stream to nowhere, with what is still in its buffer."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

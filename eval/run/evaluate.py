@@ -1,7 +1,9 @@
-"""The rows of a run's table: Base, Target and the generations, each after one prompt. `eval/metrics.py` defines the columns."""
+"""The rows of a run's table: Base, Target and the generations. `eval/metrics.py` defines the columns."""
+
+import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eval.metrics import (
     Samples,
@@ -10,29 +12,106 @@ from eval.metrics import (
     energy_floor,
     kl_target_proposal,
     log_mean_z,
+    mean_scores,
     score,
     score_population,
 )
-from eval.run.setup import Problem
-from eval.scorers.similarity import SimilarityScorer
-from tsmc.interfaces import Twist
-from tsmc.population import Population
-from tsmc.sampler import Sigma
+from eval.run.options import RunConfig
+from eval.run.run import Run
+from eval.run.setup import Setup, sigma_key
+from eval.run.target import save_target
+from eval.run.trained import save_generation
+from tinystories.errors import InputError
+from tinystories.fast import pack
+from tinystories.gpt_neo import GPTNeo
+from tsmc.interfaces import LanguageModel, Twist
+from tsmc.proposal import sample_proposal
+from tsmc.rejection import ExactSamples, draw_accepted, exact_samples
+from tsmc.resampling import SCHEMES
+from tsmc.runs import require_alive, sample_runs
+from tsmc.sampler import Population, Sigma
 
 
-def evaluate_base(problem: Problem, tokens: Tensor, encode: SimilarityScorer) -> tuple[dict, Samples]:
-    """Row `base`: independent sequences tokens [N, T] of p^(0)."""
-    samples = score(tokens, problem.potential, problem.log_toxicity)
-    return describe(samples, encode(samples.texts), problem.exact_vectors), samples
+def draw_runs(
+    run: Run, phase: str, m: int, sigma: Sigma, psi: nn.Module, particles: int, runs: int
+) -> Population:
+    """R = runs TSMC runs of K = particles, about `--rows` particles at a time."""
+    config = run.config
+    twist = pack(psi)
+
+    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        population = sample_runs(
+            sigma,
+            twist,
+            particles,
+            size,
+            generator,
+            SCHEMES[config.resampling],
+            config.ess_threshold,
+            config.moves,
+        )
+        return vars(population)
+
+    purpose = (phase, m, "")
+    drawn = run.draw(phase, m, runs, config.rows // particles, purpose, draw)
+    return require_alive(Population(**drawn))
 
 
-def evaluate_target(problem: Problem, encode: SimilarityScorer) -> tuple[dict, Samples]:
-    """Row `target`: the exact samples of sigma, whose embeddings the other rows are compared with."""
-    exact = problem.exact
-    samples = score(exact.tokens, problem.potential, problem.log_toxicity)
-    problem.exact_vectors = encode(samples.texts)
-    row = describe(samples, problem.exact_vectors) | {
-        "energy": energy_floor(problem.exact_vectors, torch.Generator().manual_seed(0)),
+def draw_model(run: Run, phase: str, m: int | None, model: LanguageModel, purpose: tuple) -> Tensor:
+    """Independent samples [N, T] of a bare model for the table."""
+
+    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        return {"tokens": sample_proposal(model, None, size, generator).tokens}
+
+    count = run.config.eval.base_samples
+    return run.draw(phase, m, count, run.config.rows, purpose, draw)["tokens"]
+
+
+def draw_target(run: Run, setup: Setup) -> ExactSamples | None:
+    """Exact samples of sigma, drawn by rejection and kept in the run; None where there are none."""
+    proposals = run.config.eval.target_proposals
+    if proposals == 0:
+        return None
+
+    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        return draw_accepted(setup.base, setup.potential, size, generator)
+
+    purpose = ("target", setup.prompt)
+    rows = run.config.rows
+    drawn = run.draw("target by rejection", None, proposals, rows, purpose, draw)
+    exact = exact_samples(drawn)
+    if len(exact.tokens) < 2:
+        fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
+        run.say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
+        return None
+    if run.writes:
+        save_target(run.path / "target", exact, sigma_key(run.config))
+    return exact
+
+
+def evaluate_ends(run: Run, setup: Setup) -> dict:
+    """The results with their rows Target and Base: where sigma and p^(0) stand."""
+    results = {"prompt": setup.prompt, "potential": list(run.config.potential)}
+    if setup.exact is None:
+        setup.exact = draw_target(run, setup)
+    tokens = draw_model(run, "base samples", None, setup.base, ("base", ""))
+    if setup.exact is not None:
+        results["target"], samples = evaluate_target(setup)
+        run.add_samples(samples.rows("target"))
+    samples = score(tokens, setup.potential, setup.log_toxicity)
+    results["base"] = describe(samples, setup.encode(samples.texts), setup.exact_vectors)
+    check_base_rate(run, samples.log_phi)
+    run.add_samples(samples.rows("base"))
+    return results | {"generations": []}
+
+
+def evaluate_target(setup: Setup) -> tuple[dict, Samples]:
+    """Row `target`: the exact samples, whose embeddings the other rows are compared with."""
+    exact = setup.exact
+    samples = score(exact.tokens, setup.potential, setup.log_toxicity)
+    setup.exact_vectors = setup.encode(samples.texts)
+    row = describe(samples, setup.exact_vectors) | {
+        "energy": energy_floor(setup.exact_vectors, torch.Generator().manual_seed(0)),
         "log_z": exact.log_z,
         "log_z_std_error": exact.log_z_std_error,
         "num_samples": len(exact.tokens),
@@ -41,16 +120,37 @@ def evaluate_target(problem: Problem, encode: SimilarityScorer) -> tuple[dict, S
     return row, samples
 
 
+def first_batch(config: RunConfig) -> int:
+    """How many draws of p^(0) the twist first learns from."""
+    return config.pool.base_draws if config.method == "pooled" else config.ctl.batch_size
+
+
+def check_base_rate(run: Run, log_phi: Tensor) -> None:
+    """Say how often p^(0) meets a hard potential; InputError where CTL would hardly ever see it."""
+    alive = (log_phi > -math.inf).sum().item()
+    total = len(log_phi)
+    if alive == total:
+        return
+    batch = first_batch(run.config)
+    rate = f"{alive} of {total} base samples have phi > 0"
+    run.say(f"{rate}: about {batch * alive / total:.1f} of the {batch} that the twist first sees")
+    if run.config.method == "distilled" and batch * alive < total / 2:
+        strength = math.ceil(math.log(total / max(alive, 1)))
+        remedy = f"soften the potential (~{strength} behind its name), raise --ctl-batch-size"
+        raise InputError(f"{rate}, too few to learn from; {remedy}, or use --method pooled")
+
+
 def evaluate_generation(
-    problem: Problem, sigma: Sigma, twist: Twist, m: int, population: Population, encode: SimilarityScorer
+    setup: Setup, sigma: Sigma, twist: Twist, m: int, population: Population
 ) -> tuple[dict, Samples]:
-    """The row of generation m: TSMC runs, and KL(sigma||q). Runs that died have no samples; they are counted."""
-    runs, (log_z, log_z_half_width) = len(population.log_z), log_mean_z(population.log_z)
+    """The row of generation m: TSMC runs, and KL(sigma||q). Dead runs have no samples."""
+    runs = len(population.log_z)
+    log_z, log_z_half_width = log_mean_z(population.log_z)
     population = population.alive()
-    samples = score_population(population, problem.potential, problem.log_toxicity)
+    samples = score_population(population, setup.potential, setup.log_toxicity)
     row = {
         "generation": m,
-        **describe(samples, encode(samples.texts), problem.exact_vectors),
+        **describe(samples, setup.encode(samples.texts), setup.exact_vectors),
         "log_z": log_z,
         "log_z_half_width": log_z_half_width,
         "log_z_hat_mean": population.log_z.mean().item(),
@@ -60,7 +160,28 @@ def evaluate_generation(
         "dead_runs": runs - len(population.log_z),
         "num_runs": runs,
     }
-    if problem.exact is not None:
-        kl, half_width = kl_target_proposal(sigma.model, twist, problem.base, problem.exact)
+    if setup.exact is not None:
+        kl, half_width = kl_target_proposal(sigma.model, twist, setup.base, setup.exact)
         row |= {"kl_target_proposal": kl, "kl_half_width": half_width}
     return row, samples
+
+
+def finish_generation(
+    run: Run, setup: Setup, m: int, model: GPTNeo, sigma: Sigma, psi: nn.Module, results: dict
+) -> None:
+    """Save (p^(m), psi^(m)), measure it, and add its row to the results."""
+    if run.writes:
+        save_generation(run.path / f"generation-{m}", model, setup.tokenizer, psi)
+    options = run.config.eval
+    population = draw_runs(run, "evaluation", m, sigma, psi, options.particles, options.runs)
+    bare = results["base"]
+    if model is not setup.model:
+        tokens = draw_model(run, "bare model", m, sigma.model, ("bare model", m, ""))
+        bare = mean_scores(score(tokens, setup.potential, setup.log_toxicity))
+    row, samples = evaluate_generation(setup, sigma, pack(psi), m, population)
+    row |= {f"model_{name}": bare[name] for name in ("toxicity", "log_phi", "phi_positive")}
+    run.add_samples(samples.rows(f"generation {m}"))
+    if row["dead_runs"] > options.runs / 10:
+        fault = f"generation {m}: {row['dead_runs']} of {options.runs} runs died"
+        run.say(f"{fault}, all weights zero; raise --eval-particles, or soften the potential")
+    results["generations"].append(row)

@@ -1,9 +1,11 @@
-"""The figures of one run: similarity against toxicity, the learning curves of the twist, and toxicity histograms.
+"""The figures of one run: similarity against toxicity, learning curves of the twist, toxicity histograms.
 
-Every function takes numbers that were computed elsewhere and writes one PNG. Colours are those of Okabe and Ito, which
-colour-blind readers can tell apart; each series has a marker or line style of its own as well.
+Every function takes numbers that were computed elsewhere and writes one PNG. The colours are those of
+Okabe and Ito, which colour-blind readers can tell apart, and each series also has a marker or line
+style of its own.
 """
 
+import json
 from pathlib import Path
 
 import matplotlib
@@ -12,7 +14,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from eval.run.directory import RunDirectory
 from tinystories.checkpoint import replacing
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -28,20 +29,27 @@ def save_figure(figure, path: Path) -> None:
 
 
 def similarity_toxicity(results: dict, path: Path) -> None:
-    """Base, Target and the generations, joined in order; up and to the left is better (paper, figure 1)."""
+    """Base, Target and the generations, joined in order (paper, Fig. 1)."""
     figure, axes = plt.subplots(figsize=(5, 4))
     for name, colour, marker in (("base", "#555555", "X"), ("target", "black", "*")):
-        if name not in results:
-            continue
-        row = results[name]
-        style = {"color": colour, "marker": marker, "s": 110, "label": name.title(), "zorder": 3}
-        axes.scatter(row["similarity"], row["toxicity"], **style)
+        if name in results:
+            row = results[name]
+            style = {"color": colour, "marker": marker, "s": 110, "zorder": 3}
+            axes.scatter(row["similarity"], row["toxicity"], label=name.title(), **style)
     rows = results["generations"]
-    axes.plot([row["similarity"] for row in rows], [row["toxicity"] for row in rows], color="#999999", lw=1, zorder=1)
-    for row in rows:
-        m = row["generation"]
-        style = {"color": COLOURS[m % 6], "marker": MARKERS[m % 6], "ms": 7, "capsize": 3, "label": f"Generation {m}"}
-        axes.errorbar(row["similarity"], row["toxicity"], yerr=row["toxicity_half_width"], ls="none", **style)
+    similarity = [row["similarity"] for row in rows]
+    toxicity = [row["toxicity"] for row in rows]
+    axes.plot(similarity, toxicity, color="#999999", lw=1, zorder=1)
+    for m, row in enumerate(rows):
+        style = {"color": COLOURS[m % 6], "marker": MARKERS[m % 6], "ms": 7, "capsize": 3}
+        axes.errorbar(
+            row["similarity"],
+            row["toxicity"],
+            yerr=row["toxicity_half_width"],
+            ls="none",
+            label=f"Generation {m}",
+            **style,
+        )
     axes.set(xlabel="Similarity", ylabel="Toxicity", ylim=(-0.03, 1.03))
     axes.grid(alpha=0.3)
     axes.legend()
@@ -54,21 +62,22 @@ def smooth(values: list[float], width: int) -> np.ndarray:
 
 
 def learning_curves(records: list[dict], path: Path) -> None:
-    """Loss of every update and ESS of every batch drawn for the twist, faint as they are and bold as running means."""
+    """Loss and ESS of every update of the twists, faint, and their running means, bold."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.5))
-    labels = {"loss": ("Update", "Loss"), "ess": ("Batch", "ESS of the weights")}
-    for axes, (key, (unit, label)) in zip(panels, labels.items(), strict=True):
-        for m in sorted({record["generation"] for record in records}):
-            values = [record[key] for record in records if record["generation"] == m and key in record]
+    labels = {"loss": "Loss", "ess": "ESS of the weights"}
+    for axes, (key, label) in zip(panels, labels.items(), strict=True):
+        for m in sorted({record["generation"] for record in records if key in record}):
+            own = [record for record in records if record["generation"] == m]
+            values = [record[key] for record in own]
             width = max(1, len(values) // 20)
-            axes.plot(values, color=COLOURS[m % 6], alpha=0.2, lw=0.7)
             places = np.arange(len(values) - width + 1) + width / 2
             style = {"color": COLOURS[m % 6], "ls": DASHES[m % 4], "label": f"Generation {m}"}
+            axes.plot(values, color=COLOURS[m % 6], alpha=0.2, lw=0.7)
             axes.plot(places, smooth(values, width), **style)
-        axes.set(xlabel=unit, ylabel=label)
+        axes.set(xlabel="Update", ylabel=label)
         axes.grid(alpha=0.3)
+    panels[0].legend()
     panels[1].set_yscale("log")
-    panels[1].legend()
     save_figure(figure, path)
 
 
@@ -86,18 +95,15 @@ def toxicity_histogram(toxicity: dict[str, list[float]], path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_figures(results: list[dict], run: RunDirectory) -> None:
-    """The three figures of a run from its results after each prompt, its metrics.jsonl and its samples."""
-    if not run.writes:
-        return
-    learning = [record for record in run.read_metrics() if record["phase"].startswith(("twist learning", "round"))]
-    learning_curves(learning, run.path / "figures" / "twist-learning.png")
-    for number, result in enumerate(results, 1):
-        name = "" if number == 1 else f"prompt-{number}"
-        folder = run.path / "figures" / name
-        similarity_toxicity(result, folder / "similarity-toxicity.png")
-        scores: dict[str, list[float]] = {}
-        for row in run.samples:
-            if row["prompt"] == name:
-                scores.setdefault(row["source"].capitalize(), []).append(row["toxicity"])
-        toxicity_histogram(scores, folder / "toxicity-histogram.png")
+def draw_figures(results: dict, samples: list[dict], run: Path) -> None:
+    """The three figures of a run from its results, its metrics.jsonl and its samples."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    learning = [record for record in records if record["phase"].startswith("twist learning")]
+    folder = run / "figures"
+    learning_curves(learning, folder / "twist-learning.png")
+    similarity_toxicity(results, folder / "similarity-toxicity.png")
+    scores: dict[str, list[float]] = {}
+    for row in samples:
+        scores.setdefault(row["source"].capitalize(), []).append(row["toxicity"])
+    toxicity_histogram(scores, folder / "toxicity-histogram.png")

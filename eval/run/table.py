@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from eval.run.command import printable
-from tinystories.errors import InputError
+from tinystories.checkpoint import reading
 
 TABLE = (
     ("log phi", "log_phi", ".2f"),
@@ -21,16 +20,6 @@ TABLE = (
 )
 
 
-def tables(results: dict, source: Path = Path("results.json")) -> str:
-    """The table of a run, or of each of its prompts under the prompt; InputError, naming `source`, where that holds none."""
-    try:
-        if "prompts" not in results:
-            return table(results)
-        return "\n\n".join(f"{printable(result['prompt'])}\n{table(result)}" for result in results["prompts"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{source}: holds no results of a run ({error!r}); restore the file") from error
-
-
 def named_rows(results: dict) -> dict[str, dict]:
     """Base, Target and the generations."""
     rows = {"Base": results["base"]}
@@ -39,30 +28,37 @@ def named_rows(results: dict) -> dict[str, dict]:
 
 
 def columns(results: dict) -> list[tuple[str, str, str]]:
-    """The part of TABLE that says something: where the potential is the toxicity alone, log phi only repeats it."""
-    rows, plain = named_rows(results).values(), results.get("potential", ["toxicity"]) == ["toxicity"]
-    hidden = {"log_phi"} if plain else set()
+    """The informative part of TABLE: if the potential is toxicity alone, log phi only repeats it."""
+    rows = named_rows(results).values()
+    is_plain = results.get("potential", ["toxicity"]) == ["toxicity"]
+    hidden = {"log_phi"} if is_plain else set()
     if all(row.get("phi_positive", 1) == 1 for row in rows):
         hidden.add("phi_positive")
     if not any(row.get("dead_runs") for row in rows):
         hidden.add("dead_runs")
-    return [column for column in TABLE if column[1] not in hidden and any(column[1] in row for row in rows)]
+    shown = [column for column in TABLE if column[1] not in hidden]
+    return [column for column in shown if any(column[1] in row for row in rows)]
 
 
-def table(results: dict) -> str:
-    """The rows as aligned columns."""
-    shown = columns(results)
-    lines = [["", *(title for title, _, _ in shown)]]
-    for name, row in named_rows(results).items():
-        lines.append([name, *(cell(row, key, form) for _, key, form in shown)])
-    return align(lines)
+def table(results: dict, source: Path) -> str:
+    """The rows as aligned columns; InputError, naming `source`, where it holds no results."""
+    with reading(source, "holds no results of a run"):
+        shown = columns(results)
+        lines = [["", *(title for title, _, _ in shown)]]
+        for name, row in named_rows(results).items():
+            lines.append([name, *(cell(row, key, form) for _, key, form in shown)])
+        return align(lines)
 
 
 def cell(row: dict, key: str, form: str) -> str:
-    """A number of a row, empty where the row has none; null is what JSON holds for log phi = -inf."""
-    if key == "dead_runs" and key in row:
+    """A number of a row, empty where the row has none; log phi = -inf is null in JSON."""
+    if key not in row:
+        return ""
+    if row[key] is None:
+        return "-inf"
+    if key == "dead_runs":
         return f"{row[key]}/{row['num_runs']}"
-    return "" if key not in row else "-inf" if row[key] is None else format(row[key], form)
+    return format(row[key], form)
 
 
 def align(lines: list[list[str]]) -> str:

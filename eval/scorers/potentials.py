@@ -1,78 +1,43 @@
-"""The potential that `--potential` names; given several times, the product.
+"""The potential that `--potential` names; given several times, the product of all of them.
 
-    toxicity, nontoxicity           the classifier's p(toxic | s) or p(not toxic | s) to the power of --beta
+    toxicity, nontoxicity           the classifier's p(toxic | s) or p(not toxic | s), to the power
+                                    of --beta
     keyword:WORD, regex:PATTERN     the continuation holds the word or a match, else phi = 0
-    first-sentence:WORDS            the continuation's first sentence has that many words, else phi = 0
-    keyword~C:, regex~C:, first-sentence~C:    the same softened: what misses costs C nats (for each word by which it does)
-    FILE.py:NAME                    a function in a file of the user's own, which is run
+    first-sentence:WORDS            its first sentence has so many words, else phi = 0
+    keyword~C:, regex~C:, first-sentence~C:    softened: a miss costs C nats, or C nats a word
+    FILE.py:NAME                    a function in a file of the user's own, which is executed
 
-What follows the first colon is taken as it stands, so patterns need no quoting. A function of the user's own gets N texts,
-prompt included, or what its attribute `reads` says, "continuations" or "tokens" (see twist.factors), and returns log phi
-as N numbers: a tensor, an array or a list. --beta leaves it alone. log phi may be -inf; it must be at most 0 where exact
-samples are drawn by rejection.
+Patterns need no quoting: everything after the first colon belongs to them. A user's function gets N
+texts, or what its attribute `reads` says, "continuations" or "tokens", and returns log phi as N
+numbers below infinity: a tensor, an array or a list. --beta does not apply to it. Where exact
+samples are drawn by rejection, log phi must be at most 0.
 """
 
 import contextlib
 import importlib.util
 import math
-import re
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 import numpy
 import torch
 from torch import Tensor
 
-from eval.run.state import digest_of
 from eval.scorers.toxicity import ToxicityScorer
+from tinystories.checkpoint import digest_of
 from tinystories.errors import InputError
-from twist import first_sentence, keyword, power, regex
-from twist.factors import READS, Factor
+from twist.potential import READS, Factor, first_sentence, keyword, power, regex
 
-PATIENCE = 2.0  # seconds for a pattern to be searched in one text
-
-
-def bounded_search(pattern: re.Pattern, text: str) -> re.Match | None:
-    """pattern.search(text); InputError where it takes longer than PATIENCE, as patterns that try all ways do.
-
-    Only a signal reaches a search that is under way: where there are none (Windows, threads), it is not bounded.
-    """
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        return pattern.search(text)
-
-    def give_up(*_) -> NoReturn:
-        fault = f"has searched {text!r} for {PATIENCE:g} s"
-        raise InputError(
-            f"the pattern {pattern.pattern!r} {fault}; simplify it, repetitions inside repetitions above all"
-        )
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-    try:
-        return pattern.search(text)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-READY: dict[str, tuple[str, Callable[[str], object], str, Callable[..., Factor]]] = {
-    "keyword": ("WORD", str, "a word", keyword),
-    "regex": ("PATTERN", str, "a pattern", partial(regex, search=bounded_search)),
-    "first-sentence": ("WORDS", int, "a number of words, at least 1", first_sentence),
-}
-"""Ready factors: what stands behind the colon, its type, what it must be, and the factor made of it and of a strength."""
-FORMS = f"toxicity, nontoxicity, {', '.join(f'{name}:{ready[0]}' for name, ready in READY.items())} or FILE.py:NAME"
+READY = {"keyword": keyword, "regex": regex, "first-sentence": first_sentence}
+FORMS = "toxicity, nontoxicity, keyword:WORD, regex:PATTERN, first-sentence:WORDS or FILE.py:NAME"
+MOST_WORDS = 10**6
 
 
 def make_factors(potential: Sequence[str], beta: float, scorer: ToxicityScorer) -> list[Factor]:
-    """The factors that the values of --potential name; InputError where one is not understood."""
+    """The factors that the values of --potential name; InputError if one is not understood."""
     classifier = {"toxicity": scorer, "nontoxicity": scorer.log_nontoxic}
     factors = []
     for spec in potential:
@@ -89,104 +54,101 @@ def ready_factor(spec: str) -> Factor:
     """A keyword, a pattern or a length, hard or softened."""
     head, _, argument = spec.partition(":")
     name, tilde, number = head.partition("~")
-    if name not in READY or not argument:
-        raise InputError(f"--potential {spec}: not understood; give {FORMS}")
-    strength = positive(spec, number, float, "a strength above 0 behind the ~") if tilde else math.inf
-    _, kind, wanted, make = READY[name]
-    value = argument if kind is str else positive(spec, argument, kind, wanted)
     try:
-        return make(value, strength)
-    except InputError as error:
-        raise InputError(f"--potential {spec}: {error}") from error
-
-
-def positive(spec: str, text: str, kind: type, wanted: str) -> float:
-    """The number in a part of --potential; InputError where it is none, or not above zero and finite."""
-    try:
-        if 0 < (number := kind(text)) < math.inf:
-            return number
-    except ValueError:
-        pass
-    raise InputError(f"--potential {spec}: {text!r} will not do; give {wanted}")
+        strength = float(number) if tilde else math.inf
+        wanted = int(argument) if name == "first-sentence" else argument
+        if not argument or (name == "first-sentence" and not 1 <= wanted <= MOST_WORDS):
+            raise ValueError("give a word, a pattern or a number of words, at least 1")
+        if tilde and not 0 < strength < math.inf:
+            raise ValueError("the strength after ~ must be above 0")
+        return READY[name](wanted, strength)
+    except (KeyError, ValueError) as error:  # InputError is a ValueError
+        fault = "no such potential" if isinstance(error, KeyError) else error
+        raise InputError(f"--potential {spec}: {fault}; give {FORMS}") from error
 
 
 def user_file(spec: str) -> tuple[Path, str] | None:
-    """File and name of FILE.py:NAME; None for what is no such thing."""
+    """File and name of FILE.py:NAME; None for anything else."""
     path, _, name = spec.rpartition(":")
-    ready = spec.partition(":")[0].partition("~")[0] in READY
-    return (Path(path), name) if path.endswith(".py") and not ready else None
+    is_ready = spec.partition(":")[0].partition("~")[0] in READY
+    return (Path(path), name) if path.endswith(".py") and not is_ready else None
 
 
 def fingerprints(potential: Sequence[str]) -> list[str]:
-    """What the potential depends on: each factor as it was named, a user's file by the sha256 of its content."""
-    places = [(spec, user_file(spec)) for spec in potential]
-    return [f"{place[1]} of {digest_of(place[0])}" if place else spec for spec, place in places]
+    """What the potential depends on: the names of its factors, and the sha256 of a user's file."""
+    prints = []
+    for spec in potential:
+        place = user_file(spec)
+        prints.append(spec if place is None else f"{place[1]} of {digest_of(place[0])}")
+    return prints
 
 
-def reason(error: BaseException, path: Path) -> str:
-    """An error of the user's own code in one line, with the last line of the file that it came through."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    place = f"line {lines[-1]}: " if lines else ""
-    return f"{place}{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+@contextlib.contextmanager
+def users_code(spec: str, path: Path) -> Iterator[None]:
+    """Everything that a user's code or its result raises becomes an InputError with the line.
 
-
-def run_file(spec: str, path: Path) -> ModuleType:
-    """The module that a user's file makes, run once however many of its functions are named."""
-    name = f"potential_{digest_of(path)}"
-    if name in sys.modules:
-        return sys.modules[name]
-    loader = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(loader)  # dataclasses look their module up there
+    What the code prints goes to standard error, and torch's default type and gradient mode are put
+    back.
+    """
+    default, grad_mode = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-            loader.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise InputError(f"--potential {spec}: {path} cannot be run ({reason(error, path.absolute())})") from error
-    return module
+            yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        text = "no message"
+        with contextlib.suppress(BaseException):  # of an error that cannot be shown either
+            text = str(error).strip().splitlines()[0][:300]
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if frame.f_code.co_filename == str(path.absolute())]
+        place = f"line {lines[-1]}: " if lines else ""
+        fault = f"--potential {spec} failed ({place}{type(error).__name__}: {text})"
+        remedy = "NAME must be a function in FILE.py that returns log phi, N numbers below infinity"
+        raise InputError(f"{fault}; {remedy}") from error
+    finally:
+        torch.set_default_dtype(default)
+        torch.set_grad_enabled(grad_mode)
+
+
+def run_file(path: Path) -> ModuleType:
+    """The module that a user's file defines, executed once unless the file has changed."""
+    name = f"potential_{digest_of(path)}"
+    if name not in sys.modules:
+        found = importlib.util.spec_from_file_location(name, path.absolute())
+        sys.modules[name] = importlib.util.module_from_spec(found)  # dataclasses look it up there
+        try:
+            found.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def user_factor(spec: str, path: Path, name: str) -> Factor:
-    """The function of a user's file, what it returns checked; InputError names file, function and what is wrong."""
-    if not path.is_file():
-        raise InputError(f"--potential {spec}: {path} is no file; give FILE.py:NAME")
-    function = getattr(run_file(spec, path), name, None)
-    if not callable(function):
-        raise InputError(f"--potential {spec}: {path} has no function named {name!r}; give FILE.py:NAME")
-
-    reads = getattr(function, "reads", "texts")
-    if reads not in READS:
-        raise InputError(f"--potential {spec}: {name}.reads is {reads!r}; give one of {', '.join(READS)}")
+    """The function of a user's file as a factor; InputError for whatever is wrong with either."""
+    with users_code(spec, path):
+        function = getattr(run_file(path), name)
+        reads = getattr(function, "reads", "texts")
+        if not callable(function) or reads not in READS:
+            raise TypeError(f"{name} must be a function, and its `reads` one of {', '.join(READS)}")
 
     def log_phi(batch: list[str] | Tensor) -> Tensor:
-        own = batch.clone() if isinstance(batch, Tensor) else list(batch)  # what the function does to it stays there
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                value = function(own)
-        except (Exception, SystemExit) as error:
-            raise InputError(f"--potential {spec} failed ({reason(error, path.absolute())})") from error
-        return checked(spec, value, batch)
+        own = batch.clone() if isinstance(batch, Tensor) else list(batch)  # it may change this copy
+        with users_code(spec, path):
+            return checked(function(own), batch)
 
     return Factor(log_phi, reads)
 
 
-def checked(spec: str, value: object, batch: list[str] | Tensor) -> Tensor:
-    """log phi [N], float32 and detached, of what a user's function returned for N texts or rows of tokens."""
-    try:
-        value = torch.as_tensor(numpy.ascontiguousarray(value) if isinstance(value, numpy.ndarray) else value)
-        if value.is_complex() or value.is_meta or value.layout != torch.strided:
-            raise TypeError("complex, without values, or sparse")
-        log_phi = value.detach().float()
-    except (TypeError, ValueError, RuntimeError) as error:
-        fault = f"returned a {type(value).__name__} that holds no numbers"
-        raise InputError(f"--potential {spec} {fault}; return log phi, one number for each text") from error
-    if log_phi.shape != (len(batch),):
-        fault = f"returned shape {list(log_phi.shape)} for {len(batch)} texts"
-        raise InputError(f"--potential {spec} {fault}; return log phi, one number for each text")
-    if not bool((log_phi < torch.inf).all()):
-        worst = (~(log_phi < torch.inf)).nonzero()[0].item()
-        where = repr(batch[worst])[:80] if isinstance(batch, list) else f"tokens {batch[worst].tolist()}"
-        raise InputError(
-            f"--potential {spec} returned {log_phi[worst].item()} for {where}; log phi must be below infinity"
-        )
+def checked(value: object, batch: list[str] | Tensor) -> Tensor:
+    """log phi [N], float32, of what a user's function returned; any exception if it cannot be."""
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(numpy.array(value))
+    if value.is_complex() or value.shape != (len(batch),):
+        raise ValueError(f"{value.dtype} of shape {list(value.shape)} for {len(batch)} texts")
+    log_phi = value.detach().float()
+    for number, read in zip(log_phi.tolist(), batch, strict=True):
+        if not number < math.inf:
+            raise ValueError(f"{number} for {str(read)[:80]!r}")
     return log_phi

@@ -1,9 +1,10 @@
 """How alike the samples are: the mean cosine of their sentence vectors (paper, section 3).
 
-    e = sum_t m_t h_t / sum_t m_t,  e <- e / |e|                 [B, D]   h the encoder's states, m 0 on padding
-    similarity = sum_{i != j} e_i . e_j / (N (N - 1)) = (|sum_i e_i|^2 - sum_i |e_i|^2) / (N (N - 1))
+    e = sum_t m_t h_t / sum_t m_t,  e <- e / |e|     [B, D]   h the encoder's states, m 0 on padding
+    similarity = sum_{i != j} e_i . e_j / (N (N - 1))
+               = (|sum_i e_i|^2 - sum_i |e_i|^2) / (N (N - 1))
 
-The network is BERT as in all-MiniLM-L6-v2; texts are cut at 256 tokens, the length it was trained for.
+The network is BERT as in all-MiniLM-L6-v2, trained for 256 tokens, at which texts are cut.
 """
 
 from pathlib import Path
@@ -13,10 +14,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from eval.scorers.encoder import Encoder, Runner, load_scorer, read_config, save_scorer
-from tinystories.checkpoint import without_values
+from eval.scorers.encoder import Encoder, Runner, load_scorer, save_scorer
 from tinystories.errors import InputError
-from tinystories.layers import at_least_float32
+from tinystories.gpt_neo import at_least_float32
 
 MAX_TOKENS = 256
 
@@ -25,54 +25,48 @@ class SentenceEncoder(Encoder):
     """BERT with masked mean pooling; `model(ids, mask)` gives unit vectors."""
 
     @property
-    def pad_token_id(self) -> int:
-        """The token that fills up rows."""
-        return self.config.pad_token_id
-
-    @property
     def max_tokens(self) -> int:
         """Tokens of a text that are read."""
         return min(MAX_TOKENS, self.config.max_position_embeddings)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Unit vectors [B, D] of tokens [B, T]; mask [B, T] is 0 on padding."""
-        if ids.shape[1] > self.config.max_position_embeddings:
-            limit = self.config.max_position_embeddings
-            raise InputError(f"{ids.shape[1]} tokens exceed the sentence encoder's {limit} positions; shorten the text")
-        hidden = at_least_float32(self.hidden(ids, mask, torch.arange(ids.shape[1], device=ids.device)))  # [B, T, D]
+        positions = torch.arange(ids.shape[1], device=ids.device)  # [T]
+        hidden = at_least_float32(self.hidden(ids, mask, positions))  # [B, T, D]
         weights = mask[..., None].to(hidden.dtype)  # [B, T, 1]
         mean = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)  # [B, D]
         return F.normalize(mean.float(), dim=-1)
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[SentenceEncoder, Tokenizer]:
-    """Encoder (float32, eval mode) and tokenizer of a directory; InputError names the file that does not fit."""
-    path = Path(path)
-    config, _ = read_config(path, "bert")
-    with without_values():
-        model = SentenceEncoder(config)
-    tokenizer = load_scorer(path, model, "", "bert.")
-    return model.to(device).eval(), tokenizer
+    """Encoder (float32, eval mode) and tokenizer; InputError names the file that is wrong."""
+    return load_scorer(path, device, SentenceEncoder, "bert")
 
 
-def save(path: str | Path, model: SentenceEncoder, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> None:
-    """Write the layout that `load` and transformers' AutoModel read, weights in `dtype`, without a pooler."""
-    save_scorer(Path(path), model, tokenizer, dtype, {"architectures": ["BertModel"], "model_type": "bert"})
+def save(
+    path: str | Path,
+    model: SentenceEncoder,
+    tokenizer: Tokenizer,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write the layout that `load` and transformers' AutoModel read, without a pooler."""
+    fields = {"architectures": ["BertModel"], "model_type": "bert"}
+    save_scorer(path, model, tokenizer, dtype, fields)
 
 
 class SimilarityScorer:
-    """Texts to unit vectors. A text's vector does not depend on what is encoded along with it."""
+    """Texts to unit vectors. A text's vector does not depend on the other texts."""
 
     def __init__(self, model: SentenceEncoder, tokenizer: Tokenizer, batch_size: int = 64):
         self.run = Runner(model, tokenizer, batch_size)
 
     def __call__(self, texts: list[str]) -> Tensor:
-        """N texts -> unit vectors [N, D], float32 on the CPU; InputError where one is not finite."""
+        """N texts -> unit vectors [N, D], float32 on the CPU; InputError if one is not finite."""
         return self.run(texts)
 
 
 def mean_pairwise_cosine(vectors: Tensor) -> float:
-    """Mean cosine over the pairs i != j of vectors [N, D], which need not be unit; InputError with fewer than two."""
+    """Mean cosine over the pairs i != j of vectors [N, D]; InputError with fewer than two."""
     count = vectors.shape[0]
     if count < 2:
         raise InputError(f"the similarity of {count} texts is not defined; give at least 2")

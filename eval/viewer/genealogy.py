@@ -1,98 +1,95 @@
-"""The genealogy of the particles as one page of HTML that needs nothing else: `python -m tsmc RUN --html FILE`.
+"""The genealogy of the particles as one self-contained page: `python -m tsmc RUN --html FILE`.
 
-The page is `genealogy.html` with the traces in it as JSON, a population for each generation and prompt. Particles with the same
-prefix s_{1:t} share psi, w and weight, so that they are one node of step t. A node is a list:
+The page is `genealogy.html` with the trace of the first run of each generation in it as JSON.
+Particles with the same prefix s_{1:t} have the same psi, w and weight, and form one node of step t:
 
-    parent     place of s_{1:t-1} among the nodes of step t - 1       share   of the population's weight, the node's together
-    token      place of s_t in `vocabulary`                           final   how many of the K final samples descend from it
-    count      particles in the node                                  log_psi, log_w   as in the trace
+    [parent, token, count, log_psi, log_w, share, final]
 
-Nodes follow the order of their parents, so lines from parents to children never cross. Numbers are rounded, null for minus
-infinity. K particles, T steps.
+    parent   index of s_{1:t-1} in step t - 1       share   weight of these particles together
+    token    text of s_t                            final   how many final samples descend from them
+    count    number of particles
+
+Nodes are sorted by their parents, so lines from parents to children never cross. Numbers are
+rounded; null stands for minus infinity. K particles, T steps, D nodes of a step.
 """
 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
-from eval.viewer.draws import Draws
+from eval.run.trained import Drawn
 from tsmc import Trace
-from tsmc.weights import normalise
+from tsmc.resampling import normalise
 
 TEMPLATE = Path(__file__).with_name("genealogy.html")
 PLACE = "{{data}}"
 QUARTILES = (0, 0.25, 0.5, 0.75, 1)
 
 
-def rounded(values: list | float, digits: int = 2) -> list | float | None:
-    """Nested lists of numbers, short enough for a page; None for what is not finite."""
-    if isinstance(values, list):
-        return [rounded(value, digits) for value in values]
-    return round(values, digits) if math.isfinite(values) else None
+def rounded(value: Any, digits: int = 2) -> Any:
+    """Lists and dictionaries with rounded numbers, and None for what is not finite."""
+    if isinstance(value, dict):
+        return {name: rounded(part, digits) for name, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part, digits) for part in value]
+    if isinstance(value, float):
+        return round(value, digits) if math.isfinite(value) else None
+    return value
 
 
-def merge_identical(trace: Trace, place: dict[int, int]) -> list[list[list]]:
-    """The nodes of every step; `place` numbers the tokens."""
-    tokens, ancestors, lineages = (x[:, 0].cpu() for x in (trace.tokens, trace.ancestors, trace.lineages()))  # [T, K]
-    log_psi, log_w = (x[:, 0].cpu() for x in (trace.log_psi, trace.log_w))
-    weights = normalise(trace.log_weights[:, 0].cpu().double())
-    parent, steps = torch.zeros_like(tokens[0]), []
+def merge_identical(trace: Trace, tokenizer: Tokenizer) -> tuple[list[list[list]], Tensor]:
+    """The nodes of every step, and a particle of each node of the last step [D]."""
+    tokens, ancestors = trace.tokens[:, 0].cpu(), trace.ancestors[:, 0].cpu()  # [T, K]
+    log_psi, log_w = trace.log_psi[:, 0].cpu(), trace.log_w[:, 0].cpu()  # [T, K]
+    weights = normalise(trace.log_weights[:, 0].cpu().double())  # [T, K]
+    lineages = trace.lineages()[:, 0].cpu()  # [T, K]
+    parent, steps = torch.zeros_like(tokens[0]), []  # [K]
     for t in range(len(tokens)):
-        prefixes = torch.stack([parent, tokens[t]], -1)
-        pairs, node, count = prefixes.unique(dim=0, return_inverse=True, return_counts=True)  # [D, 2], [K], [D]
-        some = {n: k for k, n in enumerate(node.tolist())}  # a particle of each node: identical ones share all numbers
-        particle = [some[n] for n in range(len(pairs))]
+        prefixes = torch.stack([parent, tokens[t]], -1)  # [K, 2]
+        pairs, node, count = prefixes.unique(dim=0, return_inverse=True, return_counts=True)
+        member = torch.empty_like(count).scatter(0, node, torch.arange(len(node)))  # [D]
         share = torch.zeros(len(pairs), dtype=torch.float64).index_add(0, node, weights[t])
-        columns = (
+        columns = [
             pairs[:, 0].tolist(),
-            [place[token] for token in pairs[:, 1].tolist()],
+            tokenizer.decode_batch(pairs[:, 1:].tolist(), skip_special_tokens=False),
             count.tolist(),
-            rounded(log_psi[t, particle].tolist()),
-            rounded(log_w[t, particle].tolist()),
+            rounded(log_psi[t, member].tolist()),
+            rounded(log_w[t, member].tolist()),
             rounded(share.tolist(), 5),
             node[lineages[t]].bincount(minlength=len(pairs)).tolist(),
-        )
+        ]
         steps.append([list(row) for row in zip(*columns, strict=True)])
         parent = node[ancestors[t]]
-    return steps
+    return steps, member
 
 
-def population_data(draws: Draws, tokenizer: Tokenizer) -> dict:
-    """What the page shows of one prompt in one generation."""
-    trace = draws.trace
-    vocabulary = trace.tokens[:, 0].unique().tolist()
+def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
+    """What the page shows of the first run of one generation."""
+    trace = drawn.trace
+    nodes, member = merge_identical(trace, tokenizer)
     log_w = trace.log_w[:, 0].sort().values  # [T, K]
-    nearest = [round(q * (log_w.shape[1] - 1)) for q in QUARTILES]  # by rank: no sums of infinities
-    named = ("text", "weight", "particles", "copies", "log_phi", "score")
+    ranks = [round(share * (log_w.shape[1] - 1)) for share in QUARTILES]
     return {
-        "prompt": draws.prompt,
-        "vocabulary": [tokenizer.decode([token], skip_special_tokens=False) for token in vocabulary],
-        "nodes": merge_identical(trace, {token: i for i, token in enumerate(vocabulary)}),
-        "log_w": rounded(log_w[:, nearest].tolist()),
+        "nodes": nodes,
+        "log_phi": rounded(drawn.log_phi[member].tolist()),  # of the nodes of the last step
+        "score": rounded(drawn.score[member].tolist(), 3),
+        "log_w": rounded(log_w[:, ranks].tolist()),
         "ess": rounded(trace.ess[:, 0].tolist()),
         "log_z_hat": rounded(trace.log_z[:, 0].tolist(), 3),
         "continued": [len(set(step)) for step in trace.ancestors[:, 0].tolist()],
-        "distinct": [
-            [value if isinstance(value, str) else rounded(value, 4) for value in (getattr(row, name) for name in named)]
-            for row in draws.distinct
-        ],
     }
 
 
-def page(drawn: dict[int, list[Draws]], about: dict, tokenizer: Tokenizer, log_z_sigma: dict[str, float]) -> str:
-    """The page of the populations of one or more generations, each after the same prompts.
-
-    `about` names the run, how many runs, K, T, the seed and the options; `log_z_sigma` is by prompt, where it is known.
-    """
-    populations = [
-        {"generation": m, "log_z_sigma": log_z_sigma.get(draws.prompt), **population_data(draws, tokenizer)}
-        for m, prompts in drawn.items()
-        for draws in prompts
-    ]
-    data = {"about": about, "populations": populations}
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    safe = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, safe)
+def page(
+    drawn: dict[int, Drawn], about: dict, tokenizer: Tokenizer, log_z_sigma: float | None
+) -> str:
+    """The page of one or more generations; `about` holds the options, `log_z_sigma` if known."""
+    populations = [{"generation": m} | population_data(drawn[m], tokenizer) for m in drawn]
+    data = {"about": about, "log_z_sigma": log_z_sigma, "populations": populations}
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, text.replace("<", "\\u003c"))

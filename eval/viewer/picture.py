@@ -1,7 +1,8 @@
 """The genealogy of one run as a picture: `python -m tsmc RUN --particles 24 --picture FILE.png`.
 
-Each dot is a particle after step t, the larger the larger its weight; lines lead to the particles that continue it. What is
-blue lives on in the final samples, what is grey dies out. The orange line leads to one final sample, whose tokens stand above.
+Each dot is a particle after step t, the larger the larger its weight; lines lead to the particles
+that continue it. Blue particles have descendants among the final samples, grey ones do not. The
+orange line follows the ancestors of one final sample, whose tokens are written above.
 """
 
 from pathlib import Path
@@ -11,36 +12,36 @@ from matplotlib.collections import LineCollection
 from tokenizers import Tokenizer
 
 from eval.run.figures import save_figure
-from eval.viewer.draws import Draws
-from tsmc.weights import normalise
+from tsmc import Trace
+from tsmc.resampling import normalise
 
 ALIVE, DYING, SAMPLE = "#0072B2", "#C9C9C9", "#D55E00"
 
 
-def draw_genealogy(draws: Draws, tokenizer: Tokenizer, path: Path) -> None:
-    """Write the picture of one population as PNG."""
-    trace = draws.trace
+def draw_genealogy(trace: Trace, tokenizer: Tokenizer, path: Path) -> None:
+    """Write the picture of the first run of a trace as PNG."""
     ancestors, tokens = trace.ancestors[:, 0].tolist(), trace.tokens[:, 0].tolist()  # [T][K]
-    weights = normalise(trace.log_weights[:, 0].double())  # [T, K]
-    lineages = [set(step) for step in trace.lineages()[:, 0].tolist()]  # [T] who has descendants among the samples
+    weights = normalise(trace.log_weights[:, 0].cpu().double())  # [T, K]
+    lineages = trace.lineages()[:, 0].tolist()  # [T][K]
     length, particles = weights.shape
+    steps = range(1, length + 1)
+    colours = [[ALIVE if k in line else DYING for k in range(particles)] for line in lineages]
     figure, axes = plt.subplots(figsize=(10, 4.2))
-    lines, colours = [], []
+    lines = {ALIVE: [], DYING: []}
     for t in range(length - 1):
         for child, parent in enumerate(ancestors[t]):
-            lines.append([(t + 1, parent), (t + 2, child)])
-            colours.append(ALIVE if child in lineages[t + 1] else DYING)
-    order = sorted(range(len(lines)), key=lambda line: colours[line] == ALIVE)  # what lives on is drawn last
-    axes.add_collection(LineCollection([lines[i] for i in order], colors=[colours[i] for i in order], linewidths=0.8))
+            lines[colours[t + 1][child]].append([(t + 1, parent), (t + 2, child)])
+    for colour in (DYING, ALIVE):
+        axes.add_collection(LineCollection(lines[colour], colors=colour, linewidths=0.8))
     for t in range(length):
-        colour = [ALIVE if k in lineages[t] else DYING for k in range(particles)]
-        axes.scatter([t + 1] * particles, range(particles), s=4 + 90 * weights[t].numpy(), c=colour, zorder=3)
-    line = trace.lineages()[:, 0, 0].tolist()  # [T]
-    axes.plot(range(1, length + 1), line, color=SAMPLE, lw=1.6, zorder=2)
-    for t, k in enumerate(line):
+        sizes = 4 + 90 * weights[t].numpy()
+        axes.scatter([t + 1] * particles, range(particles), s=sizes, c=colours[t], zorder=3)
+    sample = [line[0] for line in lineages]  # [T]
+    axes.plot(steps, sample, color=SAMPLE, lw=1.6, zorder=2)
+    for t, k in enumerate(sample):
         token = tokenizer.decode([tokens[t][k]], skip_special_tokens=False).strip()
-        axes.text(t + 1, particles, token, ha="left", va="bottom", fontsize=9, rotation=45, color=SAMPLE)
-    axes.set(xlabel="step t", ylabel="particle", xticks=range(1, length + 1), xlim=(0.5, length + 0.5))
+        axes.text(t + 1, particles, token, fontsize=9, rotation=45, color=SAMPLE)
+    axes.set(xlabel="step t", ylabel="particle", xticks=steps, xlim=(0.5, length + 0.5))
     axes.set_ylim(-1, particles)
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)

@@ -1,0 +1,234 @@
+"""A run of `main.py`: its directory, its random streams, and its phases, each of which is computed once.
+
+    config.json     every option, versions, networks      metrics.jsonl   a line for each step
+    results.json    the final table                       samples.jsonl   texts with their scores
+    generation-m/   model, tokenizer, twist               figures/        PNG
+    resume/         finished phases, until the run has finished      .lock   held by the writer
+
+A run is a fixed sequence of phases. `once` returns what a phase has computed: from its file where an
+earlier process has finished it, else by computing it. Every file is written whole or not at all. Of
+several processes one writes. A lock keeps two runs from writing into the same directory.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import filelock
+import numpy
+import torch
+from torch import Tensor
+
+from eval.run import processes
+from eval.run.command import say
+from eval.run.options import RunConfig
+from eval.run.phases import Progress, read_phase, write_phase
+from tinystories.checkpoint import PARTIAL, read_json, write_json, write_text
+from tinystories.errors import InputError
+from tsmc.interfaces import Report
+from tsmc.runs import Draw, chunk_sizes, joined
+
+NEUTRAL = {"out": "", "quiet": False}  # options that change no result
+
+
+class Run:
+    """A run in its directory, which is locked inside the `with` block."""
+
+    def __init__(self, config: RunConfig, resumed: Path | None, networks: dict[str, str]):
+        """A new run, or the one in the directory `resumed`.
+
+        `networks` names by hash what else the results depend on. InputError where the directory
+        exists already, cannot be written, or belongs to a run of other networks.
+        """
+        self.config = config
+        self.device = config.torch_device()
+        self.writes = processes.rank() == 0
+        self.samples: list[dict] = []
+        self.phases: list[Path] = []
+        self.total = 0  # phases that are planned; 0 where unknown
+        options = dataclasses.asdict(config) | NEUTRAL | networks
+        self.identity = json.dumps(options, sort_keys=True)
+        if resumed is None:
+            self.path = processes.gather(new_directory(config) if self.writes else None)[0]
+        else:
+            self.path = resumed
+        if not self.writes:
+            return
+        self.lock = locked(self.path)
+        if resumed is None:
+            made_by = {"versions": versions(), "networks": networks}
+            write_json(self.path / "config.json", dataclasses.asdict(config) | made_by)
+        elif read_json(self.path / "config.json").get("networks") != networks:
+            fault = f"{self.path}: a network or potential has changed since the run began"
+            raise InputError(f"{fault}; restore it or start a new run")
+        for partial in [*self.path.glob(f".*{PARTIAL}"), *self.path.glob(f"*/.*{PARTIAL}")]:
+            partial.unlink(missing_ok=True)
+        self.metrics = self.path / "metrics.jsonl"
+        self.metrics.unlink(missing_ok=True)  # once() writes its lines again
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if self.writes:
+            self.lock.release()
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"interrupted; continue with --resume {self.path}") from error
+
+    def once(
+        self,
+        phase: str,
+        m: int | None,
+        steps: int,
+        compute: Callable[[Report], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """The tensors of a phase of generation m, which has so many steps and reports each of them."""
+        place = "start" if m is None else str(m)
+        name = f"{place}-{phase.replace(' ', '-')}"
+        path = self.path / "resume" / f"{name}.safetensors"
+        title = phase if m is None else f"generation {m}  {phase}"
+        self.phases.append(path)
+        identity = hashlib.sha256(f"{name} {self.identity}".encode()).hexdigest()
+        if processes.gather(path.exists())[0]:
+            tensors, records = read_phase(path, identity, self.device)
+            self.log(records)
+            return tensors
+        number = f"{len(self.phases)}/{self.total}  " if self.total else ""
+        is_shown = self.writes and not self.config.quiet
+        progress = Progress(number + title, {"phase": phase, "generation": m}, steps, is_shown)
+        try:
+            tensors = compute(progress)
+        except InputError as error:
+            raise InputError(f"{title}: {error}") from error
+        finally:
+            progress.bar.close()
+        if self.writes:
+            write_phase(path, tensors, identity, progress.records)
+        self.log(progress.records)
+        return tensors
+
+    def draw(
+        self, phase: str, m: int | None, total: int, at_once: int, purpose: tuple, draw: Draw
+    ) -> dict[str, Tensor]:
+        """A sample of size `total` in chunks, shared by the processes: tensors by name.
+
+        `purpose` names the random streams of the chunks. A tensor `ess` is reported for each chunk.
+        """
+        sizes = chunk_sizes(total, at_once)
+        streams = self.config.streams(*purpose)
+
+        def compute(report: Report) -> dict[str, Tensor]:
+            parts = []
+            for first in range(0, len(sizes), processes.count()):
+                number = min(first + processes.rank(), len(sizes) - 1)
+                part = draw(sizes[number], streams(number))
+                together = processes.gather({name: value.cpu() for name, value in part.items()})
+                for drawn in together[: len(sizes) - first]:
+                    figures = {"ess": drawn["ess"].mean().item()} if "ess" in drawn else {}
+                    report(**figures)
+                    parts.append({name: value.to(self.device) for name, value in drawn.items()})
+            return joined(parts)
+
+        return self.once(phase, m, len(sizes), compute)
+
+    def generator(self, *purpose: str | int) -> torch.Generator:
+        """The random stream of one purpose, such as ("ctl", 1)."""
+        return self.config.generator(*purpose)
+
+    def log(self, records: list[dict]) -> None:
+        """Append lines to metrics.jsonl; InputError where the disk is full."""
+        if not self.writes:
+            return
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        try:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            fault = f"{self.metrics}: cannot be written ({error.strerror})"
+            raise InputError(f"{fault}; free space, then continue with --resume") from error
+
+    def add_samples(self, rows: list[dict]) -> None:
+        """Add rows to samples.jsonl, which is written anew as a whole."""
+        self.samples += finite_or_null(rows)
+        if self.writes:
+            lines = [json.dumps(row) + "\n" for row in self.samples]
+            write_text(self.path / "samples.jsonl", "".join(lines))
+
+    def say(self, line: str) -> None:
+        """A line on standard error, once however many processes there are."""
+        if self.writes:
+            say(line)
+
+    def finish(self, results: dict) -> None:
+        """Write results.json; the files of the phases are no longer needed."""
+        processes.gather(None)  # other processes may still be reading them
+        if self.writes:
+            write_json(self.path / "results.json", finite_or_null(results))
+            self.forget_phases()
+
+    def forget_phases(self) -> None:
+        """Remove the files of the phases, and their folder if nothing else is in it."""
+        for path in self.phases:
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.path / "resume").rmdir()
+
+
+def new_directory(config: RunConfig) -> Path:
+    """A directory that did not exist; InputError where it does or cannot be made."""
+    path = Path(config.out) if config.out else free_name(Path("runs"), config.preset)
+    try:
+        path.mkdir(parents=True, exist_ok=False)
+    except FileExistsError:
+        fault = f"--out {path}: exists already"
+        raise InputError(f"{fault}; choose another, or continue its run with --resume") from None
+    except OSError as error:
+        fault = f"--out {path}: cannot be written ({error.strerror})"
+        raise InputError(f"{fault}; choose another directory") from error
+    return path
+
+
+def locked(path: Path) -> filelock.BaseFileLock:
+    """A lock on a directory; InputError where another process holds it or it cannot be written."""
+    lock = filelock.FileLock(path / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise InputError(f"{path}: another process is writing there; wait or stop it") from None
+    except OSError as error:
+        fault = f"{path}: cannot be written ({error.strerror})"
+        raise InputError(f"{fault}; choose another directory") from error
+    return lock
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, PyTorch and NumPy that the numbers come from."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+    }
+
+
+def free_name(parent: Path, stem: str) -> Path:
+    """The first of stem, stem-2, stem-3, ... that does not exist."""
+    path = parent / stem
+    number = 1
+    while path.exists():
+        number += 1
+        path = parent / f"{stem}-{number}"
+    return path
+
+
+def finite_or_null(value):
+    """Lists and dictionaries with None in place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite_or_null(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [finite_or_null(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,63 @@
+"""What the tests share: one thread a worker, the shipped networks, and one small finished run."""
+
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist keeps the other cores busy
+
+# isort: split
+import filelock
+import pytest
+import torch
+
+import tinystories
+from eval.run.options import POCKET
+from eval.scorers import similarity, toxicity
+from main import main
+
+torch.set_num_threads(1)
+SMALL = [
+    *("--generations", "1", "--ctl-updates", "4", "--ctl-batch-size", "20"),
+    *("--particles", "10", "--distill-runs", "4", "--distill-updates", "3"),
+    *("--distill-batch-size", "8", "--eval-runs", "3", "--eval-particles", "6"),
+    *("--eval-base-samples", "40", "--quiet"),
+]
+"""Options of a run of main.py that takes a few seconds."""
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory, worker_id) -> Path:
+    """The directory of a small finished run, made once for all workers; do not change it."""
+    root = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        root = root.parent  # shared by the workers
+    run = root / "finished-run"
+    with filelock.FileLock(root / "finished-run.lock"):
+        if not (run / "results.json").exists():
+            main([*SMALL, "--out", str(run)])
+    return run
+
+
+@pytest.fixture(scope="session")
+def results(finished_run) -> dict:
+    """The results of that run."""
+    return json.loads((finished_run / "results.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def pocket_lm():
+    """The shipped language model and its tokenizer."""
+    return tinystories.load(POCKET / "lm")
+
+
+@pytest.fixture(scope="session")
+def pocket_toxicity():
+    """The shipped classifier and its tokenizer."""
+    return toxicity.load(POCKET / "toxicity")
+
+
+@pytest.fixture(scope="session")
+def pocket_similarity():
+    """The shipped sentence encoder and its tokenizer."""
+    return similarity.load(POCKET / "similarity")

@@ -3,23 +3,27 @@
     s^(1..N) ~ p^(0), sorted by r = log phi: the top half is preferred to the bottom half
     L = mean over pairs of -log sigmoid(b (log pi(s+) / p^(0)(s+)) - b (log pi(s-) / p^(0)(s-)))
 
-log pi(s) is the sum over tokens. Every update draws a new batch. Gradient flows through log pi alone, and L = log 2 where
-pi = p^(0).
+log pi(s) is the sum over tokens. Every update draws a new batch. Gradient flows through log pi
+alone, and L = log 2 where pi = p^(0).
 
 Where the paper departs from Rafailov et al. 2023:
- 1. Pairs are made online, out of samples of the reference; there they are a fixed set, labelled by people or a model of them.
- 2. The reward's order decides who is preferred, without the noise of the Bradley-Terry model. Only this order counts, so
-    beta of the potential has no effect.
+ 1. Pairs are made online, out of samples of the reference; there they are a fixed set, labelled by
+    people or a model of them.
+ 2. The reward's order decides who is preferred, without the noise of the Bradley-Terry model. Only
+    this order counts, so beta of the potential has no effect.
  3. A single prompt; the two members of a pair come from the same batch for it.
- 4. AdamW at a constant rate and batches of 512 pairs; there RMSprop with a warm-up and batches of 64.
+ 4. AdamW at a constant rate and batches of 512 pairs; there RMSprop with a warm-up and batches of
+    64.
 
 What the paper leaves open:
- 5. The i-th best of the top half meets the i-th best of the bottom half, so that each pair spans half of the ranks.
+ 5. The i-th best of the top half meets the i-th best of the bottom half, so that each pair spans
+    half of the ranks.
  6. Of an odd number of samples the middle one is left out.
- 7. Equal rewards, -inf among them, keep the order of the batch, which is random. Their pairs stay, so there are always
-    floor(N / 2): on average they only hold the log-ratios together.
+ 7. Equal rewards, -inf among them, keep the order of the batch, which is random. Their pairs stay,
+    so there are always floor(N / 2): on average they only hold the log-ratios together.
  8. log p^(0) of a pair is what its sampling gave, without a second pass through the reference.
- 9. Biases and LayerNorm are not decayed; the embedding is, like any matrix. LoRA's factors are matrices.
+ 9. Biases and LayerNorm are not decayed; the embedding is, like any matrix. LoRA's factors are
+    matrices.
 
 N sequences, M = floor(N / 2) pairs, T tokens.
 """
@@ -48,14 +52,14 @@ DPO_GRID = Grid(strength=(0.1, 0.2, 0.4, 0.8))
 
 
 def preference_pairs(reward: Tensor) -> Tensor:
-    """Indices [M, 2] of the preferred sample and of the other one in every pair, from rewards [N]."""
+    """Indices [M, 2] of the preferred and the other sample of every pair, from rewards [N]."""
     order = reward.argsort(descending=True, stable=True)
     half = len(order) // 2
     return torch.stack([order[:half], order[len(order) - half :]], 1)
 
 
 def dpo_loss(log_pi: Tensor, log_ref: Tensor, strength: float) -> Tensor:
-    """L (eq. 9), a scalar, of sequence log-probs [M, 2], the preferred sequence of each pair first."""
+    """L (eq. 9), a scalar, of sequence log-probs [M, 2], preferred sequences first."""
     log_ratio = log_pi - log_ref  # [M, 2]
     return -F.logsigmoid(strength * (log_ratio[:, 0] - log_ratio[:, 1])).mean()
 
@@ -68,7 +72,7 @@ def dpo(
     generator: torch.Generator,
     report: Report = ignore,
 ) -> Conditional:
-    """pi, started at base = p^(0), a plain network left unchanged; log_phi gives [N] of tokens [N, T].
+    """pi, started at base = p^(0), a plain network left unchanged; log_phi: tokens [N, T] -> [N].
 
     Reports the loss of every step. InputError where log phi or the trained model is not finite.
     """

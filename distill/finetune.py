@@ -1,10 +1,10 @@
-"""What every fine-tuning here shares: the copy that is trained, its optimiser, gradients in parts, options, costs.
+"""What fine-tuning shares: the trained copy, its optimiser, gradients in parts, options and costs.
 
-    AdamW, (beta_1, beta_2) = (0.9, 0.999);  decay for matrices, none for biases and LayerNorm;  LoRA or every parameter
-    gradient of the mean over N rows = sum over parts of (rows of the part / N) * gradient of the part's mean
+    AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay of matrices only; LoRA or every parameter
+    gradient of a mean over N rows = sum over parts of (rows of the part / N) * gradient of its mean
 
-The options and grids of the two baselines, DPO and GRPO, are those of the paper's appendix ("Optimization"). N sequences,
-T continuation tokens.
+The options and grids of the two baselines, DPO and GRPO, are those of the paper's appendix
+("Optimization"). N sequences, T continuation tokens.
 """
 
 import copy
@@ -21,7 +21,7 @@ from tinystories.errors import InputError
 from tinystories.fast import pack
 from tinystories.gpt_neo import GPTNeo
 
-ROWS = 256  # sequences of one forward and backward pass: the logits of a whole batch might not fit in memory
+ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Cost:
     trained: int  # read in one pass with gradient
 
     def units(self, length: int) -> int:
-        """Token positions through the model for T = length; forward and backward together count three.
+        """Token positions through the model for T = length; forward with backward counts three.
 
-        The last token of a sequence is predicted and never read. The prompt is read once for a whole
-        batch, so it is left out.
+        The last token of a sequence is predicted and never read. The prompt is read once for a
+        whole batch, so it is left out.
         """
         return (self.sampled + self.scored + 3 * self.trained) * (length - 1)
 
@@ -95,7 +95,7 @@ def packed(model: Conditional) -> Conditional:
 
 
 class Student:
-    """A copy (in float32 or wider) of a language model in training, by LoRA or in full, and its optimiser."""
+    """A copy, in float32 or wider, of a language model in training, and its optimiser."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Student:
         return Conditional(self.network, base.prompt, base.length)
 
     def merged(self) -> GPTNeo:
-        """The network as it is now, an ordinary GPT-Neo: with LoRA, a copy with the updates merged."""
+        """The network as it is now; with LoRA, a copy into which the updates are merged."""
         if not self.lora:
             return self.network
         network = copy.deepcopy(self.network)

@@ -1,28 +1,35 @@
 """Group relative policy optimisation of the base model, a baseline (paper eq. 10).
 
     s^(1..N) ~ pi,   r = log phi,   A^(n) = (r^(n) - mean r) / std r
-    L = mean over n and t of  -(pi / sg(pi)) A^(n) + b (p^(0) / pi - log(p^(0) / pi) - 1),   all of s_t^(n) given its past
+    L = mean over n and t of  -(pi / sg(pi)) A^(n) + b (p^(0) / pi - log(p^(0) / pi) - 1),
+    where pi and p^(0) are those of s_t^(n) given its past
 
-Every update draws a new batch from the policy as it is, so the ratio is 1 and carries only the gradient. The k3 penalty is
-never negative; L = 0 where pi = p^(0), but its gradient is not.
+Every update draws a new batch from the policy as it is, so the ratio is 1 and carries only the
+gradient. The k3 penalty is never negative; L = 0 where pi = p^(0), but its gradient is not.
 
 Where the paper departs from Shao et al. 2024:
  1. One prompt and one group, the whole batch of 1024; there 64 outputs for each of many questions.
- 2. One update for each batch, no older policy and no clipping: the ratio is that of the policy to itself.
- 3. All outputs have T tokens, so the mean over n and t is the mean over outputs of the mean over their tokens.
- 4. The reference stays p^(0); there, in the iterated form, the trained policy takes its place from time to time.
+ 2. One update for each batch, no older policy and no clipping: the ratio is that of the policy to
+    itself.
+ 3. All outputs have T tokens, so the mean over n and t is the mean over outputs of the mean over
+    their tokens.
+ 4. The reference stays p^(0); there, in the iterated form, the trained policy takes its place from
+    time to time.
  5. The reward of a whole sequence is given, not learned.
 
 What the paper leaves open:
- 6. r is log phi rather than phi: phi = p(toxic)^beta is near zero on almost every sample. As A is standardised, beta of the
-    potential has no effect.
+ 6. r is log phi rather than phi: phi = p(toxic)^beta is near zero on almost every sample. As A is
+    standardised, beta of the potential has no effect.
  7. std is the population's (divided by N), and nothing is added to it.
  8. A = 0 where all rewards are equal: such a batch only pulls the policy towards the reference.
- 9. A reward of -inf, where phi is zero, stands for the limit of a reward that falls without bound. Beside it the differences
-    between finite rewards vanish: A becomes that of the indicator of phi > 0.
-10. The gradient of the k3 term takes the samples as given, as the formula says. Its mean over samples of the policy is the
-    gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)), which is what the term's value estimates.
-11. Biases and LayerNorm are not decayed; the embedding is, like any matrix. LoRA's factors are matrices.
+ 9. A reward of -inf, where phi is zero, stands for the limit of a reward that falls without bound.
+    Beside it the differences between finite rewards vanish: A becomes that of the indicator of phi
+    > 0.
+10. The gradient of the k3 term takes the samples as given, as the formula says. Its mean over
+    samples of the policy is the gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)),
+    which is what the term's value estimates.
+11. Biases and LayerNorm are not decayed; the embedding is, like any matrix. LoRA's factors are
+    matrices.
 
 N sequences, T tokens; sg stops the gradient.
 """
@@ -78,10 +85,10 @@ def grpo(
     generator: torch.Generator,
     report: Report = ignore,
 ) -> Conditional:
-    """pi, started at base = p^(0), a plain network left unchanged; log_phi gives [N] of tokens [N, T].
+    """pi, started at base = p^(0), a plain network left unchanged; log_phi: tokens [N, T] -> [N].
 
-    Reports the loss, which is b times the penalty because A has mean 0, and the mean of phi over the
-    policy's samples. InputError where log phi or the trained model is not finite.
+    Reports the loss, which is b times the penalty because A has mean 0, and the mean of phi over
+    the policy's samples. InputError where log phi or the trained model is not finite.
     """
     student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)

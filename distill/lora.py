@@ -1,9 +1,9 @@
-"""LoRA: fine-tuning of low rank on the query and value projections (Hu et al. 2021), merged on save.
+"""LoRA: low-rank fine-tuning of the query and value projections (Hu et al. 2021), merged on save.
 
     y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at the start,   r = alpha = 8
 
-The base weight W is frozen; only A and B are trained: 2 r D numbers per projection. With B = 0 the output equals the
-base model's to the bit. D width, r rank.
+The base weight W is frozen; only A and B are trained: 2 r D numbers per projection. With B = 0 the
+output equals the base model's to the bit. D width, r rank.
 """
 
 import torch
@@ -37,7 +37,7 @@ class LoRALinear(nn.Module):
 
 
 def add_lora(model: GPTNeo, generator: torch.Generator) -> list[nn.Parameter]:
-    """Freeze the model and put LoRA on every q and v projection, in place; returns what to train."""
+    """Freeze the model and put LoRA on all q and v projections, in place; returns what to train."""
     model.requires_grad_(False)
     added = []
     for block in model.h:

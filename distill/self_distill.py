@@ -1,6 +1,6 @@
 """Self-distillation: the next generation's language model from the last one's samples (eq. 7).
 
-    p^(m) = argmin_p  E_{s ~ TSMC(p^(m-1), psi^(m-1))} [ -log p(s_{1:T} | s_0) ],   started at p^(m-1)
+    p^(m) = argmin_p  E_{s ~ TSMC(p^(m-1), psi^(m-1))} [ -log p(s_{1:T} | s_0) ],  from p^(m-1)
 
 The N samples of T tokens come from many runs, because the particles of one run share ancestors and
 hold far fewer than K distinct sequences. Few passes with a small learning rate keep the model from
@@ -9,7 +9,8 @@ overfitting them; the loss on held-out runs, reported beside the training loss, 
 What the paper leaves open:
  1. The number of samples, runs and updates and the rate are options; the defaults stop long before
     convergence.
- 2. All runs count the same, whatever their Z-hat; within a run the final resampling has been applied.
+ 2. All runs count the same, whatever their Z-hat; within a run the final resampling has been
+    applied.
  3. AdamW, without weight decay for biases and LayerNorm.
 """
 
@@ -38,7 +39,7 @@ class Batch:
 
 
 def hold_out(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Split runs [R, K, T]: sequences [N, T] to train on, and those of a tenth of the runs to measure.
+    """Split runs [R, K, T]: sequences [N, T] to train on, and those of a tenth of the runs.
 
     A single run serves both purposes.
     """
@@ -66,7 +67,7 @@ def held_out_loss(model: Conditional, tokens: Tensor) -> float:
 
 
 def negative_log_likelihood(model: Conditional, tokens: Tensor, batch_size: int) -> Tensor:
-    """-log p(s_t | s_{0:t-1}) summed over sequences [N, T], over batch_size T (eq. 7), with gradient.
+    """-log p(s_t | s_{0:t-1}) summed over sequences [N, T], over batch_size T (eq. 7).
 
     For a whole batch, N = batch_size, it is the mean; the rows of several processes sum to it.
     """

@@ -154,7 +154,7 @@ def main() -> None:
 
 def lesson(args: argparse.Namespace) -> None:
     """Enumerate, learn a twist, print the table, draw the figure."""
-    check("--seed", args.seed, {"at_least": 0, "at_most": math.inf})
+    check("--seed", args.seed, low=0, high=math.inf)
     say(f"learning a twist in a world of {VOCABULARY**LENGTH} sequences")
     generator = torch.Generator().manual_seed(args.seed)
     model = TableModel.random(VOCABULARY, LENGTH, generator)

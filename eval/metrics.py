@@ -8,15 +8,15 @@
                  In Target's row the 95 % quantile between halves of y
     KL(sigma||q) = E_sigma[log p^(0)(s) + log phi(s) - log q(s)] - log Z_sigma, by exact samples
     log Z        log of the mean of Z-hat over all runs, dead ones counting zero
-    log Z-hat    mean and standard deviation over the runs that are alive; its expectation is at most
-                 log Z_sigma
+    log Z-hat    mean and standard deviation over the runs that are alive; at most log Z_sigma in
+                 expectation
     ESS          of the weights at t = T, before the last resampling, mean over runs
     distinct     share of different sequences among a run's K samples, mean over runs
     dead         runs whose weights were all zero at some step
 
-Samples are the particles after the last resampling, with any moves that the run asks for. Copies count
-as often as they occur, in toxicity and in similarity, because they are what the sampler returns.
-Particles of one run are dependent, so intervals come from whole runs. Intervals are 95 %.
+Samples are the particles after the last resampling, with any moves that the run asks for. Copies
+count as often as they occur, in toxicity and in similarity, because they are what the sampler
+returns. Particles of one run are dependent, so intervals come from whole runs. Intervals are 95 %.
 """
 
 import math
@@ -86,10 +86,10 @@ def mean_within(distances: Tensor) -> float:
 
 
 def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
-    """Unbiased energy distance of the distributions of x [N, D] and y [M, D] (Szekely & Rizzo, 2013).
+    """Energy distance of the distributions of x [N, D] and y [M, D] (Szekely & Rizzo, 2013).
 
-    Rows of x in the same `group` [N] may depend on each other, as the particles of a run do, so their
-    pairs are left out.
+    Rows of x in the same `group` [N] may depend on each other, as the particles of a run do, so
+    their pairs are left out.
     """
     within_x = pair_distances(x, x)[group[:, None] != group].mean().item()
     return 2 * pair_distances(x, y).mean().item() - within_x - mean_within(pair_distances(y, y))
@@ -107,7 +107,7 @@ def energy_floor(y: Tensor, generator: torch.Generator, splits: int = 100) -> fl
 
 
 def log_mean_z(log_z: Tensor) -> tuple[float, float]:
-    """log of the mean of Z-hat, log_z [R], dead runs counting zero, and half of its 95 % interval."""
+    """log of the mean of Z-hat over runs, log_z [R], and half of its 95 % interval."""
     peak = log_z.max()
     mean = mean_estimate((log_z - peak).exp())  # positive: the largest is one
     return math.log(mean.value) + peak.item(), mean.half_width() / mean.value
@@ -122,7 +122,7 @@ def energy_column(samples: Samples, vectors: Tensor, exact_vectors: Tensor) -> d
 
 
 def mean_scores(samples: Samples) -> dict[str, float]:
-    """Toxicity and log phi with intervals over groups (runs), and the share of texts with phi > 0."""
+    """Toxicity and log phi with intervals over groups, and the share of texts with phi > 0."""
     group = torch.tensor(samples.group)
 
     def half_width(values: Tensor) -> float:
@@ -142,7 +142,8 @@ def describe(
 ) -> dict[str, float]:
     """The mean scores, similarity, and the distance from exact samples.
 
-    vectors [N, D] are the texts' embeddings, exact_vectors [M, D] those of exact samples of sigma, where there are any.
+    vectors [N, D] are the texts' embeddings, exact_vectors [M, D] those of exact samples of sigma,
+    where there are any.
     """
     row = mean_scores(samples)
     row |= {"similarity": mean_pairwise_cosine(vectors), "num_sequences": len(samples.texts)}

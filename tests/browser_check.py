@@ -3,27 +3,25 @@
     python -m tsmc runs/pocket --generation 0 1 2 --html page.html
     python tests/browser_check.py page.html pictures/
 
-It is not part of the test suite, since it needs Chromium and chromedriver. It operates both pages
-by keyboard, mouse and touch in light and dark, wide and narrow, checks that no step is slow, that
-all text has enough contrast and that nothing is cut off, and leaves pictures to look at.
+It is not part of the test suite, since it needs Chromium, chromedriver and selenium. It operates
+both pages by keyboard, mouse and touch in light and dark, wide and narrow, checks that no step is
+slow, that all text has enough contrast and that nothing is cut off, and leaves pictures to look at.
 """
 
 import base64
-import json
-import socket
-import subprocess
+import shutil
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
+from itertools import product
 from pathlib import Path
 
+from selenium import webdriver
+from selenium.webdriver import ActionChains, Keys
+from selenium.webdriver.common.actions import interaction
+from selenium.webdriver.common.actions.action_builder import ActionBuilder
+from selenium.webdriver.common.actions.pointer_input import PointerInput
+
 EXPLAINER = Path(__file__).parents[1] / "docs" / "explainer.html"
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
-FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, " ": 32}
-KEYS |= {"Home": 36, "End": 35, "Tab": 9}
 MILLISECONDS = 500  # a slower step feels frozen
 
 GENEALOGY = """({now, steps: panels.map((panel) => panel.chosen.t), n: panels[0].chosen.n,
@@ -42,7 +40,8 @@ CONTRAST = """(() => {
     .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
     .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
   const behind = (element) => { for (let e = element; e; e = e.parentElement) {
-    const paper = getComputedStyle(e).backgroundColor; if (!/, 0\\)$/.test(paper)) return paper; } };
+    const paper = getComputedStyle(e).backgroundColor;
+    if (!/, 0\\)$/.test(paper)) return paper; } };
   const own = (e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
   const isShown = (e) => e.getClientRects().length && !e.closest('.gone, #spoken');
   const ratios = [...document.querySelectorAll('body *')].filter((e) => own(e) && isShown(e));
@@ -66,79 +65,38 @@ SHOW = """(() => { const button = document.querySelectorAll('[data-show]')[%d]; 
     state[name] === value) && button.getAttribute('aria-pressed') === 'true'; })()"""
 
 
-class Browser:
-    """A headless Chromium behind chromedriver, operated over its HTTP interface."""
-
-    def __enter__(self) -> "Browser":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=-3)
-        self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        arguments = [*FLAGS, f"--user-data-dir={self.profile.name}"]
-        wanted = {"alwaysMatch": {"goog:chromeOptions": {"args": arguments}}}
-        self.session = f"http://127.0.0.1:{port}/session"
-        for _ in range(100):
-            try:
-                self.session += "/" + self.post("", capabilities=wanted)["sessionId"]
-                return self
-            except urllib.error.URLError:  # the driver is not up yet
-                time.sleep(0.1)
-        raise SystemExit("chromedriver does not answer")
-
-    def __exit__(self, *error) -> None:
-        urllib.request.urlopen(urllib.request.Request(self.session, method="DELETE"), timeout=60)
-        self.driver.terminate()
-        self.driver.wait()
-        self.profile.cleanup()
-
-    def post(self, path: str, **body):
-        """One command of the driver."""
-        request = urllib.request.Request(self.session + path, json.dumps(body).encode())
-        return json.load(urllib.request.urlopen(request, timeout=60))["value"]
-
-    def devtools(self, method: str, **params):
-        """One command of the browser's own protocol."""
-        return self.post("/goog/cdp/execute", cmd=method, params=params)
+class Browser(webdriver.Chrome):
+    """A headless Chromium."""
 
     def value(self, expression: str):
         """What a JavaScript expression is on the page."""
-        settings = {"returnByValue": True, "awaitPromise": True}
-        answer = self.devtools("Runtime.evaluate", expression=expression, **settings)
-        if "exceptionDetails" in answer:
-            raise AssertionError(f"{expression}: {answer['exceptionDetails']}")
-        return answer["result"].get("value")
+        return self.execute_script(f"return ({expression})")
 
-    def open(self, page: Path, width: int, height: int, scheme: str, touch: bool) -> None:
-        """The page at a size, in a colour scheme."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 2 if touch else 1}
-        self.devtools("Emulation.setDeviceMetricsOverride", **size, mobile=touch)
-        self.devtools("Emulation.setTouchEmulationEnabled", enabled=touch)
+    def open(self, page: Path, width: int, scheme: str, touch: bool) -> None:
+        """The page in a window of this width, in a colour scheme."""
+        size = {"width": width, "height": 850, "deviceScaleFactor": 2 if touch else 1}
         feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.devtools("Emulation.setEmulatedMedia", features=[feature])
-        self.post("/url", url=page.resolve().as_uri())
+        self.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"mobile": touch})
+        self.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": touch})
+        self.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        self.get(page.resolve().as_uri())
 
     def press(self, key: str) -> None:
         """A key goes down and up."""
-        code = {"key": key, "windowsVirtualKeyCode": KEYS[key]}
-        for kind in ("keyDown", "keyUp"):
-            self.devtools("Input.dispatchKeyEvent", type=kind, **code)
+        ActionChains(self).send_keys(key).perform()
 
     def point(self, x: float, y: float, touch: bool) -> None:
-        """A click or a tap at a place in the window."""
-        if touch:
-            points = [{"x": x, "y": y}]
-            self.devtools("Input.dispatchTouchEvent", type="touchStart", touchPoints=points)
-            self.devtools("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-            time.sleep(0.4)
-        for kind in () if touch else ("mousePressed", "mouseReleased"):
-            where = {"x": x, "y": y, "button": "left", "clickCount": 1}
-            self.devtools("Input.dispatchMouseEvent", type=kind, **where)
+        """A tap or a click at a place in the window."""
+        finger = interaction.POINTER_TOUCH if touch else interaction.POINTER_MOUSE
+        actions = ActionBuilder(self, mouse=PointerInput(finger, finger))
+        actions.pointer_action.move_to_location(int(x), int(y)).pointer_down().pointer_up()
+        actions.perform()
+        time.sleep(0.4)
 
-    def picture(self, path: Path, whole: bool = False) -> None:
-        """A picture of the window, or of the whole page."""
-        data = self.devtools("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(data))
+    def picture(self, path: Path) -> None:
+        """A picture of the whole page."""
+        shot = self.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 def check_looks(browser: Browser) -> None:
@@ -153,15 +111,15 @@ def check_genealogy(browser: Browser, touch: bool) -> None:
     """Arrows step in every panel and choose a block in the panel with the focus; so does a tap."""
     start, last = browser.value(GENEALOGY), browser.value("T - 1")
     assert start["now"] == 0 and set(start["steps"]) == {0} and "first token" in start["look"]
-    browser.press("ArrowRight")
+    browser.press(Keys.ARROW_RIGHT)
     forth = browser.value(GENEALOGY)
     assert set(forth["steps"]) == {1} and forth["text"].startswith(start["text"])
     assert forth["look"] != start["look"]
-    browser.press("ArrowLeft")
+    browser.press(Keys.ARROW_LEFT)
     browser.value("part(panels[0], 'view').focus({preventScroll: true})")
-    browser.press("ArrowDown" if start["n"] == 0 else "ArrowUp")
+    browser.press(Keys.ARROW_DOWN if start["n"] == 0 else Keys.ARROW_UP)
     assert abs(browser.value(GENEALOGY)["n"] - start["n"]) == 1
-    browser.press("End")
+    browser.press(Keys.END)
     assert browser.value(GENEALOGY)["now"] == last
     check_looks(browser)
     browser.press(" ")
@@ -179,14 +137,19 @@ def check_genealogy(browser: Browser, touch: bool) -> None:
 
 
 def check_explainer(browser: Browser, touch: bool) -> None:
-    """Keys work in the figure and its radio buttons; every button in the text changes the figure."""
+    """Keys work in the figure and its radio buttons; every button in the text shows its run."""
     browser.value("get('view').focus({preventScroll: true})")
     last = browser.value("LAST")
-    for key, phase in {"Home": 0, "ArrowRight": 1, "End": last, "ArrowLeft": last - 1}.items():
+    for key, phase in {
+        Keys.HOME: 0,
+        Keys.ARROW_RIGHT: 1,
+        Keys.END: last,
+        Keys.ARROW_LEFT: last - 1,
+    }.items():
         browser.press(key)
         assert browser.value("state.phase") == phase, key
     before = browser.value("state.chosen")
-    browser.press("ArrowDown" if before == 0 else "ArrowUp")
+    browser.press(Keys.ARROW_DOWN if before == 0 else Keys.ARROW_UP)
     assert abs(browser.value("state.chosen") - before) == 1
     browser.value("get('view').scrollIntoView({block: 'center'})")
     box = browser.value("(({left, top}) => [left, top])(get('tree').getBoundingClientRect())")
@@ -194,9 +157,9 @@ def check_explainer(browser: Browser, touch: bool) -> None:
     browser.point(box[0] + x, box[1] + y, touch)
     assert browser.value("[state.phase, state.chosen]") == [9, 5]
     browser.value("document.querySelector('input[name=m]:checked').focus()")
-    browser.press("ArrowRight")
+    browser.press(Keys.ARROW_RIGHT)
     assert browser.value("state.m") == 1
-    browser.press("ArrowLeft")
+    browser.press(Keys.ARROW_LEFT)
     for button in range(browser.value("document.querySelectorAll('[data-show]').length")):
         assert browser.value(SHOW % button)
 
@@ -204,18 +167,19 @@ def check_explainer(browser: Browser, touch: bool) -> None:
 def main(genealogy: Path, folder: Path) -> None:
     """Every check and every picture of both pages."""
     folder.mkdir(parents=True, exist_ok=True)
-    with Browser() as browser:
-        for page, check in ((genealogy, check_genealogy), (EXPLAINER, check_explainer)):
-            for scheme in ("light", "dark"):
-                for name, width, height in (("wide", 1280, 900), ("phone", 390, 844)):
-                    file = folder / f"{page.stem}-{scheme}-{name}.png"
-                    browser.open(page, width, height, scheme, touch=name == "phone")
-                    browser.picture(file)
-                    check_looks(browser)
-                    check(browser, touch=name == "phone")
-                    check_looks(browser)
-                    browser.picture(file.with_stem(file.stem + "-whole"), whole=True)
-            print(f"{page}: everything works")
+    options = webdriver.ChromeOptions()
+    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
+        options.add_argument(flag)
+    checks = ((genealogy, check_genealogy), (EXPLAINER, check_explainer))
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    with Browser(options, service) as browser:
+        for (page, check), scheme, width in product(checks, ("light", "dark"), (1280, 390)):
+            browser.open(page, width, scheme, touch=width < 400)
+            check_looks(browser)
+            check(browser, touch=width < 400)
+            check_looks(browser)
+            browser.picture(folder / f"{page.stem}-{scheme}-{width}.png")
+    print("everything works")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""The main job in processes of their own, forked from one that has imported everything."""
+"""The main job at its smallest: in this process, or in processes forked from one that has imported everything."""
 
+import contextlib
+import io
 import multiprocessing
 import os
 import resource
@@ -7,56 +9,131 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
 import torch
 
-from main import main
+import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["main", "jobs"])
+SIZES = [
+    *("--generations", "1", "--eval-runs", "5", "--eval-particles", "4"),
+    *("--eval-base-samples", "25", "--eval-target-proposals", "100", "--beta", "0.3"),
+    *("--rows", "40", "--length", "6", "--quiet"),
+]
+DISTILLED = [
+    *("--method", "distilled", *SIZES, "--ctl-updates", "4", "--ctl-batch-size", "11"),
+    *("--particles", "6", "--distill-runs", "13", "--distill-updates", "3"),
+    *("--distill-batch-size", "9"),
+]
+POOLED = [
+    *("--method", "pooled", *SIZES, "--pool-rounds", "1", "--pool-updates", "4"),
+    *("--pool-batch-size", "7", "--pool-base-draws", "50", "--pool-draws", "45"),
+]
+PRODUCTS = ("results.json", "samples.jsonl", "metrics.jsonl")
+PRODUCTS += ("generation-1/model.safetensors", "generation-1/twist.safetensors")
 
 
-def job(arguments: list[str], errors: str, output: str, environment: dict[str, str], file_limit: int | None) -> None:
-    """What a child process runs: the main job on one thread, standard error and output added to files."""
+def run_main(arguments: Iterable[object]) -> None:
+    """The main job without its figures, which take longer than all the rest at this size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "draw_figures", lambda *_: None)
+        main.main([str(argument) for argument in arguments])
+
+
+def refusal(*arguments: object) -> str:
+    """The last line on standard error of a main job that ends with exit code 2."""
+    with contextlib.redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit) as ended:
+        run_main(arguments)
+    lines = errors.getvalue().splitlines()
+    assert ended.value.code == 2 and sum("error:" in line for line in lines) == 1, lines
+    assert lines[-1].partition(": ")[2].startswith("error: "), lines
+    return lines[-1]
+
+
+def products(run: Path) -> dict[str, bytes]:
+    """What a run has computed."""
+    return {name: (run / name).read_bytes() for name in PRODUCTS}
+
+
+def die_at(name: str, is_written: bool) -> None:
+    """Kill this process when it is about to put the file `name` in its place, or just after."""
+    replace = os.replace
+
+    def replace_or_die(source: Path, target: Path) -> None:
+        is_due = str(target).endswith(name)
+        if is_written or not is_due:
+            replace(source, target)
+        if is_due:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = replace_or_die
+
+
+def job(
+    function: Callable,
+    argument: object,
+    folder: Path,
+    environment: dict[str, str],
+    file_limit: int | None,
+    dies_at: tuple[str, bool] | None,
+) -> None:
+    """What a child process runs, on one thread; what it prints is added to two files."""
     torch.set_num_threads(1)
     os.environ |= environment
+    rank = environment.get("RANK", "0")
     if file_limit is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
-    with open(errors, "a") as sys.stderr, open(output, "a") as sys.stdout:
-        main(arguments)
+    if dies_at is not None:
+        die_at(*dies_at)
+    with (
+        open(folder / f"errors-{rank}", "a") as sys.stderr,
+        open(folder / f"output-{rank}", "a") as sys.stdout,
+    ):
+        function(argument)
 
 
-def start(arguments: list[str], errors: Path, output: Path = Path(os.devnull), file_limit: int | None = None, **place):
-    """The main job, begun; `place` is its environment."""
+def start(
+    argument: object,
+    folder: Path,
+    function: Callable = run_main,
+    file_limit: int | None = None,
+    dies_at: tuple[str, bool] | None = None,
+    **place: object,
+):
+    """function(argument), begun in a process of its own; `place` is its environment."""
     environment = {name: str(value) for name, value in place.items()}
-    process = CONTEXT.Process(target=job, args=(arguments, str(errors), str(output), environment, file_limit))
+    arguments = (function, argument, folder, environment, file_limit, dies_at)
+    process = CONTEXT.Process(target=job, args=arguments)
     process.start()
     return process
 
 
-def start_together(arguments: list[list[str]], folder: Path) -> list:
-    """A job of several processes, each with its arguments, as torchrun starts them; process i writes errors-i, output-i."""
+def start_together(argument: object, folder: Path, count: int = 2, **options) -> list:
+    """The same in several processes that find each other, as torchrun starts them."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    place = (
-        {"WORLD_SIZE": len(arguments), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if len(arguments) > 1 else {}
-    )
+    place = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
-        start(own, folder / f"errors-{i}", folder / f"output-{i}", RANK=i, LOCAL_RANK=i, **place)
-        for i, own in enumerate(arguments)
+        start(argument, folder, **options, RANK=rank, LOCAL_RANK=rank, **place)
+        for rank in range(count)
     ]
 
 
-def lines_of(run: Path) -> int:
-    """Steps that a run has reported so far."""
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+def ended(*processes) -> list[int]:
+    """The exit codes of processes, once they have ended."""
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
 
 
-def wait_for(process, run: Path, lines: int) -> None:
-    """Until the run has reported that many steps, or has ended."""
-    while process.is_alive() and lines_of(run) < lines:
-        time.sleep(0.0005)
+def wait_for(process, path: Path) -> None:
+    """Until a file is there; fails where the process ends first."""
+    while not path.exists():
+        assert process.is_alive(), f"ended before it wrote {path}"
+        time.sleep(0.002)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies
-from worlds import letters
 
 from eval.run.options import POCKET, RunConfig
 from eval.run.setup import LastCall, identity, load_setup, sigma_key
@@ -24,6 +23,11 @@ INF = math.inf
 SMALL = "--generations 1 --ctl-updates 3 --ctl-batch-size 20 --particles 10 --distill-runs 6"
 SMALL += " --distill-updates 2 --distill-batch-size 8 --eval-runs 4 --eval-particles 10"
 SMALL += " --eval-base-samples 40 --length 10"
+
+
+def letters(rows: list[list[int]]) -> list[str]:
+    """Texts of rows of tokens: token i is the i-th letter."""
+    return [" ".join("abcdefg"[token] for token in row) for row in rows]
 
 
 @pytest.fixture(scope="module")

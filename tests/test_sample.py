@@ -1,4 +1,4 @@
-"""`python -m tsmc` and `load_run`: what they give is what was sampled, and bad input is one line."""
+"""`python -m tsmc` and `load_run` give what was sampled; bad input is one line."""
 
 import dataclasses
 import json
@@ -25,6 +25,7 @@ from tinystories.errors import InputError
 from tsmc import Population, Trace, proposal_log_probs
 from tsmc.proposal import sequence_log_probs
 from tsmc.resampling import effective_sample_size, log_mean_exp, normalise
+from twist.embedding import EmbeddingTwist
 from twist.mlp import TwistMLP
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +36,7 @@ OTHER = "The ugly dog said"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run of two generations with random twists; the second model differs from the first."""
+    """A run of two generations with random twists of both kinds, and models that differ."""
     path = tmp_path_factory.mktemp("runs") / "small"
     write_json(path / "config.json", dataclasses.asdict(RunConfig(length=T)))
     model, tokenizer = tinystories.load(POCKET / "lm")
@@ -44,8 +45,11 @@ def run(tmp_path_factory) -> Path:
         with torch.no_grad():
             model.wte.weight += 0.02 * m * torch.randn(model.wte.weight.shape, generator=source)
         twist = TwistMLP(model.config.hidden_size, 16, model.config.vocab_size, source)
+        if m == 1:
+            twist = EmbeddingTwist(16, model.output_weight, source)
         for parameter in twist.parameters():
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=source)
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn(parameter.shape, generator=source)
         save_generation(path / f"generation-{m}", model, tokenizer, twist)
     return path
 

@@ -1,20 +1,20 @@
-"""Keys and values of what a model has read, kept outside the model, so that only new tokens are computed.
+"""Keys and values of what a model has read, so that only new tokens are computed.
 
     keys, values    [B, H, S, D/H] in each layer, S growing with every part of the text that is read
 
-A prompt is read at batch 1 and may be continued by any number of rows; it is not copied for them.
-B rows, H heads, S positions read so far, T new positions, D width.
+A prompt is read at batch 1 and may be continued by any number of rows; it is not copied for them. B
+rows, H heads, S positions read so far, T new positions, D width.
 """
 
 import torch
 from torch import Tensor
 
 Part = tuple[Tensor, Tensor]
-"""Keys and values of consecutive positions, [B, H, S, D/H], or [1, H, S, D/H] for all rows alike."""
+"""Keys and values of consecutive positions [B, H, S, D/H], or [1, H, S, D/H] for all rows."""
 
 
 class KeyValueCache:
-    """The history that attention looks back on: for each layer the parts read one after the other."""
+    """The history that attention looks back on: in each layer, the parts read so far."""
 
     def __init__(self):
         self.layers: list[list[Part]] = []
@@ -46,7 +46,7 @@ class KeyValueCache:
         return cache
 
     def reorder(self, parents: Tensor) -> None:
-        """Row b continues the history of what was row parents[b]; parents [B], any number of rows."""
+        """Row b continues the history of row parents[b]; parents [B], any number of rows."""
         for parts in self.layers:
             for number, (keys, values) in enumerate(parts):
                 if len(keys) > 1:  # what was read at batch 1 is the same for all rows

@@ -1,16 +1,16 @@
-"""p(s_{1:T} | s_0): a language model after a fixed prompt s_0, sampled or scored for many continuations at a time.
+"""p(s_{1:T} | s_0): a language model after a prompt s_0, for many continuations at a time.
 
     model = Conditional(gpt_neo, prompt, length)
-    model.log_probs(tokens)              teacher forcing: log p(s_t | s_{0:t-1}) of given continuations
+    model.log_probs(tokens)              teacher forcing: log p(s_t | s_{0:t-1}) of given texts
     decoder = model.decoder(rows)        N continuations token by token, which every sampler drives
     decoder.hidden                       final hidden state of every row [N, D]
     decoder.evaluate(network, rows)      network(hidden) of a slice of the rows
     decoder.extend(tokens, ancestors)    row n continues row ancestors[n] with tokens[n]
 
 Rows whose texts are equal share their hidden state: all rows at first, those that chose the same
-words in the next steps, and the copies that resampling makes. Extending and reordering are one call,
-so nothing computed for an old order can be read in the new one. N rows, S distinct states, D width,
-V vocabulary, P prompt tokens, T continuation tokens.
+words in the next steps, and the copies that resampling makes. Extending and reordering are one
+call, so nothing computed for an old order can be read in the new one. N rows, S distinct states, D
+width, V vocabulary, P prompt tokens, T continuation tokens.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,8 @@ MOST = 0.875  # share of distinct texts above which merging costs more than it s
 def merge(state_of: Tensor, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Merge rows [N] that extend the same state with the same token, where that pays.
 
-    Returns the parent state [S] and the token [S] of every new state, and the state of each row [N].
+    Returns the parent state [S] and the token [S] of every new state, and the state of each row
+    [N].
     """
     pairs, pair_of = (state_of * vocab_size + tokens).unique(return_inverse=True)
     pairs = torch.cat([pairs, pairs[-1:].repeat(-len(pairs) % GROUP)])
@@ -78,7 +79,7 @@ class Conditional:
     """A GPT-Neo conditioned on one prompt."""
 
     def __init__(self, model: GPTNeo, prompt: Tensor, length: int):
-        """prompt [P], continuations of at most `length` tokens; InputError where they do not fit."""
+        """prompt [P], then at most `length` tokens; InputError where they do not fit."""
         limit = model.config.max_position_embeddings
         if prompt.numel() == 0:
             raise InputError("the prompt is empty; give at least one word")

@@ -44,7 +44,7 @@ def pack(module: nn.Module) -> nn.Module:
 
 
 class PackedLinear(nn.Module):
-    """x W^T + b with the weight in oneDNN's order, and GELU of the given kind where there is one."""
+    """x W^T + b with the weight in oneDNN's order, and GELU of a kind if one is given."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gelu: str = ""):
         super().__init__()
@@ -64,7 +64,7 @@ class PackedLinear(nn.Module):
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """x y [B, H, T, .] of x [B, H, T, .] and y [B, H, ., .] or, for all rows alike, [1, H, ., .]."""
+    """x y [B, H, T, .] of x [B, H, T, .] and y [B, H, ., .], or y [1, H, ., .] for all rows."""
     if len(y) == len(x):
         return x @ y
     rows = x.transpose(0, 1).flatten(1, 2)  # [H, B T, .]

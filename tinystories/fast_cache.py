@@ -1,11 +1,11 @@
-"""The cache of packed networks: all rows share the prompt, and what follows is moved only when rows change.
+"""The cache of packed networks: rows share the prompt, and are moved only when they change.
 
     prompt      [1, H, P, D/H] in each layer, read at batch 1 and seen by every row
     blocks      [T N, H, D/H] in each layer: keys and values behind the prompt, position by position
 
 When row b is to continue another row's history, the entries of each layer are collected in the new
-order as soon as that layer is computed next, into a spare block that then takes the old one's place.
-Memory therefore stays constant however often rows are reordered. N rows at most, B rows now,
+order as soon as that layer is computed next, into a spare block that then takes the old one's
+place. Memory therefore stays constant however often rows are reordered. N rows at most, B rows now,
 P positions of the prompt, T behind it, S = P + T, H heads, D width.
 """
 
@@ -16,7 +16,7 @@ from tinystories.cache import KeyValueCache, Part
 
 
 class PromptCache(KeyValueCache):
-    """What is read before decoding; `continued` opens preallocated blocks for the rows that follow."""
+    """What is read before decoding; `continued` preallocates blocks for the rows that follow."""
 
     def continued(self, rows: int, length: int) -> "RowsCache":
         """A cache of up to `rows` texts that begin with this one and have `length` more tokens."""
@@ -24,7 +24,7 @@ class PromptCache(KeyValueCache):
 
 
 class RowsCache:
-    """A prompt, and the keys and values of up to `rows` rows behind it; there is one row at first."""
+    """A prompt, and keys and values of up to `rows` rows behind it; there is one row at first."""
 
     def __init__(self, prompt: KeyValueCache, rows: int, length: int):
         keys = prompt.layers[0][0][0]  # [1, H, P, D/H]
@@ -66,7 +66,7 @@ class RowsCache:
         self.spare = old
 
     def reorder(self, parents: Tensor) -> None:
-        """Row b continues the history of what was row parents[b]; parents [B], any number of rows."""
+        """Row b continues the history of row parents[b]; parents [B], any number of rows."""
         written = self.length - self.prompt.length
         places = self.sources
         if places is None:

@@ -13,8 +13,8 @@ bias; layers alternate between global attention and a local window, which holds 
 This is the network to read and the one that is trained. `tinystories.fast.pack` makes a faster copy
 for sampling. In a network of a narrower type, attention and logits are still computed in float32.
 
-B batch, T positions, S positions of the whole history (S = T without a cache), D width, H heads,
-V vocabulary.
+B batch, T positions, S positions of the whole history (S = T without a cache), D width, H heads, V
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class GPTNeoConfig:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, causal, unscaled, over all positions or over the last `window_size`."""
+    """Causal, unscaled multi-head attention over all positions or the last `window_size`."""
 
     def __init__(self, config: GPTNeoConfig, layer: int):
         super().__init__()
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         return at_least_float32(x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
 
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """True where a query must not see a key [T, S]; the queries are the last T of the S positions."""
+        """True where a query must not see a key [T, S]; queries are the last T of S positions."""
         i = torch.arange(keys - queries, keys, device=device)[:, None]
         j = torch.arange(keys, device=device)[None, :]
         return (j > i) if self.window is None else (j > i) | (j <= i - self.window)

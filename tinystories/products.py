@@ -1,4 +1,4 @@
-"""The matrix product y = x W^T + b by oneDNN where that is faster than PyTorch's own choice, with its gradients.
+"""The product y = x W^T + b, with gradients, by oneDNN where that is faster.
 
     x [..., I], W [O, I], b [O] -> y [..., O]        dx = dy W,  dW = dy^T x,  db = sum dy
 
@@ -32,13 +32,13 @@ def suits_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: str = "") -> Tensor:
-    """x W^T + b [..., O] by oneDNN, without gradients; `gelu` "none" or "tanh" appends that GELU."""
+    """x W^T + b [..., O] by oneDNN, without gradients; `gelu` "none" or "tanh" appends it."""
     after = "gelu" if gelu else "none"
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, after, [], gelu)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """dy^T x [O, I] of dy [N, O] and x [N, I]; oneDNN copies its left side, so the narrower is there."""
+    """dy^T x [O, I] of dy [N, O] and x [N, I]; oneDNN copies the left side: the narrower one."""
     if grad.shape[1] > x.shape[1]:
         return onednn(x.T, grad.T).T.contiguous()
     return onednn(grad.T, x.T)

@@ -1,4 +1,4 @@
-"""Twisted sequential Monte Carlo: proposal, sampler, resampling, exact sampling and exact answers."""
+"""Twisted sequential Monte Carlo: proposal, sampler, resampling, exact samples, exact answers."""
 
 from tsmc.exact import Target
 from tsmc.proposal import proposal_log_probs, sample_proposal

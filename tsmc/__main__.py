@@ -1,4 +1,4 @@
-"""`python -m tsmc RUN [PROMPT ...]`: samples of a trained pair. Only a shorter name for the command `eval.viewer`."""
+"""`python -m tsmc RUN [PROMPT]`: samples of a trained pair, a shorter name for `eval.viewer`."""
 
 import runpy
 

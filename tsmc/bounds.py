@@ -1,14 +1,15 @@
-"""Bidirectional bounds on log Z_sigma, and through them on both divergences between proposal and target.
+"""Bidirectional bounds on log Z_sigma and on both divergences between proposal and target.
 
     E[log Z-hat] of TSMC                                                        <=  log Z_sigma
     E[log Z-hat] of conditional TSMC, each run given an exact sample of sigma    >=  log Z_sigma
     KL(q || sigma) = log Z_sigma - E_q[log w],   KL(sigma || q) = E_sigma[log w] - log Z_sigma
     w = p phi / q
 
-Both bounds follow from Jensen's inequality: E[Z-hat] = Z_sigma and, in conditional runs, E[1 / Z-hat] <=
-1 / Z_sigma, with equality where no unconditional run can die (Zhao et al. 2024, arXiv:2404.17546). The
-same two expectations without resampling (ess_threshold 0) are the bounds of importance sampling with
-K draws. Here q is the product of the proposal's factors, without resampling.
+Both bounds follow from Jensen's inequality: E[Z-hat] = Z_sigma and, in conditional runs, E[1 /
+Z-hat] <= 1 / Z_sigma, with equality where no unconditional run can die (Zhao et al. 2024,
+arXiv:2404.17546). The same two expectations without resampling (ess_threshold 0) are the bounds of
+importance sampling with K draws. Here q is the product of the proposal's factors, without
+resampling.
 
 Few exact samples are enough: several conditional runs may start from each, and errors are computed
 over exact samples, not over runs. A exact samples, R runs, K particles, T steps.
@@ -113,10 +114,10 @@ def bidirectional_bounds(
     generator: torch.Generator,
     proposals: int = 1000,
 ) -> Bounds:
-    """Bounds from R = runs TSMC runs, at least as many conditional ones, and `proposals` draws of q.
+    """Bounds from R = runs TSMC runs, at least as many conditional ones, and draws of q.
 
-    exact_samples [A, T] are independent draws of sigma (`tsmc.rejection`). With a single one the upper
-    bound has a value but an infinite interval. InputError where there is none.
+    exact_samples [A, T] are independent draws of sigma (`tsmc.rejection`). With a single one the
+    upper bound has a value but an infinite interval. InputError where there is none.
     """
     count = len(exact_samples)
     if count == 0:

@@ -1,4 +1,4 @@
-"""Draws from categorical distributions by inverting the cumulative distribution, one for each of N rows.
+"""Draws from N categorical distributions by inverting their cumulative distributions.
 
     tokens_n ~ softmax(logits_n),   log_normaliser_n = log sum_v exp(logits_nv)
 
@@ -6,8 +6,8 @@ The uniform numbers come from the caller, one for each row, so a row's token doe
 is drawn beside it. One pass of exponentials serves both results. The inversion has two levels: the
 block of 64 categories that the uniform falls into, then the category inside it. Sums across blocks
 are in float64 where the device has it, so that rounding does not change a block's frequency however
-large V is; inside a block, a category with less than 1e-7 of the block's weight may never be drawn. A
-category of zero weight never is. N rows, V categories.
+large V is; inside a block, a category with less than 1e-7 of the block's weight may never be drawn.
+A category of zero weight never is. N rows, V categories.
 """
 
 import torch

@@ -1,9 +1,10 @@
 """Means with their standard errors, and quantities known only to lie between two of them.
 
     mean x-bar, error s / sqrt(N), N - 1 degrees of freedom
-    difference of independent means: errors in quadrature, degrees of freedom after Welch and Satterthwaite
+    difference of independent means: errors in quadrature, degrees of freedom by Welch-Satterthwaite
 
-Intervals use Student's t, so they stay honest for a handful of values; one value alone has an infinite error.
+Intervals use Student's t, so they stay honest for a handful of values; one value alone has an
+infinite error.
 """
 
 import math
@@ -46,7 +47,7 @@ class Estimate:
 
 
 def mean_estimate(values: Tensor) -> Estimate:
-    """The mean of independent values [N] with its error; where a value is infinite, so is the mean, without error."""
+    """The mean of independent values [N] with its error; an infinite mean has no error."""
     values = values.cpu().double().flatten()
     mean = values.mean().item()
     if math.isinf(mean):

@@ -1,12 +1,13 @@
 """Exact answers by enumeration, for any language model whose V^T sequences can be listed.
 
-    psi*(s_{1:T}) = phi(s_{1:T}),   psi*(s_{1:t}) = sum_v p(v | s_{1:t}) psi*(s_{1:t}, v),   Z_sigma = psi*(s_{1:0})
-    sigma(s_{1:t}) = p(s_{1:t}) psi*(s_{1:t}) / Z_sigma                                  eq. 2 for t = T, eq. 3 for t < T
-    pi_t(s_{1:t}) proportional to p(s_{1:t}) psi(s_{1:t})                                 eq. 4
-    CTL loss = sum_t KL(sigma(s_{1:t}) || pi_t(s_{1:t}))                                  eq. 5
+    psi*(s_{1:T}) = phi(s_{1:T}),   psi*(s_{1:t}) = sum_v p(v | s_{1:t}) psi*(s_{1:t}, v)
+    sigma(s_{1:t}) = p(s_{1:t}) psi*(s_{1:t}) / Z_sigma,   Z_sigma = psi*(s_{1:0})    eq. 2 and 3
+    pi_t(s_{1:t}) proportional to p(s_{1:t}) psi(s_{1:t})                             eq. 4
+    CTL loss = sum_t KL(sigma(s_{1:t}) || pi_t(s_{1:t}))                              eq. 5
 
-Quantities of step t are listed over all V^t prefixes s_{1:t} in lexicographic order, so prefix i followed by token v is
-entry i V + v of the next list. Types follow the model: `.double()` it to compare to 1e-12. V vocabulary, T steps.
+Quantities of step t are listed over all V^t prefixes s_{1:t} in lexicographic order, so prefix i
+followed by token v is entry i V + v of the next list. Types follow the model: `.double()` it to
+compare to 1e-12. V vocabulary, T steps.
 """
 
 import torch
@@ -33,7 +34,7 @@ def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 class Tree:
-    """All prefixes of a language model: conditional log probabilities and hidden states of every one of them."""
+    """All prefixes of a language model: conditional log probabilities and hidden states."""
 
     def __init__(self, model: LanguageModel, chunk: int = 16384):
         """Evaluate `model` on chunks of prefixes; InputError where V^T exceeds two million."""
@@ -66,7 +67,7 @@ class Tree:
         return [torch.cat([twist(rows) for rows in level]) for level in parts]
 
     def prefix_log_q(self, twist: Twist | None = None) -> list[Tensor]:
-        """log q(s_{1:t}) of every prefix: T + 1 of [V^t], t = 0..T; without a twist log p(s_{1:t})."""
+        """log q(s_{1:t}) of every prefix: T + 1 of [V^t], t = 0..T; without a twist log p."""
         log_q = [torch.zeros_like(self.log_p[0][:, 0])]  # [1]
         for log_p, log_psi in zip(self.log_p, self.log_psi(twist), strict=True):
             tilted = log_p + log_psi  # [V^t, V]
@@ -83,7 +84,7 @@ class Target:
     """
 
     def __init__(self, model: LanguageModel, log_potential: LogPotential, chunk: int = 16384):
-        """InputError where the potential is zero everywhere or NaN somewhere, which leaves no sigma."""
+        """InputError where the potential is zero everywhere or NaN somewhere: there is no sigma."""
         self.tree = Tree(model, chunk)
         self.log_p = self.tree.prefix_log_q()
         batches = zip(self.tree.sequences().split(chunk), self.log_p[-1].split(chunk), strict=True)
@@ -105,7 +106,7 @@ class Target:
         return torch.stack([level.logsumexp(0) for level in levels])
 
     def optimal_log_psi(self) -> Tensor:
-        """log psi* of every prefix and next token as one table [prefixes, V], for `tsmc.table.TableTwist`."""
+        """log psi* of every prefix and next token as a table [prefixes, V], for `TableTwist`."""
         return torch.cat([log_psi.view(-1, self.tree.vocab_size) for log_psi in self.log_psi[1:]])
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
@@ -124,7 +125,7 @@ class Target:
         return kl_divergence(log_q, self.log_sigma[-1]).item()
 
     def ctl_loss(self, twist: Twist | None) -> Tensor:
-        """eq. 5: sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})); its gradient is eq. 6, exactly."""
+        """eq. 5: sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})); its gradient is eq. 6."""
         loss = torch.zeros_like(self.log_p[0][0])
         for t, log_psi in enumerate(self.tree.log_psi(twist), start=1):
             log_pi = (self.log_p[t] + log_psi.flatten()).log_softmax(0)  # [V^t]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_LOGITS = 2**24  # entries of one tensor of logits: 64 MB in float32
 Twist = Callable[[Tensor], Tensor]
-"""twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None instead means psi = 1."""
+"""twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
 LogPotential = Callable[[Tensor, Tensor], Tensor]
 """log_potential(tokens [N, T], log_p [N]) -> log phi [N].
 
@@ -71,7 +71,7 @@ class LearnableTwist(Protocol):
 
 
 def row_slices(rows: int, entries: int) -> Iterator[slice]:
-    """Slices of range(rows), each of so few rows that `entries` numbers a row stay within MAX_LOGITS.
+    """Slices of range(rows), so short that `entries` numbers a row stay within MAX_LOGITS.
 
     There is at least one slice, so that loops over them return empty tensors for no rows.
     """

@@ -1,12 +1,13 @@
-"""Metropolis-Hastings moves that leave sigma unchanged and so separate equal particles (Gilks & Berzuini, 2001).
+"""Metropolis-Hastings moves, which separate equal particles (Gilks & Berzuini, 2001).
 
     t uniform in 0..T-1,   s'_{1:t} = s_{1:t},   s'_{t+1:T} ~ q( . | s_{1:t})
     s' replaces s with probability min(1, v_t(s') / v_t(s)),
     v_t(s) = phi(s) prod_{u > t} p(s_u | s_{0:u-1}) / q_u(s_u)
 
-t and the tokens up to t are the same for the reverse move, so this is a Metropolis-Hastings step for
-sigma, proportional to p phi, whatever q is; any number of them may follow each other. A move costs a
-little more than drawing and scoring its particle. N sequences, R runs of K particles, T tokens.
+t and the tokens up to t are the same for the reverse move, so this is a Metropolis-Hastings step
+for sigma, proportional to p phi, whatever q is; any number of them may follow each other. A move
+costs a little more than drawing and scoring its particle. N sequences, R runs of K particles, T
+tokens.
 """
 
 import torch
@@ -27,7 +28,7 @@ def move(
     times: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Apply `times` moves to every row of tokens [N, T], whose log phi [N] is known; returns [N, T]."""
+    """Apply `times` moves to every row of tokens [N, T], whose log phi is [N]; returns [N, T]."""
     rows, length = tokens.shape
     log_p, log_q = token_log_probs(sigma.model, twist, tokens)  # [N, T]
     for _ in range(times):

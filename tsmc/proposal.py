@@ -1,11 +1,11 @@
-"""The twist-induced proposal q_t, proportional to p(s_t | s_{0:t-1}) psi(s_{1:t}) (paper, after eq. 6).
+"""The twist-induced proposal q_t, proportional to p(s_t | s_{0:t-1}) psi(s_{1:t}).
 
     log q_t = log p + log psi - log sum_v (p psi),   the normaliser over the whole vocabulary
     q(s_{1:T}) = prod_t q_t,                         whole sequences, drawn without resampling
 
 `propose` draws the next token of every row, `sample_proposal` draws whole sequences, and
-`token_log_probs` evaluates given sequences by teacher forcing. A constant added to log psi_t changes
-no proposal (a gauge freedom). N rows, n rows of a slice, T steps, D width, V vocabulary.
+`token_log_probs` evaluates given sequences by teacher forcing. A constant added to log psi_t
+changes no proposal (a gauge freedom). N rows, n rows of a slice, T steps, D width, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -106,10 +106,11 @@ def sample_proposal(
     part: slice = slice(None),
     given: Given | None = None,
 ) -> Trajectories:
-    """Draw N = rows sequences i.i.d. from q, without resampling; twist None samples the model itself.
+    """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model.
 
     Of the rows only `part` is simulated, with the random numbers that these rows have among all:
-    several processes can share a batch. Where given.is_given [N, T], the token is given.tokens [N, T].
+    several processes can share a batch. Where given.is_given [N, T], the token is given.tokens [N,
+    T].
     """
     uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)[:, part]  # [T, n, 1]
     decoder = model.decoder(uniform.shape[1])

@@ -1,6 +1,6 @@
-"""Exact samples of sigma (eq. 2) by rejection: draw s from p, accept it with probability phi(s) <= 1.
+"""Exact samples of sigma (eq. 2) by rejection: draw s from p, accept with probability phi(s).
 
-    acceptance rate  ->  Z_sigma = E_p[phi(s)],   log Z_sigma-hat = log mean_n phi(s_n) over all N proposals
+    acceptance rate -> Z_sigma = E_p[phi(s)],   log Z_sigma-hat = log mean_n phi(s_n) of all N
 
 The mean of phi estimates Z_sigma with a smaller variance than the share accepted. The number of
 proposals is fixed in advance, which keeps the estimate unbiased. N proposals, A accepted, T tokens.
@@ -35,7 +35,7 @@ class ExactSamples:
 
 
 def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
-    """log of the mean of exp(log_values [N]) and the standard error of that log (delta method, float64).
+    """log of the mean of exp(log_values [N]) and the standard error of that log (delta method).
 
     The error is infinite where it is unknown: for a single value, or where all values are zero.
     """
@@ -54,9 +54,8 @@ def accept(log_phi: Tensor, generator: torch.Generator) -> Tensor:
     highest = log_phi.max().item()
     if highest > 1e-6:
         raise InputError(
-            f"log phi is {highest:.4g} on some sequence, but rejection accepts with probability phi and "
-            "needs log phi <= 0; subtract an upper bound, which leaves sigma as it is, or do without "
-            "exact samples (TSMC needs none)"
+            f"log phi is {highest:.4g} on some sequence, but rejection needs log phi <= 0; "
+            "subtract an upper bound, which leaves sigma as it is, or do without exact samples"
         )
     uniform = uniforms(len(log_phi), 1, generator)[:, 0]
     return uniform < log_phi.to(uniform.dtype).exp()

@@ -4,8 +4,8 @@
     ancestors [R, K] = scheme(weights [R, K], generator),   E[# copies of particle k] = K W_k
 
 log_weights [R, K] holds R independent runs of K particles; everything acts on the last axis. A run
-whose weights are all zero (log weight -inf) is dead: its evidence is -inf and its normalised weights
-are uniform, so that nothing divides by zero.
+whose weights are all zero (log weight -inf) is dead: its evidence is -inf and its normalised
+weights are uniform, so that nothing divides by zero.
 
 A scheme is a plain function of normalised weights and a generator. All schemes but the first draw
 fewer, or more evenly spread, random points than K independent ones, so the numbers of copies vary
@@ -36,12 +36,12 @@ def effective_sample_size(log_weights: Tensor) -> Tensor:
 
 
 def log_mean_exp(log_weights: Tensor) -> Tensor:
-    """log (1/K) sum_k exp(log_weights_k) [...]: the evidence gained when these weights are resampled."""
+    """log (1/K) sum_k exp(log_weights_k) [...]: the evidence gained by resampling these weights."""
     return log_weights.logsumexp(-1) - math.log(log_weights.shape[-1])
 
 
 def invert(weights: Tensor, points: Tensor) -> Tensor:
-    """Indices [R, M] where points [R, M] in [0, 1] fall in the cumulative sum of weights [R, K], of any scale."""
+    """Indices [R, M] where points [R, M] in [0, 1] fall in the cumulative weights [R, K]."""
     cumulative = weights.to(widest(weights.device)).cumsum(-1)
     return first_above(cumulative, points * cumulative[:, -1:])
 
@@ -64,7 +64,7 @@ def systematic(weights: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def residual(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """floor(K W_k) certain copies of every particle; the places left are drawn from the fractions K W_k - floor(K W_k)."""
+    """floor(K W_k) certain copies of each particle; the rest are drawn from the fractions."""
     particles = weights.shape[1]
     weights = weights.to(widest(weights.device))
     expected = particles * weights / weights.sum(-1, keepdim=True)  # [R, K]

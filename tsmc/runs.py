@@ -1,7 +1,7 @@
 """Large samples drawn in chunks of bounded memory, each chunk from a random stream of its own.
 
-Because the stream belongs to the chunk and not to its order, any process may draw any chunk.
-R runs, K particles, T tokens.
+Because the stream belongs to the chunk and not to its order, any process may draw any chunk. R
+runs, K particles, T tokens.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Streams = Callable[[int], torch.Generator]
 
 
 def chunk_sizes(total: int, at_once: int) -> list[int]:
-    """The sizes of the chunks of a sample of size `total`, at most `at_once` but at least 1 each."""
+    """The sizes of the chunks of a sample of size `total`, at most `at_once` (but 1) each."""
     at_once = max(1, at_once)
     return [min(at_once, total - start) for start in range(0, total, at_once)]
 
@@ -50,7 +50,7 @@ def sample_runs(
     ess_threshold: float = 1.0,
     moves: int = 0,
 ) -> Population:
-    """R = runs independent runs of K = particles, `moves` Metropolis-Hastings moves for each sample."""
+    """R = runs independent runs of K = particles, with `moves` moves of each sample."""
     population = tsmc(
         sigma.model,
         twist,

@@ -1,4 +1,4 @@
-"""Twisted SMC: s_{1:T} ~ TSMC(p, psi), R independent runs of K particles in one batch (paper, before Sec. 2).
+"""Twisted SMC: s_{1:T} ~ TSMC(p, psi), R independent runs of K particles in one batch.
 
 For t = 1..T, with log psi(s_{1:0}) = 0:
     extend      s_t ~ q_t                                                  tsmc.proposal.propose
@@ -7,17 +7,20 @@ For t = 1..T, with log psi(s_{1:0}) = 0:
     resample    ancestors from the weights gathered since the last resampling
 
 The particles then follow pi_t, proportional to p psi (eq. 4), and at T sigma (eq. 2). The evidence
-log Z-hat gains log-mean-exp of the cumulative log weights whenever they are resampled; exp(log Z-hat)
-is an unbiased estimate of Z_sigma under any scheme and threshold (docs/method.md derives both).
+log Z-hat gains log-mean-exp of the cumulative log weights whenever they are resampled; exp(log
+Z-hat) is an unbiased estimate of Z_sigma under any scheme and threshold (docs/method.md derives
+both).
 
-With a reference this is conditional SMC (Andrieu et al. 2010; Zhao et al. 2024): particle 0 takes the
-reference's tokens and is its own ancestor, and the others draw their ancestors independently from all
-K, hence multinomial resampling. Given an exact sample of sigma, E[1 / Z-hat] is at most 1 / Z_sigma,
-with equality where no unconditional run can die, so E[log Z-hat] bounds log Z_sigma from above.
+With a reference this is conditional SMC (Andrieu et al. 2010; Zhao et al. 2024): particle 0 takes
+the reference's tokens and is its own ancestor, and the others draw their ancestors independently
+from all K, hence multinomial resampling. Given an exact sample of sigma, E[1 / Z-hat] is at most 1
+/ Z_sigma, with equality where no unconditional run can die, so E[log Z-hat] bounds log Z_sigma from
+above.
 
 Where this departs from the paper:
- 1. The paper's weight at t = T sums p phi over all s_T, one potential for each token of the vocabulary.
-    Here s_T is drawn from q_T like every other token, and the weight corrects for psi in place of phi.
+ 1. The paper's weight at t = T sums p phi over all s_T, one potential for each token of the
+    vocabulary. Here s_T is drawn from q_T like every other token, and the weight corrects for psi
+    in place of phi.
  2. The paper resamples multinomially at every step. That is the default here; other schemes, and
     resampling only where the ESS is low or never before T, leave Z-hat unbiased.
 """
@@ -74,7 +77,7 @@ class Population:
         return runs[:, None] * particles * self.is_alive().cpu()[:, None]
 
     def log_mean_z(self) -> float:
-        """log of the mean of Z-hat over the runs, dead ones counting zero: estimates log Z_sigma."""
+        """log of the mean of Z-hat over the runs, dead ones counting zero."""
         return log_mean_exp(self.log_z.cpu().double()).item()
 
 
@@ -107,7 +110,7 @@ def given_first(reference: Tensor | None, particles: int, t: int) -> Given | Non
 
 
 def reweight(step: Extension, log_psi: Tensor, log_phi: Tensor | None) -> Tensor:
-    """log w_t [R, K], given log psi(s_{1:t-1}) [R, K] and, at t = T only, log phi(s_{1:T}) [R, K]."""
+    """log w_t [R, K], from log psi(s_{1:t-1}) [R, K] and, only at t = T, log phi [R, K]."""
     if log_phi is None:
         return step.log_normaliser.view_as(log_psi) - log_psi
     log_ratio = step.log_p.view_as(log_psi) + log_phi - step.log_q.view_as(log_psi)
@@ -117,7 +120,7 @@ def reweight(step: Extension, log_psi: Tensor, log_phi: Tensor | None) -> Tensor
 def draw_ancestors(
     log_weights: Tensor, is_due: Tensor, resample: Scheme, generator: torch.Generator
 ) -> Tensor:
-    """Ancestors [R, K] by log weights [R, K] in the runs that are due [R]; in others the identity."""
+    """Ancestors [R, K] by log weights [R, K] in the runs that are due [R], others unchanged."""
     runs, particles = log_weights.shape
     identity = torch.arange(particles, device=log_weights.device).expand(runs, particles)
     if not is_due.any():
@@ -158,8 +161,8 @@ def tsmc(
 
     A run resamples where its ESS is below ess_threshold * K: at every step for 1 (the paper), never
     before T for 0. The final resampling is always drawn; `Population` keeps the weights that it was
-    drawn from. With `reference` [R, T] the runs are conditional, each on its sequence. InputError for
-    options out of range and where a weight is NaN or infinite.
+    drawn from. With `reference` [R, T] the runs are conditional, each on its sequence. InputError
+    for options out of range and where a weight is NaN or infinite.
     """
     check_sizes(model, runs, particles, ess_threshold, reference)
     decoder = model.decoder(runs * particles)

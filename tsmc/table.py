@@ -1,11 +1,11 @@
-"""Tables in place of networks: a world small enough to check every estimator against enumeration, in float64.
+"""Tables in place of networks, for worlds small enough to be enumerated, in float64.
 
     p(v | s_{1:t-1}) = softmax(logits[n])_v,   log psi(s_{1:t-1}, v) = log_psi[n, v]
 
-Row n of a table belongs to one prefix. Prefixes are numbered level by level: the empty prefix is 0, and
-prefix n followed by token v is n V + 1 + v, so prefixes of length t fill one slice. `hidden` is that
-number, with which a table twist finds its row behind the interface of a network. N rows, T steps,
-V vocabulary.
+Row n of a table belongs to one prefix. Prefixes are numbered level by level: the empty prefix is 0,
+and prefix n followed by token v is n V + 1 + v, so prefixes of length t fill one slice. `hidden` is
+that number, with which a table twist finds its row behind the interface of a network. N rows, T
+steps, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tinystories.errors import InputError
 
 
 def first_prefix(vocab_size: int, length: int) -> int:
-    """Number of the first prefix of `length` tokens, which is how many shorter prefixes there are."""
+    """Number of the first prefix of `length` tokens, which counts all shorter prefixes."""
     return sum(vocab_size**t for t in range(length))
 
 

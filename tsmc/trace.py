@@ -5,12 +5,12 @@
     trace.ess, trace.log_z                                                  [T, R]
     trace.log_psi, .log_w, .log_weights, .tokens, .ancestors                [T, R, K]
 
-log_z is the running log Z-hat: the evidence of all resamplings before step t, and log-mean-exp of the
-weights gathered since. At t = T it is the population's.
+log_z is the running log Z-hat: the evidence of all resamplings before step t, and log-mean-exp of
+the weights gathered since. At t = T it is the population's.
 
 The genealogy follows from the ancestors: how many distinct particles of step t have descendants in
-the final population. Where this number is one, all K samples share their first t tokens.
-T steps, R runs, K particles.
+the final population. Where this number is one, all K samples share their first t tokens. T steps, R
+runs, K particles.
 """
 
 import torch

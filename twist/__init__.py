@@ -1,1 +1,1 @@
-"""The twist: potential and effective potential, the networks, contrastive twist learning, the pool."""
+"""The twist: potentials, networks, contrastive twist learning, the pool."""

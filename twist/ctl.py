@@ -1,4 +1,4 @@
-"""Contrastive twist learning: CTL (eq. 5, eq. 6) and, from generation 1 on, CTL-m, with phi^(m) for phi (eq. 8).
+"""Contrastive twist learning: CTL (eq. 5, eq. 6) and, with phi^(m) for phi (eq. 8), CTL-m.
 
     -grad L = sum_t { E_sigma[grad log psi(s_{1:t})] - E_{pi_t}[grad log psi(s_{1:t})] },
     pi_t proportional to p^(m) psi
@@ -6,15 +6,17 @@
 One batch of K sequences drawn i.i.d. from q, without resampling, estimates both expectations by
 self-normalised weights, through which no gradient flows:
 
-    positive   w(s) = p^(m)(s) phi^(m)(s) / q(s) = p^(0)(s) phi(s) / q(s)    one vector [K], for every t
-    negative   p^(m)(s_{1:t}) psi(s_{1:t}) / q(s_{1:t})                      one vector per t, [K, T]
+    positive   w(s) = p^(m)(s) phi^(m)(s) / q(s) = p^(0)(s) phi(s) / q(s)    [K], for every t
+    negative   p^(m)(s_{1:t}) psi(s_{1:t}) / q(s_{1:t})                      [K, T]
 
 The effective sample size of the positive weights tells how many sequences the batch really learns
 from; under a sparse potential it falls towards one, which self-distillation answers.
 
 What the paper leaves open:
- 1. Positives and negatives come from the same batch, drawn anew for every update from the current q.
- 2. Adam, with a step size that falls linearly to a tenth; each generation's twist starts at psi = 1.
+ 1. Positives and negatives come from the same batch, drawn anew for every update from the current
+    q.
+ 2. Adam, with a step size that falls linearly to a tenth; each generation's twist starts at psi =
+    1.
  3. A batch in which phi is zero everywhere is uninformative and skipped.
 """
 

@@ -1,12 +1,12 @@
 """The twist tied to the language model's token embeddings: log psi(s_{1:t}) = U(h_{t-1}) e[s_t].
 
-    h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> U [.., D] -> products with e [V, D] -> log psi [.., V]
+    h_{t-1} [.., D] -> TwistMLP -> U [.., D] -> products with e [V, D] -> log psi [.., V]
 
 U is `TwistMLP` with D outputs in place of V. e are the output weights of p^(0), in GPT-Neo its
-embeddings, and are not trained. The logits of p^(0) are h e, so q is softmax((h + U(h)) e): the twist
-moves the hidden state, and one product gives both. What is learned about a token carries over to
-tokens with similar embeddings, so far fewer sequences are needed than for a separate output for each
-token (docs/results.md). D width, H hidden units, V vocabulary.
+embeddings, and are not trained. The logits of p^(0) are h e, so q is softmax((h + U(h)) e): the
+twist moves the hidden state, and one product gives both. What is learned about a token carries over
+to tokens with similar embeddings, so far fewer sequences are needed than for a separate output for
+each token (docs/results.md). D width, H hidden units, V vocabulary.
 """
 
 import torch

@@ -3,9 +3,9 @@
     h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> log psi of every next token [.., V]
 
 One forward pass serves the whole vocabulary, so proposing costs one step of the language model and
-one of the twist. The last layer starts at zero: psi = 1, and the first proposal is the language model
-itself. Adding a constant to log psi_t changes neither the loss nor the evidence, so the output is not
-clipped. D width, H hidden units, V vocabulary.
+one of the twist. The last layer starts at zero: psi = 1, and the first proposal is the language
+model itself. Adding a constant to log psi_t changes neither the loss nor the evidence, so the
+output is not clipped. D width, H hidden units, V vocabulary.
 """
 
 import torch

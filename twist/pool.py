@@ -1,21 +1,22 @@
 """A twist learned from all sequences drawn so far, each weighted by the proposal that drew it.
 
-    w_i = p^(0)(s_i) phi(s_i) / q_r(s_i)                      round r drew s_i from q_r
-    W_i = min(w_i, c) / sum_j min(w_j, c)                     truncated importance sampling (Ionides, 2008)
+    w_i = p^(0)(s_i) phi(s_i) / q_r(s_i)         round r drew s_i from q_r
+    W_i = min(w_i, c) / sum_j min(w_j, c)        truncated importance sampling (Ionides, 2008)
     loss = - sum_i W_i log q(s_i),  q = softmax(log p^(0) + log psi)
 
-This is self-distillation (eq. 7) into the twist instead of into the model. For c = infinity the loss
-differs from KL(sigma||q), which the table reports, by a constant; contrastive learning (twist/ctl.py)
-minimises the sum over t of KL(sigma||pi_t). While proposals are poor, a few sequences have all the
-weight; c is the largest value under which the ESS of W reaches a given number.
+This is self-distillation (eq. 7) into the twist instead of into the model. For c = infinity the
+loss differs from KL(sigma||q), which the table reports, by a constant; contrastive learning
+(twist/ctl.py) minimises the sum over t of KL(sigma||pi_t). While proposals are poor, a few
+sequences have all the weight; c is the largest value under which the ESS of W reaches a given
+number.
 
 The proposal of a round does not depend on the draws of that round, so E[w_i] = Z_sigma whatever the
-earlier rounds were. The weights of a mixture of all proposals (adaptive multiple importance sampling;
-Cornuet et al., 2012) vary less but are not used: a later proposal overfits the earlier sequences and
-assigns them high probability, which hides how little is known.
+earlier rounds were. The weights of a mixture of all proposals (adaptive multiple importance
+sampling; Cornuet et al., 2012) vary less but are not used: a later proposal overfits the earlier
+sequences and assigns them high probability, which hides how little is known.
 
-Only q is learned, so log psi is known up to a constant for each prefix: enough for proposing, but not
-for resampling before the last token. N sequences, T tokens, D width, V vocabulary.
+Only q is learned, so log psi is known up to a constant for each prefix: enough for proposing, but
+not for resampling before the last token. N sequences, T tokens, D width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class Pool:
         self.log_weights: list[Tensor] = []  # [N_r] log w
 
     def add(self, tokens: Tensor, log_weights: Tensor) -> None:
-        """Add a round: sequences [N_r, T] and log w [N_r]; InputError where a weight is not finite."""
+        """Add a round: sequences [N_r, T] and log w [N_r]; InputError for NaN and infinity."""
         if not bool((log_weights < torch.inf).all()):
             raise InputError("twist learning: a weight is NaN or infinite; check the potential")
         self.tokens.append(tokens)

@@ -1,19 +1,19 @@
 """The potential phi of whole texts, and as each generation sees it.
 
-    log phi(s_{1:T}) = sum of the factors' log phi, by default beta log p(toxic | s)       (paper, Sec. 3)
-    log phi^(m)(s) = log p^(0)(s) + log phi(s) - log p^(m)(s)                              eq. 8
+    log phi(s_{1:T}) = sum of the factors' log phi, by default beta log p(toxic | s)    (Sec. 3)
+    log phi^(m)(s) = log p^(0)(s) + log phi(s) - log p^(m)(s)                           eq. 8
 
-The effective potential phi^(m) keeps the target sigma the same in every generation, because
-p^(m) phi^(m) = p^(0) phi. Ready factors have log phi [N] at most 0:
+The effective potential phi^(m) keeps the target sigma the same in every generation, because p^(m)
+phi^(m) = p^(0) phi. Ready factors have log phi [N] at most 0:
 
     power             log phi = beta log score(text)
-    keyword, regex    log phi = 0 where the continuation holds the word or the pattern, else -strength
+    keyword, regex    log phi = 0 where the continuation holds the word or pattern, else -strength
     first_sentence    log phi = -strength |words of the continuation's first sentence - wanted|
 
 At strength infinity, the default, a factor is hard: a text that misses has phi = 0. The last three
 read the continuation alone, because the prompt is the same for all texts. The two ends of the
-continuation count as ends of words, even where its last token leaves a word unfinished.
-N texts, T tokens, P tokens of the prompt.
+continuation count as ends of words, even where its last token leaves a word unfinished. N texts, T
+tokens, P tokens of the prompt.
 """
 
 import math
@@ -50,7 +50,7 @@ def each_once(function: Callable[[list[str]], Tensor], texts: Sequence[str]) -> 
 
 
 class TextPotential:
-    """log phi of continuation tokens (eq. 2): a product of factors, evaluated once for equal texts."""
+    """log phi of continuations (eq. 2): a product of factors, evaluated once for equal texts."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ def log_phi_of_misses(distances: list[float], strength: float) -> Tensor:
 
 
 def regex(pattern: str, strength: float = math.inf) -> Factor:
-    """The continuation holds a match of a Python regular expression; InputError where it is invalid."""
+    """The continuation matches a Python regular expression; InputError where it is invalid."""
     try:
         compiled = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:

@@ -1,13 +1,12 @@
 """How fast this project is, beside transformers and beside what the hardware allows.
 
-In every race the ways of both sides run in turns in one process (A B A B ...), with a matrix product
-and a copy among them, so that all of them meet the same machine; medians count. Both sides have the
-same weights. transformers samples by `generate` with top_k off, scores texts in the order given in
-batches of 64, and trains on prompt and continuation. The potential of TSMC costs nothing here,
-because scoring is measured by itself.
+In every race the ways of both sides run in turns in one process (A B A B ...), with a matrix
+product and a copy among them, so that all of them meet the same machine; medians count. Both sides
+have the same weights. transformers samples by `generate` with top_k off, scores texts in the order
+given in batches of 64, and trains on prompt and continuation. The potential of TSMC costs nothing
+here, because scoring is measured by itself.
 """
 
-import argparse
 import copy
 import runpy
 import sys
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from distill.finetune import parameter_groups
 from distill.self_distill import negative_log_likelihood
 from eval.bench import contestants, roofline
-from eval.bench.contestants import Networks, counterparts, import_transformers
+from eval.bench.contestants import Networks
 from eval.bench.roofline import Work, probes, rates_of, seconds_of
 from eval.run.command import one_line_errors
 from eval.run.options import DistillConfig, OneLineParser, RunConfig
@@ -40,32 +39,32 @@ Way = Callable[[], object]
 
 
 def race(
-    ours: dict[str, Way],
-    works: list[Work],
-    theirs: dict[str, Way],
+    network: nn.Module,
+    ours: dict[str, tuple[Way, Work]],
+    theirs: Callable[[nn.Module], Way],
     repeats: int,
-    networks: Networks,
 ) -> list[dict]:
-    """A record for each of our ways: the seconds of both sides, the limit, the rate of products."""
-    device, dtype = networks.prompt.device, networks.lm.wte.weight.dtype
-    seconds = seconds_of(ours | theirs | probes(device, dtype), repeats, device)
+    """A record for each of our ways: the seconds of both sides, the limit, the rate of products.
+
+    `theirs` makes the way of the other side from a counterpart of the network in transformers.
+    """
+    weight = next(network.parameters())
+    ways = {name: way for name, (way, _) in ours.items()}
+    twins = contestants.counterparts(network)
+    ways |= {name: theirs(twin) for name, twin in twins.items()}
+    seconds = seconds_of(ways | probes(weight.device, weight.dtype), repeats, weight.device)
     rates = rates_of(seconds)
     print(f"measured: {' and '.join(ours)}", file=sys.stderr, flush=True)
     return [
         {
             "name": name,
             "seconds": seconds[name],
-            "transformers": {other: seconds[other] for other in theirs},
+            "transformers": {twin: seconds[twin] for twin in twins},
             "limit": work.limit(rates),
             "flops_per_second": rates.flops,
         }
-        for name, work in zip(ours, works, strict=True)
+        for name, (_, work) in ours.items()
     ]
-
-
-def free_potential(tokens: Tensor, log_p: Tensor) -> Tensor:
-    """A log phi [N] that costs nothing to compute."""
-    return -tokens.float().mean(-1) / 1e5
 
 
 def race_sampling(networks: Networks, particles: int, repeats: int) -> list[dict]:
@@ -73,20 +72,24 @@ def race_sampling(networks: Networks, particles: int, repeats: int) -> list[dict
     lm, twist, prompt = networks.lm, networks.twist, networks.prompt
     model, psi = Conditional(pack(lm), prompt, LENGTH), pack(twist)
     source = torch.Generator(prompt.device).manual_seed(0)
-    ours = {
-        f"sampling, K = {particles}": lambda: sample_proposal(model, None, particles, source),
-        f"TSMC, K = {particles}": lambda: tsmc(model, psi, free_potential, particles, source),
-    }
+
+    def free_potential(tokens: Tensor, log_p: Tensor) -> Tensor:
+        return torch.zeros_like(log_p)
+
+    ways = (
+        partial(sample_proposal, model, None, particles, source),
+        partial(tsmc, model, psi, free_potential, particles, source),
+    )
     sizes = (particles, len(prompt), LENGTH)
     works = [roofline.sampling_work(lm, each, *sizes) for each in (None, twist)]
+    names = f"sampling, K = {particles}", f"TSMC, K = {particles}"
+    ours = dict(zip(names, zip(ways, works, strict=True), strict=True))
     ids = prompt.expand(particles, -1)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    inputs["generation_config"] = import_transformers().GenerationConfig(
+    config = contestants.import_transformers().GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=LENGTH, pad_token_id=0, eos_token_id=None
     )
-    twins = counterparts(lm)
-    theirs = {name: partial(twin.generate, **inputs) for name, twin in twins.items()}
-    return race(ours, works, theirs, repeats, networks)
+    inputs = {"attention_mask": torch.ones_like(ids), "generation_config": config}
+    return race(lm, ours, lambda twin: partial(twin.generate, ids, **inputs), repeats)
 
 
 def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> Way:
@@ -103,8 +106,7 @@ def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> Way:
 
 def race_distillation(networks: Networks, repeats: int) -> list[dict]:
     """A gradient step on the default batch: ours, and transformers on prompt and continuation."""
-    prompt, rows = networks.prompt, DistillConfig().batch_size
-    student = copy.deepcopy(networks.lm)
+    prompt, rows, student = networks.prompt, DistillConfig().batch_size, copy.deepcopy(networks.lm)
     model = Conditional(student, prompt, LENGTH)
     tokens = torch.randint(student.config.vocab_size, (rows, LENGTH), device=prompt.device)
     ids = torch.cat([prompt.expand(rows, -1), tokens], 1)  # [B, P + T]
@@ -112,30 +114,28 @@ def race_distillation(networks: Networks, repeats: int) -> list[dict]:
     labels[:, : len(prompt)] = -100  # the prompt is not learned
     step = training_step(student, lambda: negative_log_likelihood(model, tokens, rows))
     work = roofline.distillation_work(student, rows, len(prompt), LENGTH)
-    theirs = {
-        name: training_step(twin, lambda twin=twin: twin(ids, labels=labels).loss)
-        for name, twin in counterparts(student).items()
-    }
-    ours = {f"distillation step, {rows} samples": step}
-    return race(ours, [work], theirs, repeats, networks)
+    ours = {f"distillation step, {rows} samples": (step, work)}
+
+    def theirs(twin: nn.Module) -> Way:
+        return training_step(twin, lambda: twin(ids, labels=labels).loss)
+
+    return race(student, ours, theirs, repeats)
 
 
 def race_scoring(networks: Networks, label: str, is_mixed: bool, repeats: int) -> list[dict]:
     """The classifier or the sentence encoder on texts of equal or of mixed lengths."""
     network, tokenizer = networks.scorers[label]
-    runner, texts = (
-        Runner(pack(network), tokenizer, contestants.BATCH),
-        contestants.make_texts(is_mixed),
-    )
+    runner = Runner(pack(network), tokenizer, contestants.BATCH)
+    texts = contestants.make_texts(is_mixed)
     lengths = [len(encoding) for encoding in runner.tokenizer.encode_batch(texts)]
     span = f"{min(lengths)} to {max(lengths)}" if is_mixed else f"{lengths[0]}"
-    ours = {f"{label}, {len(texts)} texts of {span} tokens": partial(runner, texts)}
-    theirs = {
-        name: partial(contestants.score_in_order, twin, runner, texts)
-        for name, twin in counterparts(network).items()
-    }
     work = roofline.encoder_work(network.config, lengths)
-    return race(ours, [work], theirs, repeats, networks)
+    ours = {f"{label}, {len(texts)} texts of {span} tokens": (partial(runner, texts), work)}
+
+    def theirs(twin: nn.Module) -> Way:
+        return partial(contestants.score_in_order, twin, runner, texts)
+
+    return race(network, ours, theirs, repeats)
 
 
 def table(records: list[dict]) -> str:
@@ -160,39 +160,33 @@ def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool)
         records += race_sampling(networks, particles, repeats)
     records += race_distillation(networks, repeats)
     for label in networks.scorers:
-        for is_mixed in (False, True):
-            records += race_scoring(networks, label, is_mixed, repeats)
+        records += race_scoring(networks, label, False, repeats)
+        records += race_scoring(networks, label, True, repeats)
     threads = torch.get_num_threads()
     print(f"\n{size}, {dtype}, {device}, {threads} threads, T = {LENGTH}\n{table(records)}")
     return {"size": size, "records": records}
 
 
-def run_main(generations: int) -> float:
-    """Seconds that `main.py` takes with the pocket networks."""
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--generations", str(generations), "--out", f"{folder}/run"]
-        runpy.run_module("main")["main"](arguments)
-    return time.perf_counter() - began
-
-
 def bench_main(quick: bool) -> dict:
-    """The main job beside the limit of its matrix products.
+    """The main job, with the pocket networks, beside the limit of its matrix products.
 
     It runs once to be timed and once to be counted, because counting delays every operation.
     """
     generations, cpu = 0 if quick else 2, torch.device("cpu")
     rate = rates_of(seconds_of(probes(cpu, torch.float32), 3, cpu)).flops
-    seconds = run_main(generations)
-    with roofline.counter() as operations:
-        run_main(generations)
+    main_job = runpy.run_module("main")["main"]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--generations", str(generations), "--out"]
+        began = time.perf_counter()
+        main_job([*arguments, f"{folder}/timed"])
+        seconds = time.perf_counter() - began
+        with roofline.counter() as operations:
+            main_job([*arguments, f"{folder}/counted"])
     flops = operations.get_total_flops()
     limit = flops / rate
-    print(
-        f"\nmain.py --generations {generations}, {torch.get_num_threads()} threads: {seconds:.1f} s"
-    )
-    print(f"{flops / 1e9:.0f} GFLOP of products at {rate / 1e9:.0f} GFLOP/s: {limit:.1f} s")
-    print(f"{seconds / limit:.2f} times the limit")
+    print(f"\nmain.py --generations {generations}, {torch.get_num_threads()} threads")
+    print(f"{seconds:.1f} s, {seconds / limit:.2f} times the limit of {limit:.1f} s, which")
+    print(f"{flops / 1e9:.0f} GFLOP of products take at {rate / 1e9:.0f} GFLOP/s")
     return {"seconds": seconds, "flops": flops, "limit": limit}
 
 
@@ -218,7 +212,6 @@ def main(arguments: list[str] | None = None) -> None:
         if args.main:
             results["main"] = bench_main(args.quick)
         else:
-            import_transformers()
             sizes = ("pocket", "paper") if args.size == "all" else (args.size,)
             results |= {"device": str(device), "dtype": args.dtype}
             results["sizes"] = [bench_size(size, dtype, device, args.quick) for size in sizes]

@@ -22,7 +22,7 @@ from twist.mlp import TwistMLP
 
 PROMPT = "Once upon a time, there was a"
 TEXTS, BATCH = 128, 64
-WORDS = "the and was to he she they dog girl boy day big happy little saw ball play with".split()
+WORDS = ["the", "and", "was", "she", "dog", "girl", "day", "big", "happy", "little", "saw", "ball"]
 PAPER = {
     "lm": GPTNeoConfig(50257, 768, 4, 16, 2048, ("global", "local") * 2, 256, 3072),
     "toxicity": EncoderConfig(50265, 768, 12, 12, 3072, 514, 1, 1e-5, 1),

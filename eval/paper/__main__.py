@@ -20,29 +20,23 @@ from pathlib import Path
 
 from eval.paper.parts import is_finished, run_part, start_worker
 from eval.paper.report import write_report
-from eval.paper.study import STUDIES, VARIANTS, Part, Study, stages
+from eval.paper.study import QUICK, VARIANTS, Part, Study, stages
 from eval.run.command import one_line_errors
 from eval.run.options import OneLineParser
 from tinystories.errors import InputError
 
 
-def make_parser() -> OneLineParser:
-    """The command line."""
+def read_study(arguments: list[str] | None) -> tuple[Study, Path, int]:
+    """The settings, the directory and the number of jobs; InputError for options out of range."""
     text = __doc__.splitlines()[0]
     parser = OneLineParser(prog="eval.paper", description=text, allow_abbrev=False)
     add = parser.add_argument
-    add("--preset", choices=("pocket", "paper"), default="pocket", help="scale (default: pocket)")
     add("--quick", action="store_true", help="tiny sizes, which only show that everything runs")
     add("--out", type=Path, default="runs/paper", help="directory, new or of an unfinished study")
     add("--seeds", type=int, nargs="+", metavar="S", help="seeds of the runs, at least two")
     add("--jobs", type=int, default=os.cpu_count(), help="parts at a time, each on one thread")
-    return parser
-
-
-def read_study(arguments: list[str] | None) -> tuple[Study, Path, int]:
-    """The settings, the directory and the number of jobs; InputError for options out of range."""
-    args, others = make_parser().parse_known_args(arguments)
-    study = STUDIES["quick" if args.quick else args.preset]
+    args, others = parser.parse_known_args(arguments)
+    study = QUICK if args.quick else Study()
     seeds = tuple(args.seeds or study.seeds)
     study = replace(study, seeds=seeds, options=f"{study.options} {shlex.join(others)}")
     if len(set(seeds)) < max(2, len(seeds)):
@@ -55,8 +49,9 @@ def read_study(arguments: list[str] | None) -> tuple[Study, Path, int]:
 
 
 def run_stage(pool: ProcessPoolExecutor, study: Study, parts: list[Part], out: Path, jobs: int):
-    """Yield every part when it is finished, `jobs` of them at a time; raises the error of a part."""
-    waiting, running = list(parts), {}
+    """Yield each part when it is finished, running `jobs` at a time; raises the error of a part."""
+    waiting = list(parts)
+    running = {}
     while waiting or running:
         while waiting and len(running) < jobs:
             part = waiting.pop(0)

@@ -7,11 +7,11 @@ The particles of one run are dependent, so the runs are the units:
     similarity    (|sum_r m_r S_r|^2 - sum_r m_r^2 |S_r|^2 + sum_r m_r (|S_r|^2 - n_r))
                   / the same with n_r in place of S_r
 
-t_r and S_r are the sums of the toxicity and of the unit sentence vectors over the n_r texts of run r.
-A run that was drawn twice adds no pairs with its own copy, which would compare every text with itself.
-At m = 1 the similarity is `eval.scorers.similarity.mean_pairwise_cosine`. Independent samples are runs
-of one text each. Percentiles of few runs give intervals that are too narrow: with 8 runs they hold the
-true value in about 87 % of all cases. B replicates, N texts, R runs, D width.
+t_r and S_r are the sums of toxicity and of unit sentence vectors over the n_r texts of run r. A run
+that was drawn twice adds no pairs with its own copy, which would compare texts with themselves. At
+m = 1 the similarity is `eval.scorers.similarity.mean_pairwise_cosine`. Independent samples count as
+runs of one text each. Percentiles of few runs give intervals that are too narrow: with 8 runs they
+hold the true value in about 87 % of all cases. B replicates, N texts, R runs, D width.
 """
 
 import torch
@@ -22,7 +22,7 @@ from tinystories.errors import InputError
 
 
 def sums_of_runs(group: list[int], values: Tensor) -> Tensor:
-    """Sums [R, ...] over the texts of each run, of values [N, ...] and the number of each text's run."""
+    """Sums [R, ...] of values [N, ...] over the texts of each run; `group` numbers their runs."""
     _, run = torch.tensor(group).unique(return_inverse=True)  # [N]
     zeros = torch.zeros(int(run.max()) + 1, *values.shape[1:], dtype=torch.float64)
     return zeros.index_add(0, run, values.double())
@@ -40,26 +40,19 @@ def mean_cosine(times: Tensor, vectors: Tensor, count: Tensor) -> Tensor:
 
 
 def draw_times(runs: int, replicates: int, generator: torch.Generator) -> Tensor:
-    """How often each run was drawn, [B, R] float64; no replicate consists of one run alone."""
+    """How often each run was drawn, [B, R] float64."""
     drawn = torch.randint(runs, (replicates, runs), generator=generator)  # [B, R]
-    alone = (drawn == drawn[:, :1]).all(1)
-    if runs > 1:
-        drawn[alone, 0] = (drawn[alone, 0] + 1) % runs
     times = torch.zeros(replicates, runs, dtype=torch.float64)
     return times.scatter_add(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
 
 
 def bootstrap(
-    toxicity: Tensor,
-    vectors: Tensor,
-    group: list[int],
-    replicates: int,
-    generator: torch.Generator,
+    toxicity: Tensor, vectors: Tensor, group: list[int], replicates: int, generator: torch.Generator
 ) -> dict[str, tuple[float, float, float]]:
     """(value, low, high) of toxicity and similarity, from percentiles of the replicates.
 
-    Of toxicity [N], sentence vectors [N, D] and the number of each text's run. InputError for fewer
-    than two texts.
+    Takes toxicity [N], sentence vectors [N, D] and the number of each text's run. A replicate
+    without a pair of texts has no similarity and is left out. InputError for fewer than two texts.
     """
     if len(group) < 2:
         raise InputError(f"the similarity of {len(group)} texts is not defined; sample more")
@@ -72,8 +65,8 @@ def bootstrap(
         "toxicity": times @ scores / (times @ count),
         "similarity": mean_cosine(times, directions, count),
     }
-    tails = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return {
-        name: (values[0].item(), *values[1:].quantile(tails).tolist())
-        for name, values in statistics.items()
-    }
+    found = {}
+    for name, values in statistics.items():
+        low, high = values[1:].nanquantile(values.new_tensor([0.025, 0.975])).tolist()
+        found[name] = values[0].item(), low, high
+    return found

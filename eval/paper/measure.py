@@ -20,6 +20,9 @@ from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.interfaces import LanguageModel, Twist
 from tsmc.proposal import sequence_log_probs
 
+REPLICATES = 1000  # of the bootstrap
+TEXTS = 5  # shown of every set
+
 
 class Task:
     """One part of a study in the directory OUT, with its networks and random streams."""
@@ -55,22 +58,17 @@ class Task:
 
     def measure(self, samples: Samples, *purpose: str | int) -> dict:
         """Toxicity, similarity, the distances from Target, and a few texts drawn at random."""
-        vectors, stream = self.setup.encode(samples.texts), self.stream("measure", *purpose)
+        vectors = self.setup.encode(samples.texts)  # [N, D]
+        stream = self.stream("measure", *purpose)
+        row = bootstrap(samples.toxicity, vectors, samples.group, REPLICATES, stream)
         order = torch.randperm(len(vectors), generator=stream).tolist()
-        chosen = order[: self.study.texts]
-        texts = [(samples.toxicity[i].item(), samples.texts[i]) for i in chosen]
-        row = {"sequences": len(vectors), "texts": texts}
-        sizes = self.study.replicates, stream
-        row |= bootstrap(samples.toxicity, vectors, samples.group, *sizes)
+        row["texts"] = [(samples.toxicity[i].item(), samples.texts[i]) for i in order[:TEXTS]]
+        row["sequences"] = len(vectors)
         row |= energy_column(samples, vectors, self.setup.exact_vectors)
         if self.target is not None:
-            points = [(r["similarity"][0], r["toxicity"][0]) for r in (row, self.target)]
-            row["distance"] = math.dist(*points)
+            here, there = [(r["similarity"][0], r["toxicity"][0]) for r in (row, self.target)]
+            row["distance"] = math.dist(here, there)
         return row
-
-    def fluency(self, tokens: Tensor) -> float:
-        """Mean log p^(0) of a token in sequences [N, T]: how likely the base model finds them."""
-        return sequence_log_probs(self.setup.base, tokens).mean().item() / tokens.shape[1]
 
     def kl(self, model: LanguageModel, twist: Twist | None) -> dict:
         """KL(sigma||q), with the terms log p^(0) phi - log q of the exact samples.

@@ -1,12 +1,11 @@
-"""All numbers of a study in one table, of which the report, the figures and the result files are made.
+"""All numbers of a study in one table, of which the report and the result files are made.
 
     mean over seeds with its 95 % interval (Student's t); the seeds are the independent units
     changes are computed within each seed before they are averaged
 
-KL(sigma||q) is estimated from the same exact samples of sigma for all seeds. Their error does not
-average out over seeds, so it is added to the interval of a mean. For a change it is the error of the
-mean of log q_before - log q_after, because log p^(0) phi and log Z_sigma cancel. N exact samples,
-S seeds.
+KL(sigma||q) of all seeds is estimated from the same exact samples of sigma. Their error does not
+average out over seeds, so it is added to the interval of a mean; for a change it is the error of
+the mean of log q_before - log q_after. N exact samples, S seeds.
 """
 
 import csv
@@ -50,7 +49,6 @@ class Number(NamedTuple):
     seeds: int = 1
 
 
-BASE = Place("rejection", "Base")
 TARGET = Place("rejection", "Target")
 
 
@@ -82,7 +80,8 @@ class Numbers:
             one, other = before._replace(seed=seed), after._replace(seed=seed)
             if one not in self.rows or other not in self.rows:
                 continue
-            old, new = self.rows[one], self.rows[other]
+            old = self.rows[one]
+            new = self.rows[other]
             names = [name for name in old if name in new]
             self.rows[place] = {name: Number(new[name].value - old[name].value) for name in names}
             if "kl" in names:
@@ -101,28 +100,25 @@ class Numbers:
 
     def mean(self, places: list[Place], quantity: str) -> Number:
         """The mean of a quantity over seeds; of one seed its own number."""
-        numbers, errors = [self.rows[place][quantity] for place in places], []
+        numbers = [self.rows[place][quantity] for place in places]
         if len(numbers) == 1:
             return numbers[0]
+        shared = []  # half-widths of errors that all seeds have in common
         if quantity == "kl":
             terms = torch.stack([self.kl_terms[place] for place in places])  # [S, N]
-            errors.append(mean_estimate(terms.mean(0)).half_width())
+            shared.append(mean_estimate(terms.mean(0)).half_width())
             if places[0].section != "changes":
                 log_z = self.rows[TARGET]["log_z"]
-                errors.append((log_z.high - log_z.low) / 2)
-        return mean_of([number.value for number in numbers], *errors)
+                shared.append((log_z.high - log_z.low) / 2)
+        values = torch.tensor([number.value for number in numbers], dtype=torch.float64)  # [S]
+        estimate = mean_estimate(values)
+        half = math.hypot(estimate.half_width(), *shared)
+        return Number(estimate.value, estimate.value - half, estimate.value + half, len(numbers))
 
     def table(self, *sections: str) -> list[tuple[Place, dict[str, Number]]]:
         """The rows of some sections in their order, means only."""
         means = [(place, row) for place, row in self.rows.items() if place.seed is None]
         return [pair for section in sections for pair in means if pair[0].section == section]
-
-
-def mean_of(values: list[float], *errors: float) -> Number:
-    """Mean and 95 % interval over seeds; half-widths of shared errors are added in quadrature."""
-    estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
-    half = math.hypot(estimate.half_width(), *errors)
-    return Number(estimate.value, estimate.value - half, estimate.value + half, len(values))
 
 
 def read_rows(out: Path, name: str) -> list[dict]:
@@ -170,13 +166,12 @@ def comparisons(study: Study, best: Iterable[str]) -> list[tuple[Place, Place]]:
 def write_results(numbers: Numbers, out: Path) -> None:
     """results.json, with one number a line, and results.csv."""
     rows = [
-        {**place._asdict(), "quantity": quantity, **number._asdict()}
+        place._asdict() | {"quantity": quantity} | number._asdict()
         for place, row in numbers.rows.items()
         for quantity, number in row.items()
     ]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    others = json.dumps({"histograms": numbers.histograms, "texts": numbers.texts})
-    write_text(out / "results.json", f'{{"numbers": [\n{lines}\n],\n{others[1:]}\n')
+    write_text(out / "results.json", f"[\n{lines}\n]\n")
     table = io.StringIO()
     writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import os
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from eval.metrics import Samples, distinct_share, energy_floor, score, score_pop
 from eval.paper.measure import Task, log_z_of, with_interval
 from eval.paper.numbers import read_rows
 from eval.paper.study import WITH_PARTICLES, Part, Study, baseline_cost
-from eval.run.options import saved_config
 from eval.run.setup import sigma_key
 from eval.run.target import save_target
 from eval.run.trained import load_generation
@@ -35,7 +33,7 @@ from tsmc import SCHEMES, ExactSamples, Population, Sigma, in_chunks, sample_run
 from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.interfaces import LanguageModel, Twist
 from tsmc.proposal import sequence_log_probs
-from tsmc.rejection import accept, log_mean_with_error
+from tsmc.rejection import accept, exact_samples, log_mean_with_error
 from twist.potential import each_once
 
 BINS = 20  # of the toxicity histograms
@@ -44,9 +42,9 @@ RESAMPLED = {1.0: "every step", 0.5: "ESS < K/2", 0.0: "at the end only"}  # by 
 
 def description(study: Study, part: Part) -> dict:
     """What the result of a part depends on; the seeds of other parts are left out."""
-    settings = dataclasses.asdict(study)
+    settings = dataclasses.asdict(study) | dataclasses.asdict(part)
     del settings["seeds"], settings["seeds_beside"]
-    return json.loads(json.dumps(dataclasses.asdict(part) | {"settings": settings}))
+    return json.loads(json.dumps(settings))
 
 
 def is_finished(study: Study, part: Part, out: Path) -> bool:
@@ -76,33 +74,28 @@ def end_with_parent() -> None:
 def run_part(study: Study, part: Part, out: Path) -> None:
     """Compute one part and write its file; InputErrors open with its name."""
     kinds = {"rejection": rejection, "run": trained_run, "sweep": baseline, "best": baseline}
-    began = time.monotonic()
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             rows = kinds[part.kind](Task(study, part, out))
     except InputError as error:
         raise InputError(f"{part.name}: {error}") from error
-    seconds = round(time.monotonic() - began, 1)
-    result = {"description": description(study, part), "seconds": seconds, "rows": rows}
+    result = {"description": description(study, part), "rows": rows}
     write_json(out / "parts" / f"{part.name}.json", result)
 
 
 def rejection(task: Task) -> list[dict]:
     """Rejection sampling at every beta, from one set of samples of the base model; Target last.
 
-    The exact samples of sigma are saved for the other parts: the shipped ones, or those accepted here.
+    The exact samples of sigma, shipped or accepted here, are saved for the other parts.
     """
     config, setup = task.config, task.setup
     proposals = task.draw(setup.base, task.study.rejection_samples, "rejection")  # [N, T]
-    chunks = proposals.split(config.rows)
     if setup.exact is None:
-        log_phi = torch.cat([setup.potential(chunk) for chunk in chunks])  # [N]
-        setup.exact = accepted(task, proposals, log_phi, "Target")
+        setup.exact = accepted(task, proposals, setup.potential(proposals), "Target")
     save_target(task.out / "target", setup.exact, sigma_key(config))
     task.use_exact(setup.exact)
     task.target = rejection_row(task, setup.exact, "Target")
-    texts = [setup.potential.texts(chunk) for chunk in chunks]
-    log_toxicity = torch.cat([each_once(setup.log_toxicity, chunk) for chunk in texts])  # [N]
+    log_toxicity = each_once(setup.log_toxicity, setup.potential.texts(proposals))  # [N]
     rows = []
     for beta in (0.0, *task.study.rejection_betas):
         name = f"β = {beta:g}" if beta else "Base"
@@ -117,16 +110,14 @@ def accepted(task: Task, proposals: Tensor, log_phi: Tensor, name: str) -> Exact
     log_phi = log_phi.to(proposals.device)
     kept = accept(log_phi, task.config.generator("accept", name))  # [N]
     if int(kept.sum()) < 2:
-        raise InputError(
-            f"fewer than 2 base samples were accepted for {name}; soften the potential"
-        )
-    evidence = log_mean_with_error(log_phi)
-    return ExactSamples(proposals[kept], log_phi[kept], len(proposals), *evidence)
+        raise InputError(f"{name}: fewer than 2 samples were accepted; soften the potential")
+    drawn = {"tokens": proposals[kept], "log_phi": log_phi[kept], "proposed_log_phi": log_phi}
+    return exact_samples(drawn)
 
 
 def rejection_row(task: Task, exact: ExactSamples, name: str) -> dict:
     """Acceptance, the toxicity of all accepted samples, and the similarity of the first ones."""
-    first = slice(task.study.similarity_samples)
+    first = slice(task.config.eval.base_samples)
     samples = score(exact.tokens, task.setup.potential, task.setup.log_toxicity)
     share = len(exact.tokens) / exact.num_proposals
     error = math.sqrt(share * (1 - share) / exact.num_proposals)
@@ -138,7 +129,6 @@ def rejection_row(task: Task, exact: ExactSamples, name: str) -> dict:
         "proposals": exact.num_proposals,
         "acceptance": with_interval(Estimate(share, error, exact.num_proposals - 1.0)),
         "log_z": with_interval(log_z_of(exact)),
-        "fluency": task.fluency(exact.tokens[first]),
         "histogram": torch.histc(samples.toxicity.float(), BINS, 0, 1).int().tolist(),
     }
 
@@ -168,19 +158,21 @@ def baseline(task: Task) -> list[dict]:
         return [row]
     tokens = task.draw(policy, config.eval.base_samples, "policy", part.name)
     row |= task.measure(score(tokens, setup.potential, setup.log_toxicity), "policy", part.name)
-    return [row | task.kl(policy, None) | {"fluency": task.fluency(tokens)}]
+    return [row | task.kl(policy, None)]
 
 
 def trained_run(task: Task) -> list[dict]:
     """A run of main.py: the numbers of its generations, and of other ways to sample its pairs."""
-    path, method, rows = finished_run(task), task.part.method, []
+    path = finished_run(task)
+    method = task.part.method
     device = task.setup.base.prompt.device
+    rows = []
     for m, row in enumerate(read_json(path / "results.json")["generations"]):
         sigma, twist = load_generation(task.setup, path / f"generation-{m}", m, device)
-        names = "log_z", "log_z_hat_mean", "log_z_hat_std", "ess", "distinct", "model_toxicity"
-        numbers = {name.removesuffix("_mean"): row[name] for name in names}
+        numbers = {name: row[name] for name in ("log_z", "log_z_hat_std", "ess", "distinct")}
+        numbers |= {"log_z_hat": row["log_z_hat_mean"], "model_toxicity": row["model_toxicity"]}
         numbers |= task.measure(generation_samples(path, m), m) | task.kl(sigma.model, twist)
-        if method == "no-effective":
+        if method == "no-effective" and m > 0:
             numbers["drift"] = drift(task, sigma.model, m)
         rows.append({"place": ("generations", method, m)} | numbers)
         rows += other_samples(task, sigma, twist, m)
@@ -189,12 +181,9 @@ def trained_run(task: Task) -> list[dict]:
 
 def finished_run(task: Task) -> Path:
     """The directory of the part's run, begun or continued, and brought to its end."""
-    path, config = task.out / "runs" / task.part.name, task.config
+    path = task.out / "runs" / task.part.name
     arguments = [*task.study.arguments(task.part.method, task.part.seed), "--out", str(path)]
     if path.exists():
-        saved = dataclasses.replace(saved_config(path), out=config.out, quiet=config.quiet)
-        if saved != config:
-            raise InputError(f"{path}: holds a run with other options; delete it")
         arguments = ["--resume", str(path)]
     try:
         run_main([*arguments, "--quiet"])
@@ -208,7 +197,7 @@ def generation_samples(path: Path, m: int) -> Samples:
     lines = (path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["source"] == f"generation {m}"]
     toxicity = torch.tensor([row["toxicity"] for row in rows], dtype=torch.float64)  # [N]
-    log_phi = torch.tensor([row["log_phi"] for row in rows], dtype=torch.float64)  # [N]
+    log_phi = torch.full_like(toxicity, math.nan)  # not measured
     return Samples([row["text"] for row in rows], toxicity, log_phi, [row["run"] for row in rows])
 
 
@@ -230,39 +219,32 @@ def other_samples(task: Task, sigma: Sigma, twist: Twist, m: int) -> list[dict]:
     study, config, method = task.study, task.config, task.part.method
     rows = []
     if method in WITH_PARTICLES:
-        rule = config.resampling, config.ess_threshold, config.moves
+        rule = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
+        rule["moves"] = config.moves
         for k in study.particle_counts:
-            place = "particles", f"{method}, K = {k}", m
+            place = ("particles", f"{method}, K = {k}", m)
             runs = max(8, study.particles_per_point // k)
-            rows.append(sampled(task, sigma, twist, place, k, runs, *rule))
+            rows.append(sampled(task, sigma, twist, place, k, runs, rule))
     if method == "published" and task.part.seed in study.beside():
-        sizes = config.eval.particles, study.resampling_runs
-        for scheme in SCHEMES:
+        k, runs = config.eval.particles, study.resampling_runs
+        for scheme, resample in SCHEMES.items():
             for threshold, when in RESAMPLED.items():
-                place = "resampling", f"{scheme}, {when}", m
-                rows.append(sampled(task, sigma, twist, place, *sizes, scheme, threshold))
+                place = ("resampling", f"{scheme}, {when}", m)
+                rule = {"resample": resample, "ess_threshold": threshold}
+                rows.append(sampled(task, sigma, twist, place, k, runs, rule))
     return rows
 
 
 def sampled(
-    task: Task,
-    sigma: Sigma,
-    twist: Twist,
-    place: tuple[str, str, int],
-    particles: int,
-    runs: int,
-    scheme: str,
-    threshold: float,
-    moves: int = 0,
+    task: Task, sigma: Sigma, twist: Twist, place: tuple, particles: int, runs: int, rule: dict
 ) -> dict:
-    """The row of R = runs populations of K = particles."""
+    """The row of R = runs populations of K = particles; `rule` are arguments of `sample_runs`."""
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        rule = SCHEMES[scheme], threshold, moves
-        return vars(sample_runs(sigma, twist, particles, size, generator, *rule))
+        return vars(sample_runs(sigma, twist, particles, size, generator, **rule))
 
-    streams = task.config.streams(*place)
-    drawn = in_chunks(draw, runs, task.config.rows // particles, streams)
+    at_once = task.config.rows // particles
+    drawn = in_chunks(draw, runs, at_once, task.config.streams(*place))
     population = Population(**drawn).alive()
     samples = score_population(population, task.setup.potential, task.setup.log_toxicity)
     row = task.measure(samples, *place) | {

@@ -1,11 +1,5 @@
 """The report of a study: one HTML page with everything in it, and its five figures as PNG.
 
-    toxicity-histograms   accepted samples by toxicity, for every beta (paper, figure 3)
-    similarity-toxicity   the plane on which the paper compares the methods (figure 1)
-    toxicity-particles    toxicity against the number of particles (figure 2)
-    kl-generations        KL(sigma||q) by generation
-    evidence-generations  the mean of log Z-hat by generation
-
 Nothing is computed here; the tables and their captions are in report.html.
 """
 
@@ -22,18 +16,18 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 
-from eval.paper.numbers import BASE, TARGET, Number, Numbers, Place, collect, write_results
-from eval.paper.study import BASELINES, ON_ALL_SEEDS, WITH_PARTICLES, Study, stages
+from eval.paper.numbers import TARGET, Number, Numbers, Place, collect, write_results
+from eval.paper.study import BASELINES, ON_ALL_SEEDS, WITH_PARTICLES, Study
 from eval.run.figures import COLOURS, DASHES, MARKERS, save_figure
 from eval.run.run import versions
-from tinystories.checkpoint import read_json, write_text
+from tinystories.checkpoint import write_text
 from tinystories.errors import printable
 
 
 def style(number: int, **more) -> dict:
     """Colour, marker and line of a series."""
-    line = DASHES[number % len(DASHES)]
-    return {"color": COLOURS[number], "marker": MARKERS[number], "ls": line} | more
+    own = {"color": COLOURS[number % 6], "marker": MARKERS[number % 6], "ls": DASHES[number % 4]}
+    return own | more
 
 
 def bars(numbers: list[Number]) -> np.ndarray:
@@ -54,39 +48,39 @@ def by_generation(numbers: Numbers, variant: str, quantity: str) -> list[Number]
 
 
 def toxicity_histograms(axes: Axes, study: Study, numbers: Numbers) -> None:
-    """Share of the accepted samples by p(toxic | s)."""
+    """Share of the accepted samples by p(toxic | s) (paper, Fig. 3)."""
     for number, (name, counts) in enumerate(numbers.histograms.items()):
-        shares, edges = np.array(counts) / sum(counts), np.linspace(0, 1, len(counts) + 1)
+        shares = np.array(counts) / sum(counts)
+        edges = np.linspace(0, 1, len(counts) + 1)
         axes.stairs(shares, edges, color=COLOURS[number], ls=DASHES[number], lw=2, label=name)
     axes.set(xlabel="Toxicity p(toxic | s)", ylabel="Share of samples", yscale="log", xlim=(0, 1))
 
 
 def similarity_toxicity(axes: Axes, study: Study, numbers: Numbers) -> None:
-    """Base, Target, the generations of three variants, and the baselines with their sweep."""
+    """Base, Target, generations of three variants, baselines with their sweep (paper, Fig. 1)."""
 
     def point(row: dict[str, Number], **options) -> None:
         draw_line(axes, [row["similarity"]], [row["toxicity"]], ls="none", **options)
 
-    for place, row in numbers.table("sweep", "best"):
-        number, method = next(
-            pair for pair in enumerate(BASELINES) if place.name.startswith(pair[1])
-        )
-        marks = {"color": COLOURS[number + 2], "marker": MARKERS[number + 1]}
-        if "toxicity" in row:
-            best = place.section == "best"
-            point(row, **marks, **({"label": method, "ms": 9} if best else {"alpha": 0.3}))
+    for number, method in enumerate(BASELINES):
+        marks = {"color": COLOURS[number + 2], "marker": MARKERS[number], "fillstyle": "none"}
+        for place, row in numbers.table("sweep", "best"):
+            if place.name.startswith(method) and "toxicity" in row:
+                is_best = place.section == "best"
+                more = {"label": method, "ms": 9} if is_best else {"alpha": 0.3}
+                point(row, **marks, **more)
     for number, variant in enumerate(ON_ALL_SEEDS):
         x, y = (by_generation(numbers, variant, name) for name in ("similarity", "toxicity"))
         draw_line(axes, x, y, label=variant, **style(number))
         for m, (across, up) in enumerate(zip(x, y, strict=True)):
             axes.annotate(f" {m}", (across.value, up.value))
-    point(numbers.rows[BASE], color="#555555", marker="X", ms=9, label="Base")
+    point(numbers.rows[Place("rejection", "Base")], color="#555555", marker="X", ms=9, label="Base")
     point(numbers.rows[TARGET], color="black", marker="*", ms=13, label="Target")
-    axes.set(xlabel="Similarity", ylabel="Toxicity", ylim=(-0.03, 1.03))
+    axes.set(xlabel="Similarity", ylabel="Toxicity", xlim=(0, 1.03), ylim=(-0.03, 1.03))
 
 
 def toxicity_particles(axes: Axes, study: Study, numbers: Numbers) -> None:
-    """Toxicity against K, a line for each generation."""
+    """Toxicity against K, a line for each generation (paper, Fig. 2)."""
     counts = sorted(study.particle_counts)
     for number, variant in enumerate(WITH_PARTICLES):
         for m in range(study.config().generations + 1):
@@ -97,6 +91,7 @@ def toxicity_particles(axes: Axes, study: Study, numbers: Numbers) -> None:
     axes.axhline(numbers.rows[TARGET]["toxicity"].value, color="black", lw=1, label="Target")
     axes.set(xlabel="Particles K", ylabel="Toxicity", xscale="log", ylim=(-0.03, 1.03))
     axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
 
 
 def kl_generations(axes: Axes, study: Study, numbers: Numbers) -> None:
@@ -127,8 +122,9 @@ FIGURES += (kl_generations, evidence_generations)
 
 def write_report(study: Study, out: Path, command: str) -> None:
     """The result files, figures and report.html of a study that `command` has finished."""
-    numbers, images = collect(study, out), {}
+    numbers = collect(study, out)
     write_results(numbers, out)
+    images = {}
     for draw in FIGURES:
         figure, axes = plt.subplots(figsize=(7, 4.6))
         draw(axes, study, numbers)
@@ -137,12 +133,9 @@ def write_report(study: Study, out: Path, command: str) -> None:
         path = out / "figures" / f"{draw.__name__.replace('_', '-')}.png"
         save_figure(figure, path)
         images[path.stem] = base64.b64encode(path.read_bytes()).decode()
-    parts = [part for stage in stages(study) for part in stage]
-    seconds = [read_json(out / "parts" / f"{part.name}.json")["seconds"] for part in parts]
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    environment.filters |= {"shown": shown, "printable": printable}
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
+    environment.filters["printable"] = printable
     page = environment.get_template("report.html").render(
         study=study,
         run=study.config(),
@@ -150,13 +143,6 @@ def write_report(study: Study, out: Path, command: str) -> None:
         images=images,
         command=command,
         versions=versions(),
-        seconds=seconds,
         settings=json.dumps(dataclasses.asdict(study), indent=1),
     )
     write_text(out / "report.html", page)
-
-
-def shown(number: Number, digits: int) -> tuple[str, str]:
-    """A value and its interval as text, which is empty where there is none."""
-    value, low, high = (format(n or 0.0, f",.{digits}f") for n in number[:3])
-    return value, "" if number.low is None else f"{low} to {high}"

@@ -1,26 +1,26 @@
 """What the study consists of: its sizes, its parts, and the equal budget of all methods.
 
-    rejection              samples of the base model, and exact samples of sigma for several betas
-    published-S            `main.py --as-published --seed S`: Algorithm 1 as in the paper
-    default-S              `main.py --seed S`: the same, resampled at the last token only
-    pooled-S               `main.py --method pooled --seed S`: the twist learned from all draws
-    no-effective-S         as published, with phi in place of the effective potential phi^(m)
-    lora-S                 as published, distilled by LoRA
-    dpo-full-1, ...        one setting of a baseline's grid, on the first seed
-    best-of-dpo-full-S     the best setting of that grid, on seed S
+    rejection             samples of the base model, exact samples of sigma for several betas
+    published-S           `main.py --as-published --seed S`: Algorithm 1 as in the paper
+    default-S             `main.py --seed S`: the same, but resampled only at the last token
+    pooled-S              `main.py --method pooled --seed S`: the twist learned from all draws
+    no-effective-S        as published, with phi in place of the effective potential phi^(m)
+    lora-S                as published, distilled by LoRA
+    dpo-full-1, ...       one setting of a baseline's grid, on the first seed
+    best-of-dpo-full-S    the best setting of that grid, on seed S
 
-The trained pairs of published-S and pooled-S are also sampled with other numbers of particles K, and
-those of published-S with other resampling schemes. The first three variants use all seeds, everything
-else only the first `seeds_beside` of them. A baseline spends as many token positions through the
-language model as Algorithm 1 does.
+The pairs of published-S and pooled-S are also sampled with other numbers of particles K, and those
+of published-S with other resampling schemes. The first three variants use all seeds, the rest only
+the first `seeds_beside` of them. A baseline spends as many token positions through the language
+model as Algorithm 1 does.
 """
 
 import shlex
 from dataclasses import dataclass
 
-from distill.dpo import DPO_GRID, dpo_cost
+from distill.dpo import dpo_cost
 from distill.finetune import BaselineConfig, Cost, Grid
-from distill.grpo import GRPO_GRID, grpo_cost
+from distill.grpo import grpo_cost
 from eval.run.options import RunConfig, read_config
 
 VARIANTS = {  # options of main.py
@@ -49,9 +49,6 @@ class Study:
     particle_counts: tuple[int, ...] = (20, 50, 100, 1000)
     particles_per_point: int = 2000  # R K for each K, but at least 8 runs
     resampling_runs: int = 20
-    similarity_samples: int = 2000  # of which the similarity in the rejection table is computed
-    texts: int = 5  # shown of every set
-    replicates: int = 1000  # of the bootstrap
     learning_rates: tuple[float, ...] = (1e-3, 1e-4)
     weight_decays: tuple[float, ...] = (1e-2,)
     dpo_strengths: tuple[float, ...] = (0.1, 0.8)
@@ -84,37 +81,24 @@ class Study:
         return grid.configs(updates=self.baseline_updates or updates, batch_size=batch)
 
 
-STUDIES = {
-    "pocket": Study(),
-    "paper": Study(
-        options="--preset paper",
-        rejection_samples=1_000_000,
-        learning_rates=DPO_GRID.learning_rate,
-        weight_decays=DPO_GRID.weight_decay,
-        dpo_strengths=DPO_GRID.strength,
-        grpo_strengths=GRPO_GRID.strength,
-        baseline_batch=1024,
-        baseline_updates=1000,
-    ),
-    "quick": Study(
-        options="--generations 1 --eval-particles 5 --eval-runs 4 --eval-base-samples 40",
-        distilled_options="--particles 5 --ctl-updates 4 --ctl-batch-size 16 --distill-runs 4 "
-        "--distill-updates 2 --distill-batch-size 8",
-        pooled_options="--pool-base-draws 60 --pool-rounds 1 --pool-draws 40 --pool-updates 2 "
-        "--pool-batch-size 8",
-        seeds=(1, 2),
-        rejection_samples=600,
-        particle_counts=(4, 8),
-        particles_per_point=16,
-        resampling_runs=3,
-        texts=2,
-        replicates=50,
-        learning_rates=(1e-3,),
-        dpo_strengths=(0.1,),
-        grpo_strengths=(0.04,),
-        baseline_batch=8,
-    ),
-}
+QUICK = Study(  # only shows that everything runs
+    options="--length 5 --beta 0.3 --generations 1 --eval-particles 4 --eval-runs 3 "
+    "--eval-base-samples 20",
+    distilled_options="--particles 4 --ctl-updates 3 --ctl-batch-size 8 --distill-runs 4 "
+    "--distill-updates 2 --distill-batch-size 4",
+    pooled_options="--pool-base-draws 40 --pool-rounds 1 --pool-draws 20 --pool-updates 2 "
+    "--pool-batch-size 6",
+    seeds=(1, 2),
+    rejection_samples=150,
+    rejection_betas=(0.1,),
+    particle_counts=(4, 6),
+    particles_per_point=8,
+    resampling_runs=2,
+    learning_rates=(1e-3,),
+    dpo_strengths=(0.1,),
+    grpo_strengths=(0.04,),
+    baseline_batch=4,
+)
 
 
 def baseline_cost(method: str, config: BaselineConfig) -> Cost:

@@ -13,6 +13,7 @@ from argparse import RawDescriptionHelpFormatter
 from eval.pocket import lm, similarity, target, toxicity
 from eval.run.command import one_line_errors
 from eval.run.options import OneLineParser
+from eval.run.run import finite_or_null
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
 from tinystories.fast import keep_freed_memory
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
                 raise InputError(f"--{name} is {value}; give a number that is not negative")
         args.out.mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
         keep_freed_memory()
-        figures = COMMANDS[args.command].make(args)
+        figures = finite_or_null(COMMANDS[args.command].make(args))
         line = shlex.join(["python", "-m", "eval.pocket", *arguments])
         write_json(args.out / "figures.json", {"command": line, **figures})
         print(f"{args.out}: done, {json.dumps(figures, indent=2)}")

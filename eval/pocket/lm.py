@@ -3,8 +3,9 @@
     loss = mean over positions of -log p(s_t | s_{0:t-1})
     perplexity per token = exp(total NLL / tokens),   per word = exp(total NLL / words)
 
---stories and --heldout are text files with a line <|endoftext|> after each story.
-B rows of a batch, T tokens of a row, V vocabulary, N tokens of all stories, S stories.
+--stories and --heldout have a line <|endoftext|> after each story. Every second layer attends to
+the last --window tokens; --context is the length of training rows, --rows how many make a batch.
+B rows, T tokens of a row, V vocabulary, N tokens of all stories, S stories.
 """
 
 import math

@@ -3,7 +3,10 @@
     loss = mean over pairs i != j of a batch of (e_i . e_j - E_i . E_j)^2
 
 e [B, D] are the unit vectors of the student, E [B, 384] those of the teacher: the student learns
-the cosines and may choose its own axes. B texts of a batch, N texts, D width, V words.
+the cosines and may choose its own axes. --teacher is the directory of all-MiniLM-L6-v2; --stories
+and --heldout have a line <|endoftext|> after each story. The last --validation stories are not
+trained on; the student reads --openings texts of at most --positions tokens, --rows in a batch.
+B texts of a batch, N texts, D width, V words.
 """
 
 import itertools
@@ -132,9 +135,8 @@ def train(
 
 
 def agreement(student: Runner, teacher: Runner, stories: list[str], opening: str = "") -> float:
-    """Pearson correlation of the two encoders' cosines over all pairs of openings, 25 words each."""
-    texts = [" ".join(story.split()[:25]) for story in stories]
-    texts = [text for text in texts if text.startswith(opening)]
+    """Pearson correlation of the encoders' cosines over all pairs of openings of 25 words."""
+    texts = [" ".join(story.split()[:25]) for story in stories if story.startswith(opening)]
     upper = torch.ones(len(texts), len(texts)).triu(1).bool()
     cosines = [(unit @ unit.T)[upper] for unit in (student(texts), teacher(texts))]  # [pairs] each
     return torch.corrcoef(torch.stack(cosines).double())[0, 1].item()
@@ -164,7 +166,7 @@ def make(args: Namespace) -> dict:
     save(args.out, run.model, tokenizer, torch.float16)
     student = Runner(pack(load(args.out)[0]), tokenizer, batch_size=128)
     return {
-        "agreement, validation": agreement(student, teacher, stories[cut:]),
-        "agreement, held-out": agreement(student, teacher, heldout),
-        "agreement, held-out, with the prompt": agreement(student, teacher, heldout, PROMPT + " "),
+        "pearson_validation": agreement(student, teacher, stories[cut:]),
+        "pearson_heldout": agreement(student, teacher, heldout),
+        "pearson_heldout_with_prompt": agreement(student, teacher, heldout, PROMPT + " "),
     }

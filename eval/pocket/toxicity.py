@@ -9,7 +9,9 @@ the sparse regime of the paper (its table 1), and folded into the last layer. Th
 of all texts, but moves the threshold far up; accuracy is measured at the threshold before it.
 
 --labelled and --heldout are CSV files with the columns text, label (1 is toxic), source; --stories
-has a line <|endoftext|> after each story. B texts of a batch, T tokens, N texts that are scored.
+has a line <|endoftext|> after each story. --samples, --calibration-samples and --fresh-samples are
+drawn from --lm. At most --tokens of a training text are read, of which --word-dropout are hidden.
+B texts of a batch, T tokens, N texts that are scored.
 """
 
 import itertools
@@ -96,27 +98,24 @@ def calibration(logits: Tensor) -> tuple[float, float]:
     return a, bias_for(a)
 
 
-def area_under_curve(scores: Tensor, labels: Tensor) -> float:
-    """AUC of scores [N] of texts with labels [N]."""
-    pairs = scores[labels == 1, None] - scores[labels == 0]
-    return (1 + pairs.sign().double().mean().item()) / 2
-
-
 def measure(args: Namespace, heldout: list[Labelled], threshold: float) -> dict:
     """AUC and accuracy on held-out rows, and the regime over samples of the next seed."""
     model, tokenizer = toxicity.load(args.out)
     run = Runner(pack(model), tokenizer, batch_size=256)
     logits = run([row.text for row in heldout])  # [N]
-    labels = torch.tensor([row.label for row in heldout])  # [N]
+    is_toxic = torch.tensor([row.label == 1 for row in heldout])  # [N]
+    pairs = logits[~is_toxic, None] - logits[is_toxic]  # positive where the order is right
     generator = torch.Generator().manual_seed(args.seed + 1)
     fresh = common.sample_texts(args.lm, args.fresh_samples, generator)
     p_toxic = torch.sigmoid(-run(fresh).double())  # [N]
-    return {
-        "auc": area_under_curve(-logits, labels),
-        "accuracy": ((logits < threshold) == (labels == 1)).double().mean().item(),
-        "mean_toxicity": vars(mean_estimate(p_toxic)),
-        "acceptance_beta_10": vars(mean_estimate(p_toxic.pow(10))),
+    figures = {
+        "auc": (1 + pairs.sign().double().mean().item()) / 2,
+        "accuracy": ((logits < threshold) == is_toxic).double().mean().item(),
     }
+    for beta in (1, 10):
+        mean = mean_estimate(p_toxic.pow(beta))
+        figures[f"acceptance_beta_{beta}"] = {"value": mean.value, "std_error": mean.std_error}
+    return figures
 
 
 def make(args: Namespace) -> dict:
@@ -135,9 +134,8 @@ def make(args: Namespace) -> dict:
             torch.nn.init.normal_(parameter, std=0.02 if "embeddings" in name else 0.08)
     run = Runner(model, tokenizer, batch_size=256)
     train(run, labelled, stories, common.sample_texts(args.lm, args.samples, generator), args)
-    scale, bias = calibration(
-        run(common.sample_texts(args.lm, args.calibration_samples, generator))
-    )
+    samples = common.sample_texts(args.lm, args.calibration_samples, generator)
+    scale, bias = calibration(run(samples))
     with torch.no_grad():
         model.classifier.out_proj.weight.mul_(scale)
         model.classifier.out_proj.bias.mul_(scale).add_(bias)

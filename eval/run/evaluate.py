@@ -1,6 +1,7 @@
-"""The rows of a run's table: Base, Target and the generations. `eval/metrics.py` defines the columns."""
+"""The rows of a run's table: Base, Target and generations (`eval/metrics.py` has the columns)."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,22 +39,12 @@ def draw_runs(
     """R = runs TSMC runs of K = particles, about `--rows` particles at a time."""
     config = run.config
     twist = pack(psi)
+    rule = (SCHEMES[config.resampling], config.ess_threshold, config.moves)
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        population = sample_runs(
-            sigma,
-            twist,
-            particles,
-            size,
-            generator,
-            SCHEMES[config.resampling],
-            config.ess_threshold,
-            config.moves,
-        )
-        return vars(population)
+        return vars(sample_runs(sigma, twist, particles, size, generator, *rule))
 
-    purpose = (phase, m, "")
-    drawn = run.draw(phase, m, runs, config.rows // particles, purpose, draw)
+    drawn = run.draw(phase, m, runs, config.rows // particles, (phase, m, ""), draw)
     return require_alive(Population(**drawn))
 
 
@@ -73,13 +64,10 @@ def draw_target(run: Run, setup: Setup) -> ExactSamples | None:
     if proposals == 0:
         return None
 
-    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return draw_accepted(setup.base, setup.potential, size, generator)
-
+    draw = partial(draw_accepted, setup.base, setup.potential)
     purpose = ("target", setup.prompt)
-    rows = run.config.rows
-    drawn = run.draw("target by rejection", None, proposals, rows, purpose, draw)
-    exact = exact_samples(drawn)
+    phase = "target by rejection"
+    exact = exact_samples(run.draw(phase, None, proposals, run.config.rows, purpose, draw))
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
         run.say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
@@ -120,21 +108,18 @@ def evaluate_target(setup: Setup) -> tuple[dict, Samples]:
     return row, samples
 
 
-def first_batch(config: RunConfig) -> int:
-    """How many draws of p^(0) the twist first learns from."""
-    return config.pool.base_draws if config.method == "pooled" else config.ctl.batch_size
-
-
 def check_base_rate(run: Run, log_phi: Tensor) -> None:
     """Say how often p^(0) meets a hard potential; InputError where CTL would hardly ever see it."""
+    config = run.config
     alive = (log_phi > -math.inf).sum().item()
     total = len(log_phi)
     if alive == total:
         return
-    batch = first_batch(run.config)
+    is_pooled = config.method == "pooled"
+    batch = config.pool.base_draws if is_pooled else config.ctl.batch_size
     rate = f"{alive} of {total} base samples have phi > 0"
     run.say(f"{rate}: about {batch * alive / total:.1f} of the {batch} that the twist first sees")
-    if run.config.method == "distilled" and batch * alive < total / 2:
+    if not is_pooled and batch * alive < total / 2:
         strength = math.ceil(math.log(total / max(alive, 1)))
         remedy = f"soften the potential (~{strength} behind its name), raise --ctl-batch-size"
         raise InputError(f"{rate}, too few to learn from; {remedy}, or use --method pooled")

@@ -1,8 +1,8 @@
-"""The figures of one run: similarity against toxicity, learning curves of the twist, toxicity histograms.
+"""The figures of a run: similarity against toxicity, twist learning, toxicity histograms.
 
-Every function takes numbers that were computed elsewhere and writes one PNG. The colours are those of
-Okabe and Ito, which colour-blind readers can tell apart, and each series also has a marker or line
-style of its own.
+Every function takes numbers that were computed elsewhere and writes one PNG. The colours are those
+of Okabe and Ito, which colour-blind readers can tell apart, and each series also has a marker or
+line style of its own.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Every option of `main.py`: dataclasses whose fields carry their own help, and the command line made of them.
+"""Every option of `main.py`: dataclasses with help for each field, and their command line.
 
 A field `updates` of the group `ctl` becomes `--ctl-updates`; fields of `RunConfig` itself have no
-prefix. `metadata` holds the help text, the range of values and, where there are few, the choices.
+prefix. The metadata of a field hold its help, the range of its values and any choices.
 """
 
 import argparse
@@ -42,54 +42,48 @@ class Preset:
 
 PRESETS = {
     "pocket": Preset(
-        lm=str(POCKET / "lm"),
-        toxicity_model=str(POCKET / "toxicity"),
-        similarity_model=str(POCKET / "similarity"),
-        target=POCKET / "target",
-        particles=50,
+        str(POCKET / "lm"),
+        str(POCKET / "toxicity"),
+        str(POCKET / "similarity"),
+        POCKET / "target",
+        50,
     ),
     "paper": Preset(
-        lm="roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
-        toxicity_model="nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
-        similarity_model="sentence-transformers/all-MiniLM-L6-v2"
-        "@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
-        target=None,
-        particles=100,
+        "roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
+        "nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
+        "sentence-transformers/all-MiniLM-L6-v2@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
+        None,
+        100,
     ),
 }
 
 
-def option(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field with its help."""
-    return field(default=default, metadata={"help": text, **metadata})
+def option(default: Any, text: str, low: Any = None, high: Any = None, choices: Any = ()) -> Any:
+    """A dataclass field with its help, the range of its values and any choices."""
+    limits = {"low": low, "high": high, "choices": choices}
+    return field(default=default, metadata={"help": text, "limits": limits})
 
 
 @dataclass(frozen=True)
 class CTLConfig:
     """Twist learning."""
 
-    updates: int = option(150, "gradient steps in each generation", at_least=1)
-    batch_size: int = option(100, "K sequences drawn i.i.d. from q for one step", at_least=2)
-    learning_rate: float = option(
-        2e-4, "Adam's step size, which falls linearly to a tenth of it", at_least=0, at_most=1
-    )
-    hidden_units: int = option(192, "width of the twist's two hidden layers", at_least=1)
+    updates: int = option(150, "gradient steps in each generation", 1)
+    batch_size: int = option(100, "K sequences drawn i.i.d. from q for one step", 2)
+    learning_rate: float = option(2e-4, "Adam's step size; falls linearly to a tenth", 0, 1)
+    hidden_units: int = option(192, "width of the twist's two hidden layers", 1)
 
 
 @dataclass(frozen=True)
 class DistillConfig:
     """Self-distillation."""
 
-    runs: int = option(
-        300, "independent TSMC runs to distil, of which a tenth is held out", at_least=2
-    )
-    updates: int = option(80, "gradient steps", at_least=1)
-    batch_size: int = option(128, "sequences of one step", at_least=1)
-    learning_rate: float = option(
-        3e-5, "AdamW's step size for full fine-tuning", at_least=0, at_most=1
-    )
-    lora_learning_rate: float = option(3e-4, "AdamW's step size with --lora", at_least=0, at_most=1)
-    weight_decay: float = option(0.01, "AdamW's weight decay of matrices", at_least=0)
+    runs: int = option(300, "independent TSMC runs, of which a tenth is held out", 2)
+    updates: int = option(80, "gradient steps", 1)
+    batch_size: int = option(128, "sequences of one step", 1)
+    learning_rate: float = option(3e-5, "AdamW's step size for full fine-tuning", 0, 1)
+    lora_learning_rate: float = option(3e-4, "AdamW's step size with --lora", 0, 1)
+    weight_decay: float = option(0.01, "AdamW's weight decay of matrices", 0)
 
     def step_size(self, lora: bool) -> float:
         """AdamW's step size for what is trained."""
@@ -100,33 +94,26 @@ class DistillConfig:
 class PoolConfig:
     """Twist learning from everything drawn so far."""
 
-    base_draws: int = option(10_000, "sequences drawn from p^(0) in the first round", at_least=1)
-    rounds: int = option(2, "rounds of drawing and learning in each generation", at_least=1)
-    draws: int = option(10_000, "sequences drawn from q in each of these rounds", at_least=1)
-    power: float = option(
-        0.6, "power of psi in drawing: below 1 broader than q", at_least=0, at_most=1
-    )
-    least_ess: float = option(
-        0.02, "truncate weights to an ESS of this share of all draws", at_least=0, at_most=1
-    )
-    updates: int = option(120, "gradient steps after each round, from psi = 1", at_least=1)
-    batch_size: int = option(128, "sequences of one step", at_least=1)
-    learning_rate: float = option(1e-4, "Adam's step size", at_least=0, at_most=1)
-    hidden_units: int = option(192, "width of the twist's two hidden layers", at_least=1)
+    base_draws: int = option(10_000, "sequences drawn from p^(0) in the first round", 1)
+    rounds: int = option(2, "rounds of drawing and learning in each generation", 1)
+    draws: int = option(10_000, "sequences drawn from q in each of these rounds", 1)
+    power: float = option(0.6, "power of psi in drawing; below 1 it is broader than q", 0, 1)
+    least_ess: float = option(0.02, "truncate weights to an ESS of this share of all draws", 0, 1)
+    updates: int = option(120, "gradient steps after each round, from psi = 1", 1)
+    batch_size: int = option(128, "sequences of one step", 1)
+    learning_rate: float = option(1e-4, "Adam's step size", 0, 1)
+    hidden_units: int = option(192, "width of the twist's two hidden layers", 1)
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Evaluation."""
 
-    particles: int = option(50, "K in testing", at_least=1)
-    runs: int = option(40, "independent TSMC runs whose particles are pooled", at_least=2)
-    base_samples: int = option(2000, "samples of the bare p^(m)", at_least=2)
+    particles: int = option(50, "K in testing", 1)
+    runs: int = option(40, "independent TSMC runs whose particles are pooled", 2)
+    base_samples: int = option(2000, "samples of the bare p^(m)", 2)
     target_proposals: int = option(
-        100_000,
-        "base samples for rejection where no exact samples are shipped for the options; "
-        "0 leaves out KL(sigma||q)",
-        at_least=0,
+        100_000, "draws for rejection where no exact samples are shipped; 0 leaves out KL", 0
     )
 
 
@@ -137,40 +124,33 @@ class RunConfig:
     preset: str = option("pocket", "which checkpoints", choices=tuple(PRESETS))
     method: str = option(
         "distilled",
-        "distilled: Algorithm 1 of the paper; "
-        "pooled: a twist learned from everything drawn so far, while p^(0) stays",
+        "distilled: Algorithm 1 of the paper; pooled: a twist learned from all draws, p^(0) stays",
         choices=("distilled", "pooled"),
     )
-    generations: int = option(2, "M, generations after generation 0", at_least=0)
+    generations: int = option(2, "M, generations after generation 0", 0)
     potential: tuple[str, ...] = option(
         ("toxicity",),
         "phi: toxicity, nontoxicity, keyword:WORD, regex:PATTERN, first-sentence:WORDS "
         "(keyword~C:WORD and so on are soft: a miss costs C nats) or FILE.py:NAME, a function from "
         "texts to log phi; repeat the option for a product",
     )
-    beta: float = option(
-        10.0, "strength of the classifier: log phi = beta log p(toxic | s)", at_least=0
-    )
+    beta: float = option(10.0, "strength of the classifier: log phi = beta log p(toxic | s)", 0)
     prompt: str = option("Once upon a time, there was a", "s_0, which every story continues")
-    length: int = option(20, "T, tokens of a continuation", at_least=1)
-    seed: int = option(0, "seed of everything random", at_least=0, at_most=math.inf)
+    length: int = option(20, "T, tokens of a continuation", 1)
+    seed: int = option(0, "seed of everything random", 0, math.inf)
     out: str = option("", "directory to write to, not existing yet (default: a new one in runs/)")
     device: str = option("auto", "auto, cpu, cuda, cuda:N or mps; auto takes a GPU if there is one")
-    dtype: str = option(
-        "float32", "type of p while sampling and of the scorers", choices=tuple(DTYPES)
-    )
-    rows: int = option(1000, "sequences in memory at a time, at least one TSMC run", at_least=1)
+    dtype: str = option("float32", "type of the networks, but for training", choices=tuple(DTYPES))
+    rows: int = option(1000, "sequences in memory at a time, at least one TSMC run", 1)
     quiet: bool = option(False, "no progress, only what needs attention and the table")
     lora: bool = option(False, "distil by LoRA (rank 8, query and value), not full fine-tuning")
-    effective_potential: bool = option(
-        True, "phi^(m) for generations m >= 1; without it phi itself, and sigma drifts"
-    )
-    particles: int = option(50, "K in training; 100 with --preset paper", at_least=1)
+    effective_potential: bool = option(True, "phi^(m) for m >= 1; without it phi, and sigma drifts")
+    particles: int = option(50, "K in training; 100 with --preset paper", 1)
     resampling: str = option("systematic", "resampling scheme", choices=tuple(SCHEMES))
     ess_threshold: float = option(
-        0.0, "resample where ESS < this share of K: 1 always, 0 at the end", at_least=0, at_most=1
+        0.0, "resample where ESS < this share of K: 1 always, 0 at the end alone", 0, 1
     )
-    moves: int = option(1, "Metropolis-Hastings moves of each sample at the end", at_least=0)
+    moves: int = option(1, "Metropolis-Hastings moves of each sample at the end", 0)
     as_published: bool = option(
         False, "as in the paper: --resampling multinomial --ess-threshold 1 --moves 0"
     )
@@ -188,7 +168,7 @@ class RunConfig:
         return checkpoint_directory(name, f"--{role.replace('_', '-')}")
 
     def torch_device(self) -> torch.device:
-        """The device to run on, with torchrun the GPU of this process; InputError if unavailable."""
+        """The device to run on, with torchrun this process's GPU; InputError if unavailable."""
         name = self.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -213,15 +193,15 @@ class RunConfig:
         return lambda chunk: self.generator(*purpose, chunk)
 
 
-def flags(config_class: type, group: str = "") -> list[tuple[str, str, dataclasses.Field]]:
-    """(group, flag, field) of every option of a config class and of its groups."""
+def flags() -> list[tuple[str, str, dataclasses.Field]]:
+    """(group, flag, field) of every option; the group of RunConfig's own is empty."""
     options = []
-    for item in dataclasses.fields(config_class):
+    for item in dataclasses.fields(RunConfig):
         if dataclasses.is_dataclass(item.type):
-            options += flags(item.type, item.name)
+            for inner in dataclasses.fields(item.type):
+                options.append((item.name, f"--{item.name}-{inner.name}".replace("_", "-"), inner))
         else:
-            name = f"{group}_{item.name}" if group else item.name
-            options.append((group, "--" + name.replace("_", "-"), item))
+            options.append(("", f"--{item.name}".replace("_", "-"), item))
     return options
 
 
@@ -235,38 +215,29 @@ class OneLineParser(argparse.ArgumentParser):
 
 def make_parser(description: str) -> argparse.ArgumentParser:
     """An argument for every option; those not given are absent from what it parses."""
-    parser = OneLineParser(
-        description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False
-    )
-    titles = {
-        "": "run",
-        "ctl": "distilled: twist learning (CTL)",
-        "distill": "distilled: self-distillation",
-        "pool": "pooled",
-        "eval": "evaluation",
-    }
-    groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
-    for group, flag, item in flags(RunConfig):
-        kind: dict[str, Any] = {"type": item.type}
+    absent = argparse.SUPPRESS
+    parser = OneLineParser(description=description, argument_default=absent, allow_abbrev=False)
+    for _, flag, item in flags():
+        default = item.default
+        kind: dict[str, Any] = {"type": item.type, "choices": item.metadata["limits"]["choices"]}
+        if not kind["choices"]:
+            del kind["choices"]
         if item.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
-        elif isinstance(item.default, tuple):
+        elif isinstance(default, tuple):
             kind = {"action": "append"}
-        if "choices" in item.metadata:
-            kind["choices"] = item.metadata["choices"]
-        default = " ".join(item.default) if isinstance(item.default, tuple) else item.default
+            default = " ".join(default)
         text = item.metadata["help"] + (f" (default: {default})" if default != "" else "")
-        groups[group].add_argument(flag, help=text.replace("%", "%%"), **kind)
+        parser.add_argument(flag, help=text.replace("%", "%%"), **kind)
     text = "continue the run of this directory, with its own options"
-    groups[""].add_argument("--resume", metavar="RUN", help=text)
+    parser.add_argument("--resume", metavar="RUN", help=text)
     return parser
 
 
-def check(flag: str, value: Any, metadata: Any) -> None:
+def check(flag: str, value: Any, low: Any = None, high: Any = None, choices: Any = ()) -> None:
     """InputError where an option's value is out of its range."""
-    low = metadata.get("at_least")
-    high = metadata.get("at_most", MOST if type(value) is int else None)
-    choices = metadata.get("choices")
+    if high is None and type(value) is int:
+        high = MOST
     if choices and value not in choices:
         raise InputError(f"{flag} is {value!r}; give one of {', '.join(choices)}")
     if isinstance(value, str) and not value.isprintable():
@@ -279,25 +250,26 @@ def check(flag: str, value: Any, metadata: Any) -> None:
         raise InputError(f"{flag} is {shortened(str(value))}; give at most {high}")
 
 
-def build(values: dict[str, dict[str, Any]]) -> RunConfig:
-    """A config from values by group and name, those of RunConfig itself in the group ""."""
-    built: dict[str, dict[str, Any]] = {"": {}}
-    for group, flag, item in flags(RunConfig):
-        value = values.get(group, {}).get(item.name, item.default)
-        if isinstance(item.default, tuple):
-            value = tuple(value)
-            for part in value:
-                check(flag, part, item.metadata)
-        else:
-            value = item.type(value)
-            check(flag, value, item.metadata)
-        built.setdefault(group, {})[item.name] = value
-    groups = {
-        item.name: item.type(**built[item.name])
-        for item in dataclasses.fields(RunConfig)
-        if dataclasses.is_dataclass(item.type)
-    }
-    return RunConfig(**built[""], **groups)
+def build(values: dict[str, Any]) -> RunConfig:
+    """A config from values by name, those of a group in a dictionary of its own."""
+    built: dict[str, Any] = {"ctl": {}, "distill": {}, "pool": {}, "eval": {}}
+    for group, flag, item in flags():
+        given = values.get(group, {}) if group else values
+        value = given.get(item.name, item.default)
+        try:
+            kind = tuple if isinstance(item.default, tuple) else item.type
+            value = kind(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{flag} is {value!r}; give a value of type {kind.__name__}") from error
+        for part in value if kind is tuple else [value]:
+            check(flag, part, **item.metadata["limits"])
+        place = built[group] if group else built
+        place[item.name] = value
+    built["ctl"] = CTLConfig(**built["ctl"])
+    built["distill"] = DistillConfig(**built["distill"])
+    built["pool"] = PoolConfig(**built["pool"])
+    built["eval"] = EvaluationConfig(**built["eval"])
+    return RunConfig(**built)
 
 
 def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfig, Path | None]:
@@ -313,18 +285,18 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
             others = ", ".join("--" + name.replace("_", "-") for name in chosen)
             raise InputError(f"--resume takes the options of the run; leave out {others}")
         return dataclasses.replace(saved_config(path), quiet=quiet), path
-    values: dict[str, dict[str, Any]] = {"": {}}
-    for group, flag, item in flags(RunConfig):
+    values: dict[str, Any] = {}
+    for group, flag, item in flags():
         key = flag[2:].replace("-", "_")
         if key in chosen:
-            values.setdefault(group, {})[item.name] = chosen[key]
-    own = values[""]
-    if own.get("as_published"):
-        for name in PUBLISHED.keys() & own.keys():
+            given = values.setdefault(group, {}) if group else values
+            given[item.name] = chosen[key]
+    if values.get("as_published"):
+        for name in PUBLISHED.keys() & values.keys():
             flag = "--" + name.replace("_", "-")
             raise InputError(f"--as-published sets {flag} itself; leave one of them out")
-        own |= PUBLISHED
-    own.setdefault("particles", PRESETS[own.get("preset", "pocket")].particles)
+        values |= PUBLISHED
+    values.setdefault("particles", PRESETS[values.get("preset", "pocket")].particles)
     return build(values), None
 
 
@@ -333,8 +305,6 @@ def saved_config(run: Path) -> RunConfig:
     path = Path(run) / "config.json"
     raw = read_json(path)
     with reading(path, "holds no options of a run", "name a directory that main.py wrote"):
-        names = {item.name for item in dataclasses.fields(RunConfig)}
-        if not names <= raw.keys():
-            raise ValueError(f"it has no {min(names - raw.keys())}")
-        groups = {name: value for name, value in raw.items() if isinstance(value, dict)}
-        return build({"": raw, **groups})
+        for item in dataclasses.fields(RunConfig):
+            raw[item.name]  # every option must be there
+        return build(raw)

@@ -1,10 +1,10 @@
 """One phase of a run on disk, and its progress on screen.
 
-    resume/NAME.safetensors    the tensors that the phase has computed; in the metadata
-                               what they belong to, their sha256, and the phase's lines of metrics.jsonl
+    resume/NAME.safetensors    the tensors that the phase has computed; in the metadata the phase
+                               and run, their sha256, and the phase's lines of metrics.jsonl
 
-A phase draws from a random stream of its own, so one that was interrupted can simply be run again and
-gives the same result. The file is written whole when the phase has finished.
+A phase draws from a random stream of its own, so one that was interrupted can simply be run again
+and gives the same result. The file is written whole when the phase has finished.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ SECONDS = 5.0  # between updates of the progress where standard error is not a t
 REMEDY = "delete it to repeat its phase"
 
 
-def digest_of_tensors(tensors: dict[str, Tensor]) -> str:
-    """sha256 of the names, types and values of tensors."""
-    digest = hashlib.sha256()
+def digest_of_phase(tensors: dict[str, Tensor], records: str) -> str:
+    """sha256 of the records, and of the names, types, shapes and values of the tensors."""
+    digest = hashlib.sha256(records.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
@@ -39,11 +39,9 @@ def digest_of_tensors(tensors: dict[str, Tensor]) -> str:
 def write_phase(path: Path, tensors: dict[str, Tensor], identity: str, records: list[dict]) -> None:
     """Write what a phase has computed; `identity` says which phase of which run it is."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {
-        "identity": identity,
-        "sha256": digest_of_tensors(tensors),
-        "records": json.dumps(records),
-    }
+    lines = json.dumps(records)
+    digest = digest_of_phase(tensors, lines)
+    metadata = {"identity": identity, "sha256": digest, "records": lines}
     with replacing(path) as temporary:
         temporary.write_bytes(save(tensors, metadata))
 
@@ -58,7 +56,7 @@ def read_phase(
         records = json.loads(metadata["records"])
         if metadata["identity"] != identity:
             raise ValueError("it belongs to another phase or run")
-        if metadata["sha256"] != digest_of_tensors(tensors):
+        if metadata["sha256"] != digest_of_phase(tensors, metadata["records"]):
             raise ValueError("it has changed since it was written")
     return {name: tensor.to(device) for name, tensor in tensors.items()}, records
 

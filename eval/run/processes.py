@@ -113,7 +113,7 @@ def ctl_batches(
 
 
 def join(device: torch.device) -> None:
-    """Join the processes that torchrun has started; InputError where they do not find each other."""
+    """Join the processes that torchrun has started; InputError where they do not meet."""
     if dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") == "1":
         return
     if device.type == "cuda":

@@ -1,13 +1,13 @@
-"""A run of `main.py`: its directory, its random streams, and its phases, each of which is computed once.
+"""A run of `main.py`: its directory, its random streams and its phases, each computed once.
 
     config.json     every option, versions, networks      metrics.jsonl   a line for each step
     results.json    the final table                       samples.jsonl   texts with their scores
     generation-m/   model, tokenizer, twist               figures/        PNG
     resume/         finished phases, until the run has finished      .lock   held by the writer
 
-A run is a fixed sequence of phases. `once` returns what a phase has computed: from its file where an
-earlier process has finished it, else by computing it. Every file is written whole or not at all. Of
-several processes one writes. A lock keeps two runs from writing into the same directory.
+A run is a fixed sequence of phases. `once` returns what a phase has computed: from its file where
+an earlier process has finished it, else by computing it. Every file is written whole or not at all.
+Of several processes one writes. A lock keeps two runs from writing into the same directory.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import filelock
-import numpy
 import torch
 from torch import Tensor
 
@@ -33,6 +32,8 @@ from tinystories.errors import InputError
 from tsmc.interfaces import Report
 from tsmc.runs import Draw, chunk_sizes, joined
 
+Compute = Callable[[Report], dict[str, Tensor]]
+"""compute(report) gives the tensors of a phase, and calls `report` once for each step."""
 NEUTRAL = {"out": "", "quiet": False}  # options that change no result
 
 
@@ -61,7 +62,8 @@ class Run:
             return
         self.lock = locked(self.path)
         if resumed is None:
-            made_by = {"versions": versions(), "networks": networks}
+            versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+            made_by = {"versions": versions, "networks": networks}
             write_json(self.path / "config.json", dataclasses.asdict(config) | made_by)
         elif read_json(self.path / "config.json").get("networks") != networks:
             fault = f"{self.path}: a network or potential has changed since the run began"
@@ -80,14 +82,8 @@ class Run:
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"interrupted; continue with --resume {self.path}") from error
 
-    def once(
-        self,
-        phase: str,
-        m: int | None,
-        steps: int,
-        compute: Callable[[Report], dict[str, Tensor]],
-    ) -> dict[str, Tensor]:
-        """The tensors of a phase of generation m, which has so many steps and reports each of them."""
+    def once(self, phase: str, m: int | None, steps: int, compute: Compute) -> dict[str, Tensor]:
+        """The tensors of a phase of generation m, which reports each of its steps."""
         place = "start" if m is None else str(m)
         name = f"{place}-{phase.replace(' ', '-')}"
         path = self.path / "resume" / f"{name}.safetensors"
@@ -141,16 +137,11 @@ class Run:
         return self.config.generator(*purpose)
 
     def log(self, records: list[dict]) -> None:
-        """Append lines to metrics.jsonl; InputError where the disk is full."""
-        if not self.writes:
-            return
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        try:
+        """Append lines to metrics.jsonl."""
+        if self.writes:
+            lines = "".join(json.dumps(record) + "\n" for record in records)
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(lines)
-        except OSError as error:
-            fault = f"{self.metrics}: cannot be written ({error.strerror})"
-            raise InputError(f"{fault}; free space, then continue with --resume") from error
 
     def add_samples(self, rows: list[dict]) -> None:
         """Add rows to samples.jsonl, which is written anew as a whole."""
@@ -165,64 +156,39 @@ class Run:
             say(line)
 
     def finish(self, results: dict) -> None:
-        """Write results.json; the files of the phases are no longer needed."""
+        """Write results.json and remove the files of the phases, which are no longer needed."""
         processes.gather(None)  # other processes may still be reading them
         if self.writes:
             write_json(self.path / "results.json", finite_or_null(results))
-            self.forget_phases()
-
-    def forget_phases(self) -> None:
-        """Remove the files of the phases, and their folder if nothing else is in it."""
-        for path in self.phases:
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            (self.path / "resume").rmdir()
+            for path in self.phases:
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something of the user's is in the folder
+                (self.path / "resume").rmdir()
 
 
 def new_directory(config: RunConfig) -> Path:
-    """A directory that did not exist; InputError where it does or cannot be made."""
-    path = Path(config.out) if config.out else free_name(Path("runs"), config.preset)
+    """The directory of --out, or else a new one in runs/; InputError where it exists already."""
+    path = Path(config.out or f"runs/{config.preset}")
+    number = 1
+    while not config.out and path.exists():
+        number += 1
+        path = Path(f"runs/{config.preset}-{number}")
     try:
-        path.mkdir(parents=True, exist_ok=False)
+        path.mkdir(parents=True)
     except FileExistsError:
         fault = f"--out {path}: exists already"
         raise InputError(f"{fault}; choose another, or continue its run with --resume") from None
-    except OSError as error:
-        fault = f"--out {path}: cannot be written ({error.strerror})"
-        raise InputError(f"{fault}; choose another directory") from error
     return path
 
 
 def locked(path: Path) -> filelock.BaseFileLock:
-    """A lock on a directory; InputError where another process holds it or it cannot be written."""
+    """A lock on a directory; InputError where another process holds it."""
     lock = filelock.FileLock(path / ".lock", timeout=0)
     try:
         lock.acquire()
     except filelock.Timeout:
         raise InputError(f"{path}: another process is writing there; wait or stop it") from None
-    except OSError as error:
-        fault = f"{path}: cannot be written ({error.strerror})"
-        raise InputError(f"{fault}; choose another directory") from error
     return lock
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python, PyTorch and NumPy that the numbers come from."""
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-    }
-
-
-def free_name(parent: Path, stem: str) -> Path:
-    """The first of stem, stem-2, stem-3, ... that does not exist."""
-    path = parent / stem
-    number = 1
-    while path.exists():
-        number += 1
-        path = parent / f"{stem}-{number}"
-    return path
 
 
 def finite_or_null(value):

@@ -1,4 +1,4 @@
-"""What a run starts from: p^(0), the potential, sigma with any exact samples of it, and the scorers.
+"""What a run starts from: p^(0), the potential, sigma with any exact samples, the scorers.
 
 Options turn into the parts of a run here; everything below receives these parts and numbers.
 """
@@ -41,7 +41,7 @@ class Setup:
     exact_vectors: Tensor | None = None  # [M, D] embeddings of the exact samples
 
     def sigma(self, model: GPTNeo | None = None) -> Sigma:
-        """Sigma as p^(m) = model sees it, through phi^(m) (eq. 8); without a model as p^(0) does."""
+        """Sigma as p^(m) = model sees it, through phi^(m) (eq. 8), or as p^(0) does."""
         log_potential = base_potential(self.potential)
         if model is None:
             return Sigma(self.base, log_potential)

@@ -28,7 +28,7 @@ def named_rows(results: dict) -> dict[str, dict]:
 
 
 def columns(results: dict) -> list[tuple[str, str, str]]:
-    """The informative part of TABLE: if the potential is toxicity alone, log phi only repeats it."""
+    """The informative part of TABLE: with toxicity alone, log phi only repeats it."""
     rows = named_rows(results).values()
     is_plain = results.get("potential", ["toxicity"]) == ["toxicity"]
     hidden = {"log_phi"} if is_plain else set()

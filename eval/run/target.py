@@ -2,9 +2,9 @@
 
     sigma(s) = p^(0)(s) phi(s) / Z_sigma (eq. 2),   drawn by rejection (`tsmc/rejection.py`)
 
-`target.json` names the fingerprints of the language model and of the classifier that the samples were
-made with, because samples of other checkpoints belong to another sigma, and the sha256 of the samples.
-N samples, T tokens.
+`target.json` names the fingerprints of the language model and of the classifier that the samples
+were made with, because samples of other checkpoints belong to another sigma, and the sha256 of the
+samples. N samples, T tokens.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -58,8 +58,8 @@ def save_target(directory: Path, exact: ExactSamples, key: TargetKey, **notes) -
 def load_target(directory: Path, key: TargetKey, vocab_size: int) -> ExactSamples | None:
     """The samples, or None where they belong to another prompt, length, beta or potential.
 
-    InputError where they belong to other checkpoints than `key` names, where a file holds impossible
-    values, or where the two files do not fit each other.
+    InputError where they belong to other checkpoints than `key` names, where a file holds
+    impossible values, or where the two files do not fit each other.
     """
     path = Path(directory) / "target.json"
     samples = path.with_name(SAMPLES)

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import tinystories
-from eval.run.options import RunConfig, check, saved_config
+from eval.run.options import RunConfig, build, check, saved_config
 from eval.run.setup import Setup, load_setup
 from tinystories.checkpoint import fill, read_tensors, reading, write_tensors
 from tinystories.errors import InputError
@@ -141,10 +141,7 @@ class Drawn:
 
 def with_options(config: RunConfig, **changes) -> RunConfig:
     """The options of a run with some of them changed; InputError names one that is out of range."""
-    config = dataclasses.replace(config, **changes)
-    for item in dataclasses.fields(RunConfig):
-        check("--" + item.name.replace("_", "-"), getattr(config, item.name), item.metadata)
-    return config
+    return build(dataclasses.asdict(config) | changes)
 
 
 def draw(config: RunConfig, setup: Setup, m: int, directory: Path, runs: int) -> Drawn:
@@ -152,7 +149,7 @@ def draw(config: RunConfig, setup: Setup, m: int, directory: Path, runs: int) ->
 
     Equal options give equal texts. InputError for a number of runs that is not positive.
     """
-    check("--runs", runs, {"at_least": 1})
+    check("--runs", runs, low=1)
     sigma, twist = load_generation(setup, directory, m, config.torch_device())
     rule = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
     trace = Trace()

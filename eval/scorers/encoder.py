@@ -53,15 +53,16 @@ class EncoderConfig:
         raw = known | defaults | {name: value for name, value in raw.items() if value is not None}
         if wrong := [name for name, value in known.items() if raw[name] != value]:
             raise ValueError(f"{wrong[0]} is {raw[wrong[0]]!r}, not {known[wrong[0]]}")
-        names = [field.name for field in dataclasses.fields(cls)]
-        sizes = checkpoint.positive_integers(raw, names[:7])
+        names = [field.name for field in dataclasses.fields(cls)][:7]
+        sizes = checkpoint.positive_integers(raw, names)
+        epsilon, padding = float(raw["layer_norm_eps"]), raw["pad_token_id"]
         if sizes["hidden_size"] % sizes["num_attention_heads"]:
             raise ValueError("hidden_size must be a multiple of num_attention_heads")
-        if not 0 < float(raw["layer_norm_eps"]) < 1:
+        if not 0 < epsilon < 1:
             raise ValueError("layer_norm_eps must be between 0 and 1")
-        if raw["pad_token_id"] not in range(sizes["vocab_size"]):
+        if padding not in range(sizes["vocab_size"]):
             raise ValueError("pad_token_id must be a token")
-        return cls(**sizes, **{name: raw[name] for name in names[7:]})
+        return cls(**sizes, layer_norm_eps=epsilon, pad_token_id=int(padding))
 
     def to_dict(self) -> dict:
         """The fields in the Hugging Face layout, without those in which BERT and RoBERTa differ."""

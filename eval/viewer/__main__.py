@@ -94,7 +94,7 @@ def as_text(drawn: Drawn, samples: list[str], about: dict) -> str:
 
 def sample(args: argparse.Namespace) -> None:
     """Draw and print the populations of every chosen generation; write the page and the picture."""
-    check("--samples", args.samples, {"at_least": 1})
+    check("--samples", args.samples, low=1)
     for flag, path in (("--html", args.html), ("--picture", args.picture)):
         if path and path.exists() and not path.is_file():
             raise InputError(f"{flag} {path}: is not a regular file; choose another name")

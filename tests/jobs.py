@@ -1,4 +1,7 @@
-"""The main job at its smallest: in this process, or in processes forked from one that has imported everything."""
+"""The main job at its smallest size: in this process, or in others that are forked from it.
+
+A forked process has loaded all libraries already, and the code that oneDNN has compiled so far.
+"""
 
 import contextlib
 import io
@@ -10,19 +13,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 import main
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["main", "jobs"])
+CONTEXT = multiprocessing.get_context("fork")
 SIZES = [
     *("--generations", "1", "--eval-runs", "5", "--eval-particles", "4"),
-    *("--eval-base-samples", "25", "--eval-target-proposals", "100", "--beta", "0.3"),
-    *("--rows", "40", "--length", "6", "--quiet"),
+    *("--eval-base-samples", "20", "--eval-target-proposals", "60", "--beta", "0.3"),
+    *("--rows", "16", "--length", "5", "--quiet"),
 ]
 DISTILLED = [
     *("--method", "distilled", *SIZES, "--ctl-updates", "4", "--ctl-batch-size", "11"),
@@ -59,37 +61,45 @@ def products(run: Path) -> dict[str, bytes]:
     return {name: (run / name).read_bytes() for name in PRODUCTS}
 
 
-def die_at(name: str, is_written: bool) -> None:
-    """Kill this process when it is about to put the file `name` in its place, or just after."""
-    replace = os.replace
+@dataclass
+class Moment:
+    """When a file is about to be put in its place, or just after; then the process is signalled."""
 
-    def replace_or_die(source: Path, target: Path) -> None:
-        is_due = str(target).endswith(name)
-        if is_written or not is_due:
+    file: str
+    is_written: bool
+    signal: int = signal.SIGKILL
+
+    def watch(self) -> None:
+        """Replace the function that puts files in their place."""
+        replace = os.replace
+
+        def replace_and_signal(source: Path, target: Path) -> None:
+            is_due = str(target).endswith(self.file)
+            if is_due and not self.is_written:
+                os.kill(os.getpid(), self.signal)
             replace(source, target)
-        if is_due:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if is_due and self.is_written:
+                os.kill(os.getpid(), self.signal)
 
-    os.replace = replace_or_die
+        os.replace = replace_and_signal
 
 
-def job(
+def child(
     function: Callable,
     argument: object,
     folder: Path,
     environment: dict[str, str],
     file_limit: int | None,
-    dies_at: tuple[str, bool] | None,
+    moment: Moment | None,
 ) -> None:
-    """What a child process runs, on one thread; what it prints is added to two files."""
-    torch.set_num_threads(1)
+    """What a child process runs; what it prints is added to two files."""
     os.environ |= environment
     rank = environment.get("RANK", "0")
     if file_limit is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
-    if dies_at is not None:
-        die_at(*dies_at)
+    if moment is not None:
+        moment.watch()
     with (
         open(folder / f"errors-{rank}", "a") as sys.stderr,
         open(folder / f"output-{rank}", "a") as sys.stdout,
@@ -102,13 +112,13 @@ def start(
     folder: Path,
     function: Callable = run_main,
     file_limit: int | None = None,
-    dies_at: tuple[str, bool] | None = None,
+    moment: Moment | None = None,
     **place: object,
-):
+) -> multiprocessing.Process:
     """function(argument), begun in a process of its own; `place` is its environment."""
     environment = {name: str(value) for name, value in place.items()}
-    arguments = (function, argument, folder, environment, file_limit, dies_at)
-    process = CONTEXT.Process(target=job, args=arguments)
+    arguments = (function, argument, folder, environment, file_limit, moment)
+    process = CONTEXT.Process(target=child, args=arguments)
     process.start()
     return process
 

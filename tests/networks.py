@@ -1,18 +1,17 @@
 """Random networks of transformers in the three roles, written to disk with their tokenizers."""
 
-import copy
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 import tinystories
 from eval.scorers import similarity, toxicity
-from tinystories.checkpoint import write_json
+from tinystories.checkpoint import read_json, write_json
 from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
 TEXTS = [
@@ -28,7 +27,7 @@ LOAD = {"lm": tinystories.load, "toxicity": toxicity.load, "similarity": similar
 SAVE = {"lm": tinystories.save, "toxicity": toxicity.save, "similarity": similarity.save}
 SCORER = {"toxicity": toxicity.ToxicityScorer, "similarity": similarity.SimilarityScorer}
 PREFIX = {"lm": "transformer.", "toxicity": "roberta.", "similarity": "bert."}
-VOCABULARY = {"lm": "gpt2", "toxicity": "roberta", "similarity": "bert"}
+KIND = {"lm": "gpt2", "toxicity": "roberta", "similarity": "bert"}
 SPECIAL = {
     "gpt2": [END_OF_TEXT],
     "roberta": ["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
@@ -47,49 +46,43 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
-            is_scale = name.endswith("weight")  # of a LayerNorm
-            parameter.data = is_scale + 0.3 * noise
+            parameter.data = name.endswith("weight") + 0.3 * noise  # 1 + noise in a LayerNorm
         else:
             is_table = "embeddings" in name or "wte" in name or "wpe" in name
             parameter.data = noise if is_table else noise / parameter.shape[1] ** 0.5
     return model.eval()
 
 
-def oracle(role: str, seed: int = 0, **changes) -> transformers.PreTrainedModel:
+def oracle(role: str, **changes) -> transformers.PreTrainedModel:
     """A small random network of transformers."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 24, "max_position_embeddings": LIMIT}
     if role == "lm":
-        shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 24, "num_layers": 2, "num_heads": 3}
-        shape |= {"max_position_embeddings": LIMIT, "window_size": 4}
-        shape |= {"attention_types": [[["global", "local"], 1]]}
-        config = transformers.GPTNeoConfig(**(shape | changes))
-        return randomise(transformers.GPTNeoForCausalLM(config), seed)
-    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 24, "num_hidden_layers": 3}
-    shape |= {"num_attention_heads": 4, "intermediate_size": 40, "layer_norm_eps": 1e-5}
-    if role == "toxicity":
-        shape |= {"max_position_embeddings": LIMIT + 2, "type_vocab_size": 1, "num_labels": 1}
-        config = transformers.RobertaConfig(**(shape | {"pad_token_id": 1} | changes))
-        return randomise(transformers.RobertaForSequenceClassification(config), seed)
-    shape |= {"max_position_embeddings": LIMIT, "type_vocab_size": 2}
-    return randomise(transformers.BertModel(transformers.BertConfig(**(shape | changes))), seed)
+        sizes |= {"num_layers": 2, "num_heads": 3, "window_size": 4}
+        sizes |= {"attention_types": [[["global", "local"], 1]]}
+        config = transformers.GPTNeoConfig(**(sizes | changes))
+        return randomise(transformers.GPTNeoForCausalLM(config), seed=0)
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40}
+    if role == "similarity":
+        config = transformers.BertConfig(**(sizes | changes))
+        return randomise(transformers.BertModel(config), seed=0)
+    sizes |= {"max_position_embeddings": LIMIT + 2, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+    config = transformers.RobertaConfig(**(sizes | {"num_labels": 1} | changes))
+    return randomise(transformers.RobertaForSequenceClassification(config), seed=0)
 
 
 def write_vocabulary(path: Path, kind: str, **options) -> None:
     """The files of a repository without tokenizer.json, trained on a few texts."""
-    special, corpus = SPECIAL[kind], TEXTS * 3 + [text.lower() for text in TEXTS]
+    special = {"special_tokens": SPECIAL[kind], "show_progress": False}
     if kind == "bert":
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=150, special_tokens=special, show_progress=False
-        )
+        trainer = trainers.WordPieceTrainer(vocab_size=150, **special)
     else:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(
-            vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        )
-    tokenizer.train_from_iterator(corpus, trainer)
+        trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, **special)
+    tokenizer.train_from_iterator(TEXTS * 3 + [text.lower() for text in TEXTS], trainer)
     tokenizer.model.save(str(path))
     name = {"gpt2": "GPT2Tokenizer", "roberta": "RobertaTokenizer", "bert": "BertTokenizer"}[kind]
     write_json(path / "tokenizer_config.json", {"tokenizer_class": name} | options)
@@ -97,7 +90,7 @@ def write_vocabulary(path: Path, kind: str, **options) -> None:
 
 def write_tokenizer(path: Path, role: str) -> Tokenizer:
     """A tokenizer.json that fits the role, and what transformers needs beside it."""
-    write_vocabulary(path, VOCABULARY[role])
+    write_vocabulary(path, KIND[role])
     tokenizer = read_tokenizer(path, VOCAB_SIZE)
     for name in ("vocab.json", "merges.txt", "vocab.txt"):
         (path / name).unlink(missing_ok=True)
@@ -108,21 +101,27 @@ def write_tokenizer(path: Path, role: str) -> Tokenizer:
     return tokenizer
 
 
-def write_checkpoint(path: Path, role: str, **changes) -> transformers.PreTrainedModel:
-    """A directory written by transformers, and the network in it."""
-    network = oracle(role, **changes)
-    network.save_pretrained(path)
+def write(path: Path, role: str, network, layout: str = "", dtype=torch.float32) -> None:
+    """Save a network in `dtype` and a tokenizer.
+
+    transformers writes safetensors; "bin", "old bin" and "sharded bin" are made of them.
+    """
+    network.to(dtype)
+    size = sum(tensor.nbytes for tensor in network.state_dict().values())
+    network.save_pretrained(path, max_shard_size=size // 3 if "sharded" in layout else size * 2)
+    network.float()
     write_tokenizer(path, role)
-    return network
-
-
-def edit(source: Path, target: Path, change) -> Path:
-    """A copy of a checkpoint whose tensors went through `change`."""
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (target / name).write_bytes((source / name).read_bytes())
-    tensors = load_file(source / "model.safetensors")
-    save_file(change(copy.copy(tensors)), target / "model.safetensors")
-    return target
+    if "bin" not in layout:
+        return
+    for file in path.glob("*.safetensors"):
+        target, is_zip = path / f"pytorch_{file.stem}.bin", layout != "old bin"
+        torch.save(load_file(file), target, _use_new_zipfile_serialization=is_zip)
+        file.unlink()
+    for index in path.glob("*.index.json"):
+        places = read_json(index)["weight_map"]
+        places = {name: f"pytorch_{Path(file).stem}.bin" for name, file in places.items()}
+        write_json(path / "pytorch_model.bin.index.json", {"metadata": {}, "weight_map": places})
+        index.unlink()
 
 
 def encoded(path: Path, texts: list[str], limit: int = LIMIT) -> dict[str, Tensor]:
@@ -135,13 +134,13 @@ def encoded(path: Path, texts: list[str], limit: int = LIMIT) -> dict[str, Tenso
 @torch.no_grad()
 def expected(role: str, network, inputs: dict[str, Tensor]) -> Tensor:
     """What a network of transformers makes of tokens: logits, or unit vectors."""
+    output = network(**inputs)
     if role == "lm":
-        return network(**inputs).logits
+        return output.logits
     if role == "toxicity":
-        return network(**inputs).logits[:, 0]
-    kept, hidden = inputs["attention_mask"].bool(), network(**inputs).last_hidden_state
-    means = [row[keep].mean(0) for row, keep in zip(hidden, kept, strict=True)]
-    return F.normalize(torch.stack(means), dim=-1)
+        return output.logits[:, 0]
+    rows = zip(output.last_hidden_state, inputs["attention_mask"].bool(), strict=True)
+    return F.normalize(torch.stack([row[kept].mean(0) for row, kept in rows]), dim=-1)
 
 
 def assert_close(actual: Tensor, wanted: Tensor) -> None:

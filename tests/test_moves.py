@@ -1,4 +1,4 @@
-"""Moves leave sigma as it is: every decision that they can take in worlds that are enumerated, mutants, and long chains."""
+"""Moves leave sigma as it is: all their decisions in enumerated worlds, and long chains."""
 
 import inspect
 import types
@@ -10,72 +10,69 @@ from torch import Tensor
 from worlds import generator, gpt_neo_world, sequence_numbers, table_world
 
 import tsmc.moves
-from tsmc import SCHEMES, Chunks, Sigma, sample_runs
-from tsmc.exact import Target
+from tsmc import SCHEMES, Sigma, sample_proposal, sample_runs
+from tsmc.exact import Target, all_sequences
 from tsmc.moves import move
-from tsmc.scoring import token_log_probs
+from tsmc.proposal import Given, token_log_probs
+from tsmc.sampler import follow
 from tsmc.table import TableModel, TableTwist
-from tsmc.trajectories import trajectories
-from twist.potential import base_potential, effective_potential
+from twist.potential import effective_potential
 
-EDGE = 1e-9  # of a probability: on either side of it a decision is another
-
-
-def every_sequence(vocab_size: int, length: int) -> Tensor:
-    """All sequences [V^T, T] in lexicographic order."""
-    return torch.cartesian_prod(*[torch.arange(vocab_size)] * length).view(-1, length)
+EDGE = 1e-9  # of a probability: on either side of it the decision is another
 
 
-def worlds() -> list[tuple]:
-    """(sigma, twist, target) of a table, of a network, and of a distilled model under its effective potential."""
+def worlds() -> dict[str, tuple]:
+    """(sigma, twist, target) of a table, a network, and a student with its effective potential."""
     table, table_twist, potential = table_world(3, 3, seed=2)
     network, network_twist, its_potential = gpt_neo_world(2, 3, seed=2)
-    student = Sigma(TableModel.random(3, 3, generator(3)), effective_potential(potential, table))
-    return [
-        (Sigma(table, base_potential(potential)), table_twist, Target(table, potential)),
-        (Sigma(network, base_potential(its_potential)), network_twist, Target(network, its_potential)),
-        (student, table_twist, Target(table, potential)),
-        (student, None, Target(table, potential)),
-    ]
+    student = TableModel.random(3, 3, generator(3))
+    effective = Sigma(student, effective_potential(potential, table))
+    target = Target(table, potential)
+    its_target = Target(network, its_potential)
+    return {
+        "table": (Sigma(table, potential), table_twist, target),
+        "network": (Sigma(network, its_potential), network_twist, its_target),
+        "effective": (effective, table_twist, target),
+        "without a twist": (effective, None, target),
+    }
 
 
 def wrong_decisions(module: types.ModuleType, sigma: Sigma, twist, target: Target) -> float:
-    """Share of the moves s -> s' at every t that are decided otherwise than detailed balance asks for."""
-    vocab_size, length = sigma.model.vocab_size, sigma.model.length
-    sequences = every_sequence(vocab_size, length)
-    number = len(sequences)
-    old, new, kept = (x.flatten() for x in torch.meshgrid(*map(torch.arange, (number, number, length)), indexing="ij"))
-    same_prefix = ((sequences[old] == sequences[new]) | (torch.arange(length) >= kept[:, None])).all(1)
-    old, new, kept = old[same_prefix], new[same_prefix], kept[same_prefix]
+    """Share of the moves s -> s' at every t that detailed balance decides otherwise."""
+    length = sigma.model.length
+    sequences = target.tree.sequences()
+    ranges = [torch.arange(size) for size in (len(sequences), len(sequences), length)]
+    old, new, kept = torch.cartesian_prod(*ranges).T
     is_new = torch.arange(length) >= kept[:, None]
-    log_q = token_log_probs(sigma.model, twist, sequences)[1]  # [V^T, T]
-    there, back = (log_q[which].masked_fill(~is_new, 0).sum(1) for which in (new, old))
+    is_possible = ((sequences[old] == sequences[new]) | is_new).all(1)
+    old, new, kept, is_new = (x[is_possible] for x in (old, new, kept, is_new))
+    log_p, log_q = token_log_probs(sigma.model, twist, sequences)  # [V^T, T]
+    forth, back = (log_q[which].masked_fill(~is_new, 0).sum(1) for which in (new, old))
     log_sigma = target.log_sigma[-1]
-    ratio = (log_sigma[new] + back - log_sigma[old] - there).exp().clamp(max=1.0)
+    ratio = (log_sigma[new] + back - log_sigma[old] - forth).exp().clamp(max=1.0)
+    log_phi = sigma.log_potential(sequences, log_p.sum(1))[old]
+
+    def drawn(model, twist, rows, generator, given):
+        tokens = torch.where(given.is_given, given.tokens, sequences[new])
+        everything = torch.ones_like(given.is_given)
+        return sample_proposal(model, twist, rows, generator, given=Given(tokens, everything))
+
     wrong = torch.zeros(len(old), dtype=torch.bool)
-    log_p = token_log_probs(sigma.model, None, sequences)[0].sum(1)
-    log_phi = sigma.log_potential(sequences, log_p)[old]
-
-    def drawn(model, twist, uniform, keep_hidden, forced):
-        expected = sequences[old].masked_fill(is_new, -1)
-        assert torch.equal(forced, expected) or module is not tsmc.moves
-        return trajectories(model, twist, uniform, keep_hidden, sequences[new])
-
-    for accepted, limit in ((True, ratio * (1 - EDGE)), (False, ratio * (1 + EDGE))):
-        numbers = iter([(kept[:, None] + 0.5) / length, torch.rand(length * len(old), 1), limit[:, None]])
+    for is_accepted, limit in ((True, ratio * (1 - EDGE)), (False, ratio * (1 + EDGE))):
+        numbers = iter([(kept[:, None] + 0.5) / length, limit[:, None]])
         with (
             mock.patch.object(module, "uniforms", lambda *_, numbers=numbers: next(numbers)),
-            mock.patch.object(module, "trajectories", drawn),
+            mock.patch.object(module, "sample_proposal", drawn),
         ):
             after = module.move(sigma, twist, sequences[old], log_phi, 1, generator(0))
-        is_right = (after == sequences[new if accepted else old]).all(1)
-        wrong |= ~is_right & (accepted | (limit < 1))
+        is_right = (after == sequences[new if is_accepted else old]).all(1)
+        wrong |= ~is_right & (is_accepted | (limit < 1))
     return wrong.double().mean().item()
 
 
-@pytest.mark.parametrize("world", worlds(), ids=["table", "network", "effective", "without a twist"])
-def test_every_decision_balances_sigma(world):
-    assert wrong_decisions(tsmc.moves, *world) == 0
+@pytest.mark.parametrize("name", worlds())
+def test_every_decision_balances_sigma(name):
+    assert wrong_decisions(tsmc.moves, *worlds()[name]) == 0
 
 
 PROPOSAL = "(new.log_p - new.log_q) - (log_p - log_q)"
@@ -86,101 +83,99 @@ MUTANTS = {
     "prefix counted twice": (".masked_fill(~is_new, 0.0)", ".masked_fill(is_new, 0.0)"),
     "always taken": ("< log_ratio[:, None]", "< torch.inf + 0 * log_ratio[:, None]"),
     "the other way round": ("< log_ratio[:, None]", "< -log_ratio[:, None]"),
+    "end given in place of the beginning": ("Given(tokens, ~is_new)", "Given(tokens, is_new)"),
+    "one token too many given": (">= kept", "> kept"),
+    "one token too few given": ("Given(tokens, ~is_new)", "Given(tokens, ~is_new.roll(-1, 1))"),
 }
 
 
-@pytest.mark.parametrize("right, wrong", MUTANTS.values(), ids=MUTANTS)
+@pytest.mark.parametrize(("right", "wrong"), MUTANTS.values(), ids=MUTANTS)
 def test_a_wrong_decision_is_noticed(right, wrong):
     source, module = inspect.getsource(tsmc.moves), types.ModuleType("mutant")
     assert source.count(right) == 1, "the expression is no longer there"
     exec(compile(source.replace(right, wrong), "mutant", "exec"), module.__dict__)
-    assert wrong_decisions(module, *worlds()[0]) > 0.01
+    assert wrong_decisions(module, *worlds()["table"]) > 0.01
 
 
-def frequencies(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Share [V^T] of each sequence among tokens [N, T]."""
-    return sequence_numbers(tokens, vocab_size).bincount(minlength=vocab_size ** tokens.shape[1]) / len(tokens)
+def assert_sigma(tokens: Tensor, shares: Tensor) -> None:
+    """The frequencies of sequences [N, T] are `shares` [3^T] within 4.5 standard errors."""
+    found = sequence_numbers(tokens, 3).bincount(minlength=len(shares)) / len(tokens)
+    error = (shares * (1 - shares) / len(tokens)).sqrt()
+    assert ((found - shares).abs() / error).max() < 4.5
 
 
 @pytest.mark.parametrize("generation", [0, 1])
 def test_chains_sample_sigma(generation):
-    """From one sequence, whatever it is, to sigma; and from sigma one move stays there. Within 4.5 standard errors."""
+    """From one sequence, whatever it is, to sigma; and from sigma one move stays there."""
     table, twist, potential = table_world(3, 3, seed=2, scale=0.5)
-    sigma, target, rows = Sigma(table, base_potential(potential)), Target(table, potential), 20_000
+    sigma, target, rows = Sigma(table, potential), Target(table, potential), 4000
     if generation == 1:
-        sigma = Sigma(TableModel.random(3, 3, generator(3)), effective_potential(potential, table))
-    sequences, shares = every_sequence(3, 3), target.log_sigma[-1].exp()
-    log_phi = sigma.log_potential(sequences, token_log_probs(sigma.model, None, sequences)[0].sum(1))
+        student = TableModel.random(3, 3, generator(3))
+        sigma = Sigma(student, effective_potential(potential, table))
+    sequences, shares = all_sequences(3, 3), target.log_sigma[-1].exp()
+    log_p = token_log_probs(sigma.model, None, sequences)[0].sum(1)
+    log_phi = sigma.log_potential(sequences, log_p)
     exact = torch.multinomial(shares, rows, replacement=True, generator=generator(1))
-    for start, times in ((torch.zeros(rows, dtype=torch.long), 250 if generation else 60), (exact, 1)):
+    always_first = torch.zeros(rows, dtype=torch.long)
+    for start, times in ((always_first, 250 if generation else 60), (exact, 1)):
         moved = move(sigma, twist, sequences[start], log_phi[start], times, generator(2))
-        error = (frequencies(moved, 3) - shares).abs() / (shares * (1 - shares) / rows).sqrt()
-        assert error.max() < 4.5
+        assert_sigma(moved, shares)
         assert not torch.equal(moved, sequences[start])
 
 
 def test_every_beginning_is_kept_as_often_and_unchanged():
     """t is uniform in 0..T-1: at least one token is drawn anew, and all may be."""
-    sigma, twist, _ = worlds()[0]
-    tokens, kept = every_sequence(3, 3).repeat(300, 1), []
+    sigma, twist, _ = worlds()["table"]
+    tokens, kept = all_sequences(3, 3).repeat(300, 1), []
 
-    def drawn(model, twist, uniform, keep_hidden, forced):
-        kept.append((forced >= 0).sum(1))
-        assert ((forced == tokens) | (forced == -1)).all() and (forced[:, 1:] < 0)[forced[:, :-1] < 0].all()
-        return trajectories(model, twist, uniform, keep_hidden, forced)
+    def drawn(model, twist, rows, generator, given):
+        kept.append(given.is_given.sum(1))
+        assert torch.equal(given.tokens, tokens)
+        assert (given.is_given[:, :-1] >= given.is_given[:, 1:]).all(), "a beginning"
+        new = sample_proposal(model, twist, rows, generator, given=given)
+        assert (new.tokens == tokens)[given.is_given].all()
+        return new
 
-    with mock.patch.object(tsmc.moves, "trajectories", drawn):
+    with mock.patch.object(tsmc.moves, "sample_proposal", drawn):
         move(sigma, twist, tokens, torch.zeros(len(tokens)), 1, generator(0))
     counts = kept[0].bincount(minlength=4)
-    assert counts[3] == 0 and ((counts[:3] - len(tokens) / 3).abs() < 4.5 * (len(tokens) * 2 / 9) ** 0.5).all()
+    assert counts[3] == 0
+    assert ((counts[:3] - 2700).abs() < 4.5 * (8100 * 2 / 9) ** 0.5).all()
 
 
 def test_a_twist_that_rules_tokens_out_leaves_sigma():
-    """Behind a first token after which psi is zero everywhere nothing can be proposed; what is there stays, however often."""
+    """After a first token behind which psi is zero, nothing can be proposed and nothing changes."""
     model, _, potential = table_world(3, 3, seed=2, scale=0.5)
-    sigma, target, rows = Sigma(model, base_potential(potential)), Target(model, potential), 60_000
+    sigma, target = Sigma(model, potential), Target(model, potential)
     twist = TableTwist.ones(model)
     with torch.no_grad():
         twist.log_psi[int(model.states(torch.tensor([[1, 0]]))[0, 1])] = -torch.inf
-    sequences, shares = every_sequence(3, 3), target.log_sigma[-1].exp()
-    start = torch.multinomial(shares, rows, replacement=True, generator=generator(1))
-    log_phi = sigma.log_potential(sequences, None)
-    moved = move(sigma, twist, sequences[start], log_phi[start], 5, generator(2))
-    error = (frequencies(moved, 3) - shares).abs() / (shares * (1 - shares) / rows).sqrt()
-    assert error.max() < 4.5
+    shares = target.log_sigma[-1].exp()
+    start = torch.multinomial(shares, 20_000, replacement=True, generator=generator(1))
+    log_phi = potential.log_phi[start]
+    moved = move(sigma, twist, all_sequences(3, 3)[start], log_phi, 5, generator(2))
+    assert_sigma(moved, shares)
 
 
-def test_what_is_moved_is_what_was_resampled():
-    """The samples of a population with their own log phi, not those of the weighted particles."""
+def test_moves_separate_the_copies_of_a_population():
+    """Only the samples change; they are moved with their own log phi."""
     model, twist, potential = table_world(5, 6, seed=1)
-    sigma, given = Sigma(model, base_potential(potential)), []
+    sigma, calls = Sigma(model, potential), []
 
-    def noted(sigma, twist, tokens, log_phi, times, generator):
-        given.append((tokens, log_phi, times))
-        return tokens
+    def recorded(sigma, twist, tokens, log_phi, times, generator):
+        calls.append((tokens, log_phi, times))
+        return move(sigma, twist, tokens, log_phi, times, generator)
 
-    with mock.patch.object(tsmc.moves, "move", noted):
-        population = sample_runs(sigma, twist, 20, Chunks(30, 30, generator), SCHEMES["systematic"], 0.5, 4)
-    tokens, log_phi, times = given[0]
-    index = population.ancestors[..., None].expand_as(population.tokens)
-    assert torch.equal(tokens, population.tokens.gather(1, index).flatten(0, 1)) and times == 4
-    assert torch.equal(log_phi, sigma.log_potential(tokens, None))
-
-
-def test_moves_part_the_copies_of_a_population():
-    """The weighted particles, their evidence and the stream before the moves stay; the samples differ from one another."""
-    model, twist, potential = table_world(5, 6, seed=1)
-    sigma = Sigma(model, base_potential(potential))
-
-    def drawn(moves: int):
-        return sample_runs(sigma, twist, 20, Chunks(30, 10, generator), SCHEMES["systematic"], 0.5, moves)
-
-    still, moved = drawn(0), drawn(3)
+    with mock.patch.object(tsmc.moves, "move", recorded):
+        still, moved = (
+            sample_runs(sigma, twist, 20, 30, generator(0), SCHEMES["systematic"], 0.5, moves)
+            for moves in (0, 3)
+        )
     for name in ("tokens", "log_phi", "log_weights", "ancestors", "log_z", "ess"):
         assert torch.equal(getattr(still, name), getattr(moved, name)), name
-    assert torch.equal(still.samples, still.tokens.gather(1, still.ancestors[..., None].expand_as(still.tokens)))
-
-    def distinct(population) -> int:
-        return sum(len(run.unique(dim=0)) for run in population.samples)
-
-    assert distinct(moved) > 1.2 * distinct(still)
+    assert torch.equal(still.samples, follow(still.ancestors, still.tokens))
+    ((tokens, log_phi, times),) = calls
+    assert torch.equal(tokens, still.samples.flatten(0, 1)) and times == 3
+    assert torch.equal(log_phi, potential(tokens))
+    distinct = [sum(len(run.unique(dim=0)) for run in p.samples) for p in (still, moved)]
+    assert distinct[1] > 1.2 * distinct[0]

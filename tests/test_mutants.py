@@ -1,43 +1,31 @@
-"""Samplers broken on purpose, each caught by a check that the sampler itself passes: proof that the checks can fail.
+"""Code broken on purpose, each break noticed by a check that the right code passes.
 
-A mutant is the source of `tsmc.sampler`, or of `tsmc.conditional`, with one expression replaced, so it follows the code as it
-changes.
+A mutant is the source of a module with one expression replaced, so it follows every change of the
+code.
 """
 
 import inspect
-import re
 import types
-from dataclasses import dataclass
 
 import pytest
 import torch
-from worlds import every_conditional_path, every_path, generator, gpt_neo_world, sequence_numbers, table_world
+import worlds
+from worlds import ADAPTIVE, bias, generator, gpt_neo_world, table_world, tiny_gpt_neo
 
-import tsmc.conditional
-import tsmc.population
+import tinystories.decoder
+import tsmc.proposal
 import tsmc.sampler
 from tsmc.exact import Target
+from tsmc.proposal import token_log_probs
 from tsmc.table import TableModel
 from tsmc.trace import Trace
 from twist.potential import effective_potential
 
-ADAPTIVE = 0.9
-
-
-def evidence_and_samples(sampler, model, twist, potential, target, ess_threshold) -> float:
-    """Largest error, over all random paths of two particles, of E[Z-hat] and of E[Z-hat * share of samples equal to s]."""
-    chances, population = every_path(model, twist, potential, 2, "multinomial", ess_threshold, module=sampler)
-    evidence = chances * population.log_z.exp()
-    vocab_size = model.decoder(1).logits.shape[-1]
-    numbers = sequence_numbers(population.samples.flatten(0, 1), vocab_size)
-    measure = torch.zeros_like(target.log_sigma[-1]).index_add(0, numbers, (evidence / 2).repeat_interleave(2))
-    joint = (target.log_sigma[-1] + target.log_z).exp()
-    return max((measure - joint).abs().max().item(), (evidence.sum() - joint.sum()).abs().item())
-
 
 def on_a_table(sampler, ess_threshold: float) -> float:
     model, twist, potential = table_world(3, 3, seed=2)
-    return evidence_and_samples(sampler, model, twist, potential, Target(model, potential), ess_threshold)
+    options = {"ess_threshold": ess_threshold, "module": sampler}
+    return bias(model, twist, potential, Target(model, potential), **options)
 
 
 def every_step(sampler) -> float:
@@ -50,29 +38,31 @@ def adaptive(sampler) -> float:
 
 def on_gpt_neo(sampler) -> float:
     model, twist, potential = gpt_neo_world(2, 3, seed=2)
-    return evidence_and_samples(sampler, model, twist, potential, Target(model, potential), 1.0)
+    return bias(model, twist, potential, Target(model, potential), module=sampler)
 
 
 def generation_one(sampler) -> float:
     base, twist, potential = table_world(2, 3, seed=2)
     student = TableModel.random(2, 3, generator(3))
     effective = effective_potential(potential, base)
-    return evidence_and_samples(sampler, student, twist, effective, Target(base, potential), 1.0)
+    return bias(student, twist, effective, Target(base, potential), module=sampler)
 
 
-def conditional(module) -> float:
+def conditional(sampler) -> float:
     """Error of E[Z / Z-hat] = 1 over all random paths and references."""
     model, twist, potential = table_world(2, 3, seed=2)
     target = Target(model, potential)
-    chances, population = every_conditional_path(model, twist, potential, target, 2, module=module)
+    world = (model, twist, potential, target)
+    chances, population = worlds.every_conditional_path(*world, 2, module=sampler)
     return abs((chances * (target.log_z - population.log_z).exp()).sum().item() - 1)
 
 
-def effective_sample_size(sampler) -> float:
-    """Largest error of the recorded ESS against that of the weights gathered since the last resampling."""
+def sample_size(sampler) -> float:
+    """Largest error of the recorded ESS, that of the weights since the last resampling."""
     model, twist, potential = table_world(3, 6, seed=8)
     trace, error = Trace(), 0.0
-    sampler.tsmc(model, twist, potential, 6, generator(0), 50, ess_threshold=0.7, observer=trace)
+    options = {"ess_threshold": 0.7, "observer": trace}
+    sampler.tsmc(model, twist, potential, 6, generator(0), 50, **options)
     gathered = torch.zeros(50, 6, dtype=torch.float64)
     for log_w, ess in zip(trace.log_w, trace.ess, strict=True):
         gathered = gathered + log_w
@@ -82,88 +72,108 @@ def effective_sample_size(sampler) -> float:
     return error
 
 
-def original(check) -> types.ModuleType:
-    """The module that a check is for."""
-    return tsmc.conditional if check is conditional else tsmc.sampler
+def given_tokens(proposal) -> float:
+    """Largest error of the log-probs of sequences, a third of whose tokens are given."""
+    model, twist, _ = table_world(3, 4, seed=1)
+    source = generator(0)
+    tokens = torch.randint(3, (40, 4), generator=source)
+    is_given = torch.rand(40, 4, generator=source) < 1 / 3
+    given = proposal.Given(tokens, is_given)
+    batch = proposal.sample_proposal(model, twist, 40, source, given=given)
+    log_p, log_q = token_log_probs(model, twist, batch.tokens)
+    errors = [batch.log_p - log_p, batch.log_q - log_q, (batch.tokens - tokens)[is_given]]
+    is_free = len(batch.tokens.unique(dim=0)) > 20  # of 81 sequences
+    return max(error.abs().max().item() for error in errors) + (not is_free)
 
 
-@dataclass
-class Mutant:
-    """What is broken, the expression that is replaced, by what, and the check that catches it."""
-
-    name: str
-    right: str
-    wrong: str
-    check: object
-
-    def module(self) -> types.ModuleType:
-        """The module with the expression replaced."""
-        code = re.sub(
-            r"^from tsmc\.population import .*\n", "", inspect.getsource(original(self.check)), flags=re.MULTILINE
-        )
-        source = inspect.getsource(tsmc.population) + code  # what the population does with its ancestors is part of it
-        assert source.count(self.right) == 1, f"{self.name}: the expression is no longer there"
-        module = types.ModuleType("mutant")
-        exec(compile(source.replace(self.right, self.wrong), self.name, "exec"), module.__dict__)
-        return module
+def shared_rows(decoder) -> float:
+    """Largest error of the logits of a slice of rows, many of which share a state."""
+    decoder.GROUP = 1
+    network = tiny_gpt_neo(11, seed=3).double()
+    model = tinystories.decoder.Conditional(network, torch.tensor([4, 2, 7]), 8)
+    rows = decoder.Decoder(network, model.prompt, 9, 8)
+    source, tokens, error = generator(4), torch.empty(9, 0, dtype=torch.long), 0.0
+    for t in range(7):
+        ancestors = torch.randint(9, (9,), generator=source)
+        step = torch.randint(2, (9,), generator=source)
+        rows.extend(step, ancestors)
+        tokens = torch.cat([tokens[ancestors], step[:, None]], 1)
+        wanted = model.log_probs(torch.cat([tokens, tokens[:, :1]], 1))[1][:, -1]
+        for part in (slice(0, 9), slice(3, 9), slice(2 + t % 4, 8)):
+            difference = rows.evaluate(network.head, part) - wanted[part]
+            error = max(error, difference.abs().max().item())
+    return error
 
 
-FINAL = "self.log_w = self.step.log_p + self.log_phi - self.step.log_q - self.log_psi"
-BEFORE = "self.log_w = self.step.log_normaliser - self.log_psi"
-EVIDENCE = "self.log_z = torch.where(is_due, self.log_z + log_mean_exp(self.log_weights), self.log_z)"
-RESET = "self.log_weights = torch.where(is_due[:, None], 0.0, self.log_weights)"
-ESS = "self.ess = effective_sample_size(self.log_weights)"
-TOKENS = "self.tokens = follow(ancestors, self.tokens)"
-REORDER = "self.log_p, self.log_psi = follow(ancestors, self.log_p), follow(ancestors, self.log_psi)"
-EXTEND = "self.decoder.extend(self.tokens[..., -1].flatten(), (first_rows + ancestors).flatten())"
-IN_PLACE = "self.decoder.extend(self.tokens[..., -1].flatten())"
-DRAW = "resample(normalise(self.log_weights), generator)"
-DRAW_GIVEN = "cloud.draw_ancestors(is_due, multinomial, generator)"
-BARREN = "lambda weights, source: multinomial(weights.index_fill(1, torch.tensor([0]), 0.0), source)"
-
-MUTANTS = [
-    Mutant("final correction dropped", FINAL, BEFORE, every_step),
-    Mutant("log psi of the last step not divided out", FINAL, FINAL.removesuffix(" - self.log_psi"), every_step),
-    Mutant("intermediate log psi not divided out", BEFORE, BEFORE.removesuffix(" - self.log_psi"), every_step),
-    Mutant("log psi not reordered", REORDER, "self.log_p = follow(ancestors, self.log_p)", every_step),
-    Mutant("log p not reordered", REORDER, "self.log_psi = follow(ancestors, self.log_psi)", generation_one),
-    Mutant("tokens not reordered", TOKENS, "pass", every_step),
-    Mutant("table position not reordered", EXTEND, IN_PLACE, every_step),
-    Mutant("cache not reordered", EXTEND, IN_PLACE, on_gpt_neo),
-    Mutant("ancestors of one run used in another", "first_rows + ancestors", "0 * first_rows + ancestors", every_step),
-    Mutant("log K dropped", "log_mean_exp(self.log_weights)", "self.log_weights.logsumexp(-1)", every_step),
-    Mutant(
-        "every-step evidence under adaptive resampling",
-        EVIDENCE,
-        "self.log_z = self.log_z + log_mean_exp(self.log_w)",
-        adaptive,
-    ),
-    Mutant("evidence of the last increment only", EVIDENCE, EVIDENCE.replace("log_weights", "log_w"), adaptive),
-    Mutant("weights kept after resampling", RESET, "pass", every_step),
-    Mutant("weights dropped without resampling", RESET, "self.log_weights = 0.0 * self.log_weights", adaptive),
-    Mutant("ESS of the last increment", ESS, ESS.replace("log_weights", "log_w"), effective_sample_size),
-    Mutant("resampling from other weights", DRAW, DRAW.replace("weights)", "weights).square()"), every_step),
-    Mutant(
-        "final samples not resampled", "samples = follow(ancestors, self.tokens)", "samples = self.tokens", every_step
-    ),
-    Mutant("reference lost in resampling", "ancestors[:, 0] = 0", "pass", conditional),
-    Mutant("reference without offspring", DRAW_GIVEN, DRAW_GIVEN.replace("multinomial", BARREN), conditional),
-    Mutant("reference's tokens drawn anew", "forced[:, 0] = reference[:, t]", "pass", conditional),
-]
-CHECKS = [every_step, adaptive, on_gpt_neo, generation_one, conditional, effective_sample_size]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_sampler_passes(check):
-    assert check(original(check)) < 1e-12
+SAMPLER = [every_step, adaptive, on_gpt_neo, generation_one, conditional, sample_size]
+SOURCE = dict.fromkeys(SAMPLER, tsmc.sampler)
+SOURCE |= {given_tokens: tsmc.proposal, shared_rows: tinystories.decoder}
+EVIDENCE = "evidence = log_z + log_mean_exp(log_weights)"
+GAINED = "log_z = torch.where(is_due, evidence, log_z)"
+ESS = "ess = effective_sample_size(log_weights)"
+KEPT = "log_weights = torch.where(is_due[:, None], 0.0, log_weights)"
+EXTEND = "decoder.extend(tokens[..., -1].flatten(), (first_rows + ancestors).flatten())"
+IN_PLACE = "decoder.extend(tokens[..., -1].flatten())"
+DRAW = "resample(normalise(log_weights), generator)"
+BARREN = "normalise(log_weights.index_fill(1, torch.tensor([0]), -torch.inf))"
+PINNED = "torch.cat([torch.zeros_like(ancestors[:, :1]), ancestors[:, 1:]], 1)"
+FIRST = "torch.arange(particles, device=reference.device) == 0"
+MUTANTS = {  # name: the check that notices it, what is replaced, by what
+    "final correction dropped": (every_step, "if log_phi is None:\n        return", "if 1: return"),
+    "log psi kept at the end": (every_step, "return log_ratio - log_psi", "return log_ratio"),
+    "log psi kept before": (every_step, "as(log_psi) - log_psi\n    log", "as(log_psi)\n    log"),
+    "log psi not reordered": (every_step, "log_psi = follow(ancestors, log_psi)", "pass"),
+    "log p not reordered": (generation_one, "log_p = follow(ancestors, log_p)", "pass"),
+    "tokens not reordered": (every_step, "    tokens = follow(ancestors, tokens)", "    pass"),
+    "table position not reordered": (every_step, EXTEND, IN_PLACE),
+    "cache not reordered": (on_gpt_neo, EXTEND, IN_PLACE),
+    "ancestors of another run": (every_step, "first_rows + ancestors", "ancestors"),
+    "log K dropped": (every_step, EVIDENCE, "evidence = log_z + log_weights.logsumexp(-1)"),
+    "every-step evidence": (adaptive, GAINED, "log_z = log_z + log_mean_exp(log_w)"),
+    "evidence of last weights": (adaptive, EVIDENCE, EVIDENCE.replace("weights", "w")),
+    "weights kept after resampling": (every_step, KEPT, "pass"),
+    "weights dropped without it": (adaptive, KEPT, "log_weights = 0.0 * log_weights"),
+    "no resampling at the end": (adaptive, " | (log_phi is not None)", ""),
+    "ESS of the last increment": (sample_size, ESS, "ess = effective_sample_size(log_w)"),
+    "other weights resampled": (every_step, DRAW, DRAW.replace("weights)", "weights).square()")),
+    "no final samples": (every_step, "samples = follow(ancestors, tokens)", "samples = tokens"),
+    "reference's ancestor not pinned": (conditional, PINNED, "ancestors"),
+    "reference without offspring": (conditional, "normalise(log_weights)", BARREN),
+    "reference's tokens drawn anew": (conditional, FIRST, FIRST.replace("0", "-1")),
+    "reference's token of another step": (conditional, "[:, t, None]", "[:, 0, None]"),
+    "given and drawn confused": (given_tokens, "where(given.is", "where(~given.is"),
+    "given mask of another step": (given_tokens, "given.is_given[:, t]", "given.is_given[:, 0]"),
+    "probability of the drawn token": (given_tokens, "place = tokens", "place = 0 * tokens"),
+    "states not those of rows": (shared_rows, "states)[state_of]", "states)[0 * state_of]"),
+    "slice of other rows": (shared_rows, "self.state_of[rows]", "self.state_of.roll(1)[rows]"),
+    "states of a slice mixed up": (shared_rows, "[states])[place]", "[state_of])[place]"),
+    "rows not reordered": (shared_rows, "else self.state_of[ancestors]", "else self.state_of"),
+    "parents not merged apart": (shared_rows, "state_of * vocab_size + tokens", "tokens"),
+    "history of other rows": (shared_rows, "reorder(parents)", "reorder(parents.flip(0))"),
+}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_the_mutant_is_caught(mutant):
-    assert mutant.check(mutant.module()) > 1e-3
+def mutant(name: str) -> types.ModuleType:
+    """The module of a mutant."""
+    check, right, wrong = MUTANTS[name]
+    source = inspect.getsource(SOURCE[check])
+    assert source.count(right) == 1, f"{name}: the expression is no longer there"
+    module = types.ModuleType("mutant")
+    exec(compile(source.replace(right, wrong), name, "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("check", SOURCE, ids=lambda check: check.__name__)
+def test_the_code_passes(check, monkeypatch):
+    monkeypatch.setattr(tinystories.decoder, "GROUP", 1)
+    assert check(SOURCE[check]) < 1e-12
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_mutant_is_caught(name):
+    assert MUTANTS[name][0](mutant(name)) > 1e-3
 
 
 def test_every_step_evidence_is_right_where_every_step_resamples():
-    """The two ways to sum the evidence part only under adaptive resampling, which is why they are mixed up."""
-    mutant = next(mutant for mutant in MUTANTS if mutant.name.startswith("every-step evidence"))
-    assert every_step(mutant.module()) < 1e-12
+    """The two ways to sum the evidence differ only under adaptive resampling."""
+    assert every_step(mutant("every-step evidence")) < 1e-12

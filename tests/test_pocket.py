@@ -283,6 +283,11 @@ def test_the_encoder_is_compared_with_its_teacher_on_all_pairs(world):
     assert made["pearson_validation"] != made["pearson_heldout"]
 
 
+def test_figures_that_do_not_exist_are_null(world, tmp_path):
+    main(line_of(world, "similarity", "--validation", 0, "--out", tmp_path, "--steps", 1))
+    assert read_json(tmp_path / "figures.json")["pearson_validation"] is None
+
+
 def test_the_target_is_drawn_from_the_two_checkpoints(world):
     networks = {"lm": str(world / "lm"), "toxicity_model": str(world / "toxicity")}
     config = RunConfig(**networks, prompt=common.PROMPT, length=6, beta=0.5)

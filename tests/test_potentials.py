@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,16 +12,15 @@ import torch
 from hypothesis import given, settings, strategies
 
 from eval.run.options import POCKET, RunConfig
-from eval.run.setup import LastCall, identity, load_setup, sigma_key
-from eval.run.target import TargetKey, load_target, save_target
+from eval.run.setup import LastCall, identity, sigma_key
 from eval.scorers.potentials import fingerprints, make_factors
 from eval.scorers.toxicity import ToxicityScorer, load
 from main import main
 from tinystories.errors import InputError
-from tsmc.rejection import ExactSamples
-from twist.potential import Factor, TextPotential, first_sentence, keyword, power, regex
+from twist.potential import Factor, TextPotential, power
 
 INF = math.inf
+PROMPT = torch.tensor([1, 2])
 SMALL = "--generations 1 --ctl-updates 3 --ctl-batch-size 20 --particles 10 --distill-runs 6"
 SMALL += " --distill-updates 2 --distill-batch-size 8 --eval-runs 4 --eval-particles 10"
 SMALL += " --eval-base-samples 40 --length 10"
@@ -36,62 +37,48 @@ def scorer() -> ToxicityScorer:
 
 
 @pytest.mark.parametrize(
-    ("factor", "text", "is_hit"),
+    ("spec", "text", "log_phi"),
     [
-        *[(keyword, text, True) for text in (" red dragon.", " Dragon", "dragon-fly")],
-        *[(keyword, text, False) for text in (" dragons", " snapdragon", "")],
-        (lambda _, *c: keyword("a.b (c)?", *c), " a.b (c)?", True),
-        (lambda _, *c: keyword("a.b (c)?", *c), " axb c", False),
-        (lambda _, *c: regex("^ (big|red) cat~5:", *c), " red cat~5: x", True),
-        (lambda _, *c: regex("^ (big|red) cat~5:", *c), " Red cat~5:", False),
-        (lambda _, *c: regex("^ (big|red) cat~5:", *c), " a red cat~5:", False),
+        *[("keyword:dragon", text, 0.0) for text in (" red dragon.", " Dragon", "dragon-fly")],
+        *[("keyword:dragon", text, -INF) for text in (" dragons", " snapdragon", "")],
+        ("keyword:a.b (c)?", " a.b (c)?", 0.0),
+        ("keyword:a.b (c)?", " axb c", -INF),
+        ("keyword~5:red cat", " the red cat", 0.0),
+        ("keyword~0.5:cat", " dog", -0.5),
+        ("regex:^ (big|red) cat~5:", " red cat~5: x", 0.0),
+        ("regex:^ (big|red) cat~5:", " Red cat~5:", -INF),
+        ("regex~2:a:b~c", " a:b", -2.0),
+        ("regex:x.py:y", " x.py:y", 0.0),
+        ("first-sentence~2:4", " little girl named Amy. Amy liked", 0.0),
+        ("first-sentence~2:1", ' girl who said, "Hello!" Then', -6.0),
+        ("first-sentence:6", " tree that was 3.5 m high... Then", 0.0),
+        ("first-sentence:5", " boy who didn't stop!", -INF),
+        ("first-sentence~2:4", " little girl named", -8.0),
+        ("first-sentence~2:1", ".", -2.0),
     ],
 )
-def test_words_and_patterns(factor, text, is_hit):
-    assert factor("dragon").log_phi([text]).tolist() == [0.0 if is_hit else -INF]
-    assert factor("dragon", 5.0).log_phi([text]).tolist() == [0.0 if is_hit else -5.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (" little girl named Amy. Amy liked", 4),
-        (' girl who said, "Hello!" Then', 4),
-        (" tree that was 3.5 m high... Then", 6),
-        (" boy who didn't stop!", 4),
-        (" little girl named", 0),
-        (".", 0),
-    ],
-)
-def test_the_first_sentence_ends_with_a_full_stop_or_has_no_length(text, words):
-    for wanted in (1, 4, 6):
-        distance = abs(wanted - words)
-        assert first_sentence(wanted, 2.0).log_phi([text]).item() == -2.0 * distance
-        assert first_sentence(wanted).log_phi([text]).item() == (-INF if distance else 0.0)
+def test_what_the_option_means(scorer, spec, text, log_phi):
+    """--beta does not apply; a first sentence that does not end has no words."""
+    (factor,) = make_factors([spec], 10.0, scorer)
+    assert factor.log_phi([text]).tolist() == [log_phi] and factor.reads == "continuations"
 
 
 def test_a_product_adds_what_its_factors_read():
     asked = {}
 
-    def of_texts(texts):
-        asked["texts"] = list(texts)
-        return torch.full((len(texts),), -1.0)
+    def factor(reads, scale):
+        def log_phi(batch):
+            asked[reads] = batch if isinstance(batch, list) else batch.tolist()
+            return torch.arange(len(batch)) * scale
 
-    def of_continuations(continuations):
-        asked["continuations"] = list(continuations)
-        return torch.arange(len(continuations)) * -10.0
+        return Factor(log_phi, reads)
 
-    def of_tokens(tokens):
-        asked["tokens"] = tokens.tolist()
-        return -100.0 * tokens[:, 0]
-
-    factors = [Factor(of_texts), Factor(of_continuations, "continuations")]
-    factors.append(Factor(of_tokens, "tokens"))
-    log_phi = TextPotential(factors, letters, torch.tensor([1, 2]))
-    assert log_phi(torch.tensor([[3, 4], [5, 6], [3, 4]])).tolist() == [-301.0, -511.0, -301.0]
+    factors = [factor("texts", -1.0), factor("continuations", -10.0), factor("tokens", -100.0)]
+    log_phi = TextPotential(factors, letters, PROMPT)
+    assert log_phi(torch.tensor([[3, 4], [5, 6], [3, 4]])).tolist() == [0.0, -111.0, -200.0]
     assert asked["texts"] == ["b c d e", "b c f g"]
-    assert asked["tokens"] == [[3, 4], [5, 6], [3, 4]]
     assert asked["continuations"] == [" d e", " f g"], "without the prompt, equal texts once"
+    assert asked["tokens"] == [[3, 4], [5, 6], [3, 4]]
 
 
 def test_one_pass_of_the_classifier_serves_both_directions(scorer, monkeypatch):
@@ -116,22 +103,6 @@ def test_beta_applies_to_the_classifier_alone(scorer):
     assert power(lambda texts: torch.tensor([-INF]), 0.0).log_phi(["x"]).item() == 0.0
 
 
-@pytest.mark.parametrize(
-    ("spec", "text", "log_phi"),
-    [
-        ("keyword~5:red cat", " the red cat", 0.0),
-        ("keyword~0.5:cat", " dog", -0.5),
-        ("regex~2:a:b~c", " a:b~c", 0.0),
-        ("regex:x.py:y", " x.py:y", 0.0),
-        ("first-sentence~3:2", " a b c d.", -6.0),
-        ("first-sentence:2", " a b.", 0.0),
-    ],
-)
-def test_what_the_option_means(scorer, spec, text, log_phi):
-    (factor,) = make_factors([spec], 10.0, scorer)
-    assert factor.log_phi([text]).tolist() == [log_phi] and factor.reads == "continuations"
-
-
 REFUSED = "toxic keyword keyword: :cat Keyword:cat keyword~:cat keyword~0:cat keyword~inf:cat"
 REFUSED += " keyword~nan:cat keyword~x:cat first-sentence:0 first-sentence:many regex:( x.py:f"
 REFUSED += f" first-sentence:{10**400}"
@@ -139,9 +110,8 @@ REFUSED += f" first-sentence:{10**400}"
 
 @pytest.mark.parametrize("spec", REFUSED.split())
 def test_what_is_not_understood_is_one_line(scorer, spec):
-    with pytest.raises(InputError, match=rf"^--potential {re.escape(spec)}[: ].*\(|; ") as caught:
+    with pytest.raises(InputError, match=rf"^--potential {re.escape(spec)}[: ].*; .+$"):
         make_factors([spec], 1.0, scorer)
-    assert "\n" not in str(caught.value)
 
 
 @given(spec=strategies.text(strategies.characters(codec="utf-8", exclude_categories=["Cs"])))
@@ -154,92 +124,48 @@ def test_any_option_is_understood_or_refused_in_one_line(scorer, spec):
             assert "\n" not in str(error) and "--potential" in str(error)
 
 
-OWN = """
+HEAD = """
 import asyncio, sys
 import numpy, torch
-
-def doubled(texts): return [-2.0 * len(text) for text in texts]
-def array(texts): return numpy.array([-len(text) for text in texts])
-def tensor(texts): return torch.tensor([-1.0 * len(text) for text in texts], requires_grad=True)
-def scalars(texts): return [torch.tensor(-1.0) for _ in texts]
-def of_continuations(continuations): return [float(len(text)) for text in continuations]
-of_continuations.reads = "continuations"
-def of_tokens(tokens): return -tokens.sum(-1)
-of_tokens.reads = "tokens"
-def ruled_out(texts): return [float("-inf")] * len(texts)
-class Counted:
-    reads = "tokens"
-    def __call__(self, tokens): return 0 * tokens[:, 0]
-counted = Counted()
-def zeroing(tokens): return -3.0 * tokens.zero_()[:, 0] - 2
-zeroing.reads = "tokens"
-def clearing(texts): return [-5.0 for _ in range(len(texts)) if texts.pop()]
-def backwards(texts): return numpy.array([-1.0, -2.0])[::-1]
-def setting(texts):
-    torch.set_default_dtype(torch.float64)
-    torch.set_grad_enabled(False)
-    print("said")
-    return [-1.0] * len(texts)
-
-def nan(texts): return [float("nan")] * len(texts)
-def infinite(texts): return [float("inf")] * len(texts)
-def column(texts): return torch.zeros(len(texts), 1)
-def one(texts): return 0.0
-def strings(texts): return list(texts)
-def nothing(texts): pass
-def without(): return 0
-def raising(texts):
-    raise ValueError("first line\\nsecond line")
-def leaving(texts): sys.exit(0)
-def cancelled(texts): raise asyncio.CancelledError
-def closed(texts): raise GeneratorExit
-def stopped(texts): raise StopIteration
 class Mute(BaseException):
     def __str__(self): raise Mute
-def mute(texts): raise Mute
 class Touchy:
     def __len__(self): raise Mute
-    def __array__(self, *arguments): raise Mute
-def touchy(texts): return Touchy()
-def complex(texts): return torch.ones(len(texts), dtype=torch.complex64)
-def meta(texts): return torch.empty(len(texts), device="meta")
-def sparse(texts): return torch.full((len(texts),), float("nan")).to_sparse()
-def nested(texts): return torch.nested.nested_tensor([torch.zeros(2) for _ in texts])
-def misread(texts): return torch.zeros(len(texts))
-misread.reads = "words"
-number = 3
+    def __array__(self, dtype=None, copy=None): raise Mute
 """
 
 
 @pytest.fixture
-def own(tmp_path) -> Path:
-    """A file of the user's own."""
-    (tmp_path / "my.py").write_text(OWN)
-    return tmp_path / "my.py"
+def own(tmp_path) -> Callable[..., str]:
+    """own(body, reads): the option that names a function of the user's own with this body."""
+
+    def write(body: str, reads: str = "texts") -> str:
+        path = tmp_path / "my.py"
+        path.write_text(f"{HEAD}def f({reads}):\n    {body}\nf.reads = {reads!r}\n")
+        return f"{path}:f"
+
+    return write
 
 
 @pytest.mark.parametrize(
-    ("name", "log_phi"),
+    ("reads", "body", "log_phi"),
     [
-        ("doubled", [-14.0, -14.0]),
-        ("array", [-7.0, -7.0]),
-        ("tensor", [-7.0, -7.0]),
-        ("scalars", [-1.0, -1.0]),
-        ("of_continuations", [4.0, 4.0]),
-        ("of_tokens", [-7.0, -11.0]),
-        ("ruled_out", [-INF, -INF]),
-        ("counted", [0.0, 0.0]),
-        ("zeroing", [-2.0, -2.0]),
-        ("clearing", [-5.0, -5.0]),
-        ("backwards", [-2.0, -1.0]),
-        ("setting", [-1.0, -1.0]),
+        ("texts", "return [-2.0 * len(text) for text in texts]", [-14.0, -14.0]),
+        ("texts", "return numpy.array([-len(text) for text in texts])", [-7.0, -7.0]),
+        ("texts", "return numpy.array([-1.0, -2.0])[::-1]", [-2.0, -1.0]),
+        ("texts", "return torch.full((2,), -7.0, requires_grad=True)", [-7.0, -7.0]),
+        ("texts", "return [float('-inf')] * len(texts)", [-INF, -INF]),
+        ("texts", "print(1); torch.set_default_dtype(torch.double); return [1, 1]", [1.0, 1.0]),
+        ("texts", "torch.set_grad_enabled(False); texts.pop(); return [-1.0, -1.0]", [-1.0, -1.0]),
+        ("continuations", "return [float(len(text)) for text in continuations]", [4.0, 4.0]),
+        ("tokens", "return -tokens.sum(-1)", [-7.0, -11.0]),
+        ("tokens", "return -3.0 * tokens.zero_()[:, 0] - 2", [-2.0, -2.0]),
     ],
 )
-def test_a_function_of_the_users_own(own, scorer, capsys, name, log_phi):
+def test_a_function_of_the_users_own(own, scorer, capsys, reads, body, log_phi):
     """It may return what it likes, works on a copy, and --beta does not apply to it."""
-    factors = make_factors([f"{own}:{name}"], 10.0, scorer)
-    potential = TextPotential(factors, letters, torch.tensor([1, 2]))
-    value = potential(tokens := torch.tensor([[3, 4], [5, 6]]))
+    factors = make_factors([own(body, reads)], 10.0, scorer)
+    value = TextPotential(factors, letters, PROMPT)(tokens := torch.tensor([[3, 4], [5, 6]]))
     assert value.tolist() == log_phi and value.dtype == torch.float32 and not value.requires_grad
     assert tokens.tolist() == [[3, 4], [5, 6]]
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
@@ -247,38 +173,34 @@ def test_a_function_of_the_users_own(own, scorer, capsys, name, log_phi):
 
 
 @pytest.mark.parametrize(
-    ("name", "part"),
+    ("body", "part"),
     [
-        ("nan", "nan for 'b c d e'"),
-        ("infinite", "inf for 'b c d e'"),
-        ("column", "shape [1, 1] for 1 texts"),
-        ("one", "shape [] for 1 texts"),
-        ("strings", "TypeError"),
-        ("nothing", "TypeError"),
-        ("without", "TypeError"),
-        ("raising", "ValueError: first line)"),
-        ("leaving", "SystemExit: 0"),
-        ("cancelled", "CancelledError: no message"),
-        ("closed", "GeneratorExit: no message"),
-        ("stopped", "StopIteration: no message"),
-        ("mute", "Mute: no message"),
-        ("touchy", "Mute: no message"),
-        ("complex", "complex64"),
-        ("meta", "Error: "),
-        ("sparse", "Error: "),
-        ("nested", "Error: "),
-        ("misread", "its `reads` one of texts, continuations, tokens"),
-        ("number", "number must be a function"),
-        ("absent", "has no attribute 'absent'"),
-        ("", "has no attribute ''"),
+        ("return [float('nan')]", "nan for 'b c d e'"),
+        ("return [float('inf')]", "inf for 'b c d e'"),
+        ("return torch.zeros(1, 1)", "shape [1, 1] for 1 texts"),
+        ("return texts", "TypeError"),
+        ("pass", "TypeError"),
+        ("raise ValueError('first line\\nsecond line')", "line 10: ValueError: first line)"),
+        ("sys.exit(0)", "SystemExit: 0"),
+        ("raise asyncio.CancelledError", "CancelledError: no message"),
+        ("raise GeneratorExit", "GeneratorExit: no message"),
+        ("raise StopIteration", "StopIteration: no message"),
+        ("raise Mute", "Mute: no message"),
+        ("return Touchy()", "Mute: no message"),
+        ("return torch.ones(1, dtype=torch.complex64)", "complex64"),
+        ("return torch.empty(1, device='meta')", "Error: "),
+        ("return torch.ones(1).to_sparse().neg().mul(torch.inf)", "Error: "),
+        ("return torch.nested.nested_tensor([torch.zeros(2)])", "Error: "),
     ],
 )
-def test_what_is_wrong_with_a_users_function_is_one_line(own, scorer, name, part):
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_wrong_with_a_users_function_is_one_line(own, scorer, body, part):
+    spec = own(body)
     with pytest.raises(InputError) as caught:
-        factors = make_factors([f"{own}:{name}"], 1.0, scorer)
-        TextPotential(factors, letters, torch.tensor([1, 2]))(torch.tensor([[3, 4]]))
+        factors = make_factors([spec], 1.0, scorer)
+        TextPotential(factors, letters, PROMPT)(torch.tensor([[3, 4]]))
     message = str(caught.value)
-    assert message.startswith(f"--potential {own}:{name}") and part in message
+    assert message.startswith(f"--potential {spec} failed (") and part in message
     assert "\n" not in message and message.endswith("N numbers below infinity")
 
 
@@ -288,9 +210,12 @@ def test_what_is_wrong_with_a_users_function_is_one_line(own, scorer, name, part
         ("x = = 1", "SyntaxError"),
         ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
         ("1 / 0", "line 1: ZeroDivisionError"),
+        ("g = 3", "has no attribute 'f'"),
+        ("f = 3", "f must be a function"),
+        ("def f(texts): pass\nf.reads = 'words'", "`reads` one of texts, continuations, tokens"),
     ],
 )
-def test_a_users_file_that_cannot_be_run_is_one_line(tmp_path, scorer, content, part):
+def test_a_users_file_that_cannot_be_used_is_one_line(tmp_path, scorer, content, part):
     (tmp_path / "broken.py").write_text(content)
     for _ in range(2):
         with pytest.raises(InputError, match=r"broken\.py:f failed") as caught:
@@ -309,27 +234,15 @@ def test_a_users_file_is_run_once_and_again_when_it_has_changed(tmp_path, scorer
 
 
 def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
-    config = RunConfig(potential=("toxicity", f"{own}:array"))
+    spec, file = own("return [-1.0] * len(texts)"), str(tmp_path / "my.py")
+    config = RunConfig(potential=("toxicity", spec))
     key, names = sigma_key(config), identity(config)
-    assert key.potential[0] == "toxicity" and str(own) in names
-    own.write_text(OWN + "#")
-    assert sigma_key(config) != key and identity(config)[str(own)] != names[str(own)]
-    own.write_text(OWN)
-    own.rename(tmp_path / "moved.py")
-    moved = f"{tmp_path / 'moved.py'}:array"
+    assert key.potential[0] == "toxicity" and file in names
+    shutil.copy(file, tmp_path / "moved.py")
+    own("return [-2.0] * len(texts)")
+    assert sigma_key(config) != key and identity(config)[file] != names[file]
+    moved = f"{tmp_path / 'moved.py'}:f"
     assert fingerprints(["toxicity", moved]) == key.potential, "where the file is does not matter"
-
-
-def test_samples_of_another_potential_are_passed_over_and_old_files_mean_toxicity(tmp_path):
-    tokens, log_phi = torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([-0.5, -0.25])
-    names = ("a" * 64, "b" * 64, "Once", 3, 10.0)
-    save_target(tmp_path, ExactSamples(tokens, log_phi, 900, -7.5, 0.04), TargetKey(*names))
-    raw = json.loads((tmp_path / "target.json").read_text())
-    assert raw["key"].pop("potential") == ["toxicity"]
-    (tmp_path / "target.json").write_text(json.dumps(raw))
-    assert load_target(tmp_path, TargetKey(*names), 4) is not None
-    assert load_target(tmp_path, TargetKey(*names, ["keyword:cat"]), 4) is None
-    assert load_setup(RunConfig()).exact is not None, "the shipped samples serve the default"
 
 
 def run_main(out: Path, *arguments: object) -> dict:
@@ -359,7 +272,8 @@ def test_a_hard_keyword_with_a_soft_one(tmp_path, capsys):
 
 
 def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own, capsys):
-    potential = ("--potential", f"{own}:of_continuations", "--potential", "keyword~2:girl")
+    spec = own("return [float(len(text)) for text in continuations]", "continuations")
+    potential = ("--potential", spec, "--potential", "keyword~2:girl")
     results = run_main(tmp_path / "run", *potential, "--eval-target-proposals", 0)
     assert not results.get("target") and results["base"]["log_phi"] > 0
     assert all("kl_target_proposal" not in row for row in results["generations"])
@@ -370,11 +284,12 @@ def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own, c
     assert ended.value.code == 2 and "subtract an upper bound" in line
 
 
-@pytest.mark.parametrize("spec", ["my.py:nan", "my.py:absent", "none.py:f", "keyword", "regex:("])
+@pytest.mark.parametrize("spec", ["my.py:f", "my.py:absent", "none.py:f", "keyword", "regex:("])
 def test_a_wrong_potential_stops_a_run_before_anything_is_written(
     tmp_path, own, capsys, monkeypatch, spec
 ):
     monkeypatch.chdir(tmp_path)
+    own("return [float('nan')] * len(texts)")
     with pytest.raises(SystemExit) as ended:
         main([*SMALL.split(), "--out", "run", "--potential", spec])
     line = capsys.readouterr().err.strip().splitlines()[-1]
@@ -388,30 +303,17 @@ LEARNED += " --eval-particles 30 --eval-base-samples 300 --eval-target-proposals
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("potential", "satisfied"),
-    [
-        ("nontoxicity", None),
-        ("keyword:dragon", r"(?i)\bdragon\b"),
-        ("regex: (red|blue) ", " (red|blue) "),
-        ("first-sentence:8", None),
-        ("keyword~5:dragon", None),
-        ("first-sentence~0.5:8", None),
-        ("my.py:log_phi", None),
-    ],
+    "spec", ["nontoxicity", "keyword:dragon", "first-sentence:8", "keyword~5:dragon", "my.py:f"]
 )
-def test_every_kind_of_potential_is_learned(tmp_path, monkeypatch, potential, satisfied):
+def test_every_kind_of_potential_is_learned(tmp_path, monkeypatch, spec):
     """Hard potentials hold for every sample, soft ones much better than for the base model."""
     monkeypatch.chdir(tmp_path)
-    Path("my.py").write_text("def log_phi(texts): return [-0.5 * t.count('e') for t in texts]\n")
-    main([*LEARNED.split(), "--out", "run", "--potential", potential])
+    Path("my.py").write_text("def f(texts): return [-0.5 * text.count('e') for text in texts]\n")
+    main([*LEARNED.split(), "--out", "run", "--potential", spec])
     results = json.loads(Path("run/results.json").read_text())
-    (row,) = results["generations"]
-    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
-    texts = [sample["text"] for sample in samples if sample["source"] != "base"]
-    assert row["phi_positive"] == 1 and texts
-    if satisfied:
-        continuations = [text.removeprefix(results["prompt"]) for text in texts]
-        assert all(re.search(satisfied, text) for text in continuations)
-    if results["base"]["log_phi"] is not None:
-        gain = 0.01 if potential == "nontoxicity" else 0.1
-        assert row["log_phi"] > results["base"]["log_phi"] + gain
+    base, (row,) = results["base"]["log_phi"], results["generations"]
+    assert row["phi_positive"] == 1
+    if base is None:
+        assert row["log_phi"] == 0
+    else:
+        assert row["log_phi"] > base + (0.01 if spec == "nontoxicity" else 0.1)

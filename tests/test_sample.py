@@ -166,7 +166,7 @@ def test_several_generations_are_what_each_is_alone(printed, tmp_path):
 
 def test_the_table_shows_each_drawn_text_once(printed):
     options = ("--particles", 8, "--samples", 8)
-    lines, record = printed(*options).splitlines(), json.loads(printed(*options, "--json"))
+    lines, record = printed(*options).strip().splitlines(), json.loads(printed(*options, "--json"))
     assert lines[0] == PROMPT
     assert f"log Z-hat {record['log_z_hat']:.2f}   ESS {record['ess']:.1f} of 8" in lines[2]
     rows = [line.split(maxsplit=4) for line in lines[4:]]

@@ -30,17 +30,6 @@ def test_text_is_cut_at_256_tokens_where_there_are_more_positions(tmp_path):
     torch.testing.assert_close(vectors[2], vectors[0])
 
 
-def test_the_mean_leaves_padding_out(tmp_path):
-    network = randomise(SentenceEncoder(EncoderConfig(340, 24, 2, 4, 40, 30, 2)), seed=0)
-    ids = torch.tensor([[2, 20, 21, 22, 3]])
-    with torch.no_grad():
-        hidden = network.hidden(ids, torch.ones_like(ids), torch.arange(5))
-        for filler in (0, 50):
-            padded, mask = F.pad(ids, (0, 7), value=filler), (torch.arange(12) < 5).long()[None]
-            mean = F.normalize(hidden.mean(1), dim=-1)
-            torch.testing.assert_close(network(padded, mask), mean, rtol=0, atol=1e-6)
-
-
 def test_batches_are_bounded_and_keep_the_order(tmp_path, monkeypatch):
     monkeypatch.setattr("eval.scorers.encoder.MAX_TOKENS", 30)
     network = SentenceEncoder(EncoderConfig(340, 8, 1, 2, 8, 30, 2))

@@ -71,10 +71,7 @@ class Task:
         return row
 
     def kl(self, model: LanguageModel, twist: Twist | None) -> dict:
-        """KL(sigma||q), with the terms log p^(0) phi - log q of the exact samples.
-
-        Without a twist q is the model itself.
-        """
+        """KL(sigma||q) and its terms log p^(0) phi - log q; without a twist q is the model."""
         exact = self.setup.exact
         log_q = proposal_log_probs(model, twist, exact.tokens)[1]  # [N]
         terms = sequence_log_probs(self.setup.base, exact.tokens) + exact.log_phi - log_q  # [N]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from distill.dpo import dpo
 from distill.grpo import grpo
@@ -60,6 +61,7 @@ def is_finished(study: Study, part: Part, out: Path) -> bool:
 def start_worker() -> None:
     """Prepare a process for its parts: one thread, and an end as soon as the study has ended."""
     os.setpgrp()  # Ctrl-C reaches only the study, which then ends its workers
+    tqdm.set_lock(threading.RLock())  # the default one belongs to all processes and would leak
     torch.set_num_threads(1)
     keep_freed_memory()
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -19,8 +19,7 @@ from matplotlib.axes import Axes
 from eval.paper.numbers import TARGET, Number, Numbers, Place, collect, write_results
 from eval.paper.study import BASELINES, ON_ALL_SEEDS, WITH_PARTICLES, Study
 from eval.run.figures import COLOURS, DASHES, MARKERS, save_figure
-from eval.run.run import versions
-from tinystories.checkpoint import write_text
+from tinystories.checkpoint import read_json, write_text
 from tinystories.errors import printable
 
 
@@ -133,6 +132,7 @@ def write_report(study: Study, out: Path, command: str) -> None:
         path = out / "figures" / f"{draw.__name__.replace('_', '-')}.png"
         save_figure(figure, path)
         images[path.stem] = base64.b64encode(path.read_bytes()).decode()
+    run = out / "runs" / f"published-{study.seeds[0]}"
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
     environment.filters["printable"] = printable
@@ -142,7 +142,7 @@ def write_report(study: Study, out: Path, command: str) -> None:
         numbers=numbers,
         images=images,
         command=command,
-        versions=versions(),
+        versions=read_json(run / "config.json")["versions"],
         settings=json.dumps(dataclasses.asdict(study), indent=1),
     )
     write_text(out / "report.html", page)

@@ -82,16 +82,17 @@ class Study:
 
 
 QUICK = Study(  # only shows that everything runs
-    options="--length 5 --beta 0.3 --generations 1 --eval-particles 4 --eval-runs 3 "
-    "--eval-base-samples 20",
-    distilled_options="--particles 4 --ctl-updates 3 --ctl-batch-size 8 --distill-runs 4 "
+    options="--length 3 --beta 0.3 --generations 1 --eval-particles 3 --eval-runs 3 "
+    "--eval-base-samples 10",
+    distilled_options="--particles 3 --ctl-updates 2 --ctl-batch-size 8 --distill-runs 3 "
     "--distill-updates 2 --distill-batch-size 4",
-    pooled_options="--pool-base-draws 40 --pool-rounds 1 --pool-draws 20 --pool-updates 2 "
-    "--pool-batch-size 6",
+    pooled_options="--pool-base-draws 20 --pool-rounds 1 --pool-draws 10 --pool-updates 2 "
+    "--pool-batch-size 4",
     seeds=(1, 2),
-    rejection_samples=150,
+    seeds_beside=1,
+    rejection_samples=100,
     rejection_betas=(0.1,),
-    particle_counts=(4, 6),
+    particle_counts=(2, 3),
     particles_per_point=8,
     resampling_runs=2,
     learning_rates=(1e-3,),

@@ -89,15 +89,10 @@ def make(args: Namespace) -> dict:
     generator = torch.Generator().manual_seed(args.seed)
     stories, heldout = common.read_stories(args.stories), common.read_stories(args.heldout)
     tokenizer = common.byte_level_bpe(stories, args.vocab_size, [END_OF_TEXT])
+    vocab_size, inner = tokenizer.get_vocab_size(), 4 * args.width
+    kinds = tuple(("global", "local")[layer % 2] for layer in range(args.layers))
     config = GPTNeoConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=args.width,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        max_position_embeddings=args.context,
-        attention_layers=tuple(("global", "local")[layer % 2] for layer in range(args.layers)),
-        window_size=args.window,
-        intermediate_size=4 * args.width,
+        vocab_size, args.width, args.layers, args.heads, args.context, kinds, args.window, inner
     )
     model = GPTNeo(config)
     initialise(model, generator)

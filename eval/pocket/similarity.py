@@ -151,14 +151,9 @@ def make(args: Namespace) -> dict:
     texts = draw_openings(stories[:cut], args.openings, generator)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         targets = teacher(texts)  # [N, 384]
+    vocab_size, inner = tokenizer.get_vocab_size(), 4 * args.width
     config = EncoderConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=args.width,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        intermediate_size=4 * args.width,
-        max_position_embeddings=args.positions,
-        type_vocab_size=2,
+        vocab_size, args.width, args.layers, args.heads, inner, args.positions, type_vocab_size=2
     )
     run = Runner(SentenceEncoder(config), tokenizer, args.rows)
     initialise(run, teacher, generator)

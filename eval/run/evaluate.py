@@ -17,7 +17,6 @@ from eval.metrics import (
     score,
     score_population,
 )
-from eval.run.options import RunConfig
 from eval.run.run import Run
 from eval.run.setup import Setup, sigma_key
 from eval.run.target import save_target
@@ -28,7 +27,6 @@ from tinystories.gpt_neo import GPTNeo
 from tsmc.interfaces import LanguageModel, Twist
 from tsmc.proposal import sample_proposal
 from tsmc.rejection import ExactSamples, draw_accepted, exact_samples
-from tsmc.resampling import SCHEMES
 from tsmc.runs import require_alive, sample_runs
 from tsmc.sampler import Population, Sigma
 
@@ -39,10 +37,10 @@ def draw_runs(
     """R = runs TSMC runs of K = particles, about `--rows` particles at a time."""
     config = run.config
     twist = pack(psi)
-    rule = (SCHEMES[config.resampling], config.ess_threshold, config.moves)
+    rule = config.rule() | {"moves": config.moves}
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return vars(sample_runs(sigma, twist, particles, size, generator, *rule))
+        return vars(sample_runs(sigma, twist, particles, size, generator, **rule))
 
     drawn = run.draw(phase, m, runs, config.rows // particles, (phase, m, ""), draw)
     return require_alive(Population(**drawn))

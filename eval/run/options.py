@@ -175,11 +175,9 @@ class RunConfig:
         if name == "cuda" and "LOCAL_RANK" in os.environ:
             name = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
         try:
-            torch.Generator(name)
-            return torch.zeros(1, device=name).device
+            return torch.Generator(name).device
         except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            fault = f"--device {self.device} is not available ({reason})"
+            fault = f"--device {self.device} is not available ({str(error).splitlines()[0]})"
             raise InputError(f"{fault}; use --device cpu") from error
 
     def generator(self, *purpose: str | int) -> torch.Generator:
@@ -187,6 +185,10 @@ class RunConfig:
         digest = hashlib.sha256(repr((self.seed, *purpose)).encode()).digest()
         seed = int.from_bytes(digest[:7], "big")
         return torch.Generator(self.torch_device()).manual_seed(seed)
+
+    def rule(self) -> dict[str, Any]:
+        """How the sampler resamples: arguments of `tsmc.sampler.tsmc`."""
+        return {"resample": SCHEMES[self.resampling], "ess_threshold": self.ess_threshold}
 
     def streams(self, *purpose: str | int) -> Callable[[int], torch.Generator]:
         """A random stream for each chunk of one purpose, whichever process works on it."""
@@ -250,18 +252,29 @@ def check(flag: str, value: Any, low: Any = None, high: Any = None, choices: Any
         raise InputError(f"{flag} is {shortened(str(value))}; give at most {high}")
 
 
+def typed(flag: str, value: Any, default: Any) -> Any:
+    """The value in the type of the option's default; InputError where it is of another type.
+
+    JSON makes lists of tuples, and a whole number may stand for a float.
+    """
+    if isinstance(default, tuple) and type(value) in (list, tuple):
+        return tuple(typed(flag, part, default[0]) for part in value)
+    if isinstance(default, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(default):
+        wanted = type(default).__name__
+        raise InputError(f"{flag} is {shortened(repr(value))}; give a value of type {wanted}")
+    return value
+
+
 def build(values: dict[str, Any]) -> RunConfig:
     """A config from values by name, those of a group in a dictionary of its own."""
     built: dict[str, Any] = {"ctl": {}, "distill": {}, "pool": {}, "eval": {}}
     for group, flag, item in flags():
         given = values.get(group, {}) if group else values
         value = given.get(item.name, item.default)
-        try:
-            kind = tuple if isinstance(item.default, tuple) else item.type
-            value = kind(value)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{flag} is {value!r}; give a value of type {kind.__name__}") from error
-        for part in value if kind is tuple else [value]:
+        value = typed(flag, value, item.default)
+        for part in value if isinstance(value, tuple) else [value]:
             check(flag, part, **item.metadata["limits"])
         place = built[group] if group else built
         place[item.name] = value

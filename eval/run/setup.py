@@ -5,8 +5,7 @@ Options turn into the parts of a run here; everything below receives these parts
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import lru_cache, partial
 
 import torch
 from tokenizers import Tokenizer
@@ -36,8 +35,8 @@ class Setup:
     potential: TextPotential
     log_toxicity: Callable[[list[str]], Tensor]  # a column of the table, whatever the potential is
     encode: similarity.SimilarityScorer
-    exact: ExactSamples | None  # exact samples of sigma, if there are any
-    effective: bool = True  # False leaves phi as it is in every generation: an ablation
+    exact: ExactSamples | None = None  # exact samples of sigma, if there are any
+    is_effective: bool = True  # False leaves phi as it is in every generation: an ablation
     exact_vectors: Tensor | None = None  # [M, D] embeddings of the exact samples
 
     def sigma(self, model: GPTNeo | None = None) -> Sigma:
@@ -45,25 +44,9 @@ class Setup:
         log_potential = base_potential(self.potential)
         if model is None:
             return Sigma(self.base, log_potential)
-        if self.effective:
+        if self.is_effective:
             log_potential = effective_potential(self.potential, self.base)
         return Sigma(Conditional(pack(model), self.base.prompt, self.base.length), log_potential)
-
-
-class LastCall:
-    """A scorer that remembers its last call: the potential and the table score the same texts."""
-
-    def __init__(self, scorer: Callable[[list[str]], Tensor]):
-        self.scorer = scorer
-        self.texts: list[str] | None = None
-        self.scores: Tensor | None = None
-
-    def __call__(self, texts: list[str]) -> Tensor:
-        """The scores of the texts."""
-        if texts != self.texts:
-            self.scores = self.scorer(texts)
-            self.texts = list(texts)
-        return self.scores
 
 
 def load_setup(config: RunConfig) -> Setup:
@@ -77,7 +60,8 @@ def load_setup(config: RunConfig) -> Setup:
     model = model.to(dtype)
     classifier, its_tokenizer = toxicity.load(config.checkpoint("toxicity_model"), device)
     scorer = toxicity.ToxicityScorer(pack(classifier.to(dtype)), its_tokenizer)
-    scorer.logits = LastCall(scorer.logits)
+    last_logits = lru_cache(maxsize=1)(scorer.run)  # the potential and the table score the same
+    scorer.logits = lambda texts: last_logits(tuple(texts))
     encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
     encode = similarity.SimilarityScorer(pack(encoder.to(dtype)), its_tokenizer)
     ids = torch.tensor(tokenizer.encode(config.prompt).ids, dtype=torch.long, device=device)
@@ -85,20 +69,14 @@ def load_setup(config: RunConfig) -> Setup:
     decode = partial(tokenizer.decode_batch, skip_special_tokens=True)
     potential = TextPotential(make_factors(config.potential, config.beta, scorer), decode, ids)
     potential(ids.repeat(config.length)[None, : config.length])  # fails before files are written
-    exact = shipped_samples(config, model.config.vocab_size)
-    if exact is not None:
-        exact = exact.to(device)
-    return Setup(
-        model=model,
-        tokenizer=tokenizer,
-        prompt=config.prompt,
-        base=base,
-        potential=potential,
-        log_toxicity=scorer,
-        encode=encode,
-        exact=exact,
-        effective=config.effective_potential,
-    )
+    setup = Setup(model, tokenizer, config.prompt, base, potential, scorer, encode)
+    setup.is_effective = config.effective_potential
+    directory = PRESETS[config.preset].target
+    if directory is not None and not config.lm and not config.toxicity_model:
+        setup.exact = load_target(directory, sigma_key(config), model.config.vocab_size)
+    if setup.exact is not None:
+        setup.exact = setup.exact.to(device)
+    return setup
 
 
 def sigma_key(config: RunConfig) -> TargetKey:
@@ -113,20 +91,9 @@ def sigma_key(config: RunConfig) -> TargetKey:
     )
 
 
-def shipped_samples(config: RunConfig, vocab_size: int) -> ExactSamples | None:
-    """The exact samples that come with the preset, if they are samples of this sigma."""
-    directory = PRESETS[config.preset].target
-    if directory is None or config.lm or config.toxicity_model:
-        return None
-    return load_target(directory, sigma_key(config), vocab_size)
-
-
 def identity(config: RunConfig) -> dict[str, str]:
     """Hashes of the three networks and of the user's own files that a run's results depend on."""
     roles = ("lm", "toxicity_model", "similarity_model")
     hashes = {role: fingerprint(config.checkpoint(role)) for role in roles}
-    for spec in config.potential:
-        place = user_file(spec)
-        if place is not None:
-            hashes[str(Path(place[0]))] = digest_of(place[0])
-    return hashes
+    files = [user_file(spec)[0] for spec in config.potential if user_file(spec)]
+    return hashes | {str(path): digest_of(path) for path in files}

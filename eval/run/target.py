@@ -7,6 +7,7 @@ were made with, because samples of other checkpoints belong to another sigma, an
 samples. N samples, T tokens.
 """
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -45,14 +46,11 @@ def save_target(directory: Path, exact: ExactSamples, key: TargetKey, **notes) -
     """Write `samples.safetensors` and `target.json`, with `notes` beside the numbers."""
     tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi.float()}
     write_tensors(directory / SAMPLES, tensors)
-    numbers = {
-        "num_samples": len(exact.tokens),
-        "num_proposals": exact.num_proposals,
-        "log_z": exact.log_z,
-        "log_z_std_error": exact.log_z_std_error,
-        "sha256": digest_of(directory / SAMPLES),
-    }
-    write_json(directory / "target.json", {"key": asdict(key), **numbers, **notes})
+    values = {"key": asdict(key), "num_samples": len(exact.tokens)}
+    for name in ("num_proposals", "log_z", "log_z_std_error"):
+        values[name] = getattr(exact, name)
+    values["sha256"] = digest_of(directory / SAMPLES)
+    write_json(directory / "target.json", values | notes)
 
 
 def load_target(directory: Path, key: TargetKey, vocab_size: int) -> ExactSamples | None:
@@ -66,10 +64,12 @@ def load_target(directory: Path, key: TargetKey, vocab_size: int) -> ExactSample
     raw = read_json(path)
     with reading(path, "not a target file", REMAKE):
         made_for = TargetKey(**raw["key"])
-        numbers = {name: float(raw[name]) for name in ("log_z", "log_z_std_error")}
-        num_proposals = int(raw["num_proposals"])
+        log_z = float(raw["log_z"])
+        log_z_std_error = float(raw["log_z_std_error"])
         count = int(raw["num_samples"])
-        if not 2 <= count <= num_proposals or not numbers["log_z_std_error"] >= 0:
+        if not (
+            2 <= count <= raw["num_proposals"] and math.isfinite(log_z) and log_z_std_error >= 0
+        ):
             raise ValueError("its numbers contradict each other")
     for role in ("lm", "toxicity"):
         if getattr(made_for, role) != getattr(key, role):
@@ -88,4 +88,4 @@ def load_target(directory: Path, key: TargetKey, vocab_size: int) -> ExactSample
             raise ValueError("it holds tokens outside the vocabulary")
         if not bool(((log_phi > -torch.inf) & (log_phi <= 1e-6)).all()):
             raise ValueError("log_phi is not finite and at most 0 everywhere")
-    return ExactSamples(tokens, log_phi, num_proposals, **numbers)
+    return ExactSamples(tokens, log_phi, raw["num_proposals"], log_z, log_z_std_error)

@@ -29,7 +29,7 @@ from tinystories.checkpoint import fill, read_tensors, reading, write_tensors
 from tinystories.errors import InputError
 from tinystories.fast import pack
 from tinystories.gpt_neo import GPTNeo
-from tsmc import SCHEMES, Population, Trace, tsmc
+from tsmc import Population, Trace, tsmc
 from tsmc.interfaces import Twist
 from tsmc.runs import in_chunks, require_alive
 from tsmc.sampler import Sigma
@@ -151,11 +151,10 @@ def draw(config: RunConfig, setup: Setup, m: int, directory: Path, runs: int) ->
     """
     check("--runs", runs, low=1)
     sigma, twist = load_generation(setup, directory, m, config.torch_device())
-    rule = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
     trace = Trace()
 
     def draw_chunk(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        observed = rule | {"observer": None if trace.steps else trace}
+        observed = config.rule() | {"observer": None if trace.steps else trace}
         population = tsmc(
             sigma.model, twist, sigma.log_potential, config.particles, generator, size, **observed
         )

@@ -27,7 +27,7 @@ UNUSED |= {"pooler.dense.weight", "pooler.dense.bias"}  # tensors of no use to t
 PADDING = {"bert": 0, "roberta": 1}  # if config.json has no pad_token_id
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 ENOUGH_TOKENS = 2**9  # from which on a batch is large enough for fast products
-LONGER = 1.1  # times the shortest text of a batch with ENOUGH_TOKENS: such a text begins a new one
+LONGER = 1.1  # times the shortest text of such a batch: what is longer begins a new one
 
 
 @dataclasses.dataclass(frozen=True)

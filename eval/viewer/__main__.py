@@ -110,8 +110,8 @@ def sample(args: argparse.Namespace) -> None:
     for m, directory in chosen.items():
         drawn[m] = draw(config, setup, m, directory, args.runs)
         samples = drawn[m].samples(args.samples, config.generator("samples", m, config.prompt))
-        show = as_json if args.json else as_text
-        print(show(drawn[m], samples, about | {"generation": m}), flush=True)
+        show, end = (as_json, "\n") if args.json else (as_text, "\n\n")
+        print(show(drawn[m], samples, about | {"generation": m}), end=end, flush=True)
     if args.html:
         log_z_sigma = setup.exact and setup.exact.log_z
         write_text(args.html, genealogy.page(drawn, about, setup.tokenizer, log_z_sigma))

@@ -92,8 +92,7 @@ def dpo(
         student.optimizer.zero_grad()
         report(loss=accumulate_gradient(loss, len(tokens), ROWS // 2))
         student.optimizer.step()
-    student.finish()
-    return policy
+    return Conditional(student.finish(), base.prompt, base.length)
 
 
 def dpo_cost(config: BaselineConfig) -> Cost:

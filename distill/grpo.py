@@ -108,8 +108,7 @@ def grpo(
         student.optimizer.zero_grad()
         report(loss=accumulate_gradient(loss, len(tokens), ROWS), phi=reward.exp().mean())
         student.optimizer.step()
-    student.finish()
-    return policy
+    return Conditional(student.finish(), base.prompt, base.length)
 
 
 def grpo_cost(config: BaselineConfig) -> Cost:

@@ -1,4 +1,4 @@
-"""The losses of DPO and GRPO on given log-probs: public formulas, closed-form gradients, pairs and advantages."""
+"""The losses of DPO and GRPO on given log-probs: published formulas, gradients, pairs, advantages."""
 
 import math
 
@@ -12,8 +12,8 @@ from distill.finetune import rewards
 from distill.grpo import advantages, grpo_loss
 from tinystories.errors import InputError
 from tsmc.exact import Tree
+from tsmc.proposal import sample_proposal
 from tsmc.table import TableModel, prefix_numbers
-from tsmc.trajectories import sample_proposal
 
 INFINITY = math.inf
 
@@ -24,12 +24,17 @@ def random_log_probs(*shape, seed=0):
     return log_pi.requires_grad_(), log_ref
 
 
+def random_rewards(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, dtype=torch.float64, generator=generator(seed))
+
+
 def test_dpo_loss_is_log_2_at_the_reference_and_pushes_the_pair_apart():
     log_pi, _ = random_log_probs(5, 2)
     loss = dpo_loss(log_pi, log_pi.detach(), 0.4)
     loss.backward()
     assert loss.item() == pytest.approx(math.log(2), abs=1e-15)
-    torch.testing.assert_close(log_pi.grad, torch.tensor([[-0.04, 0.04]] * 5, dtype=torch.float64))
+    wanted = torch.tensor([[-0.04, 0.04]] * 5, dtype=torch.float64)
+    torch.testing.assert_close(log_pi.grad, wanted)
 
 
 def test_grpo_loss_is_0_at_the_reference_and_its_gradient_is_not():
@@ -42,10 +47,10 @@ def test_grpo_loss_is_0_at_the_reference_and_its_gradient_is_not():
     assert log_pi.grad.abs().min() > 0.01
 
 
-def test_losses_equal_the_public_formulas():
-    """Rafailov et al. eq. 7 and Shao et al. eq. 3 and 4 without clipping, sample by sample in numpy."""
+def test_losses_equal_the_published_formulas():
+    """Rafailov et al. eq. 7 and Shao et al. eq. 3 and 4 without clipping, in numpy."""
     log_pi, log_ref = random_log_probs(8, 5, seed=1)
-    reward, b = torch.randn(8, dtype=torch.float64, generator=generator(2)), 0.2
+    reward, b = random_rewards(8, 2), 0.2
     pi, ref, r = (x.detach().numpy() for x in (log_pi, log_ref, reward))
     ranked = sorted(range(8), key=lambda i: -r[i])
     terms = []
@@ -55,7 +60,6 @@ def test_losses_equal_the_public_formulas():
     pairs = preference_pairs(reward)
     value = dpo_loss(log_pi.sum(-1)[pairs], log_ref.sum(-1)[pairs], b)
     assert value.item() == pytest.approx(numpy.mean(terms), rel=1e-12)
-
     total = 0.0
     for n in range(8):
         a = (r[n] - numpy.mean(r)) / numpy.std(r)
@@ -66,10 +70,10 @@ def test_losses_equal_the_public_formulas():
     assert value.item() == pytest.approx(-total / 40, rel=1e-12)
 
 
-def policy_gradient(model: TableModel, tokens: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """Sum over n and t of coefficients [N, T] times the gradient of log pi(s_t | ...): one-hot minus probabilities."""
+def policy_gradient(model: TableModel, tokens, coefficients) -> torch.Tensor:
+    """Gradient of the sum of coefficients [N, T] times log pi: one-hot minus probabilities."""
     gradient = torch.zeros_like(model.table)
-    for n, numbers in enumerate(prefix_numbers(tokens, model.table.shape[1])):
+    for n, numbers in enumerate(prefix_numbers(tokens, model.vocab_size)):
         for t, row in enumerate(numbers):
             gradient[row] -= coefficients[n, t] * model.table[row].detach().softmax(-1)
             gradient[row, tokens[n, t]] += coefficients[n, t]
@@ -79,43 +83,49 @@ def policy_gradient(model: TableModel, tokens: torch.Tensor, coefficients: torch
 def test_gradients_have_their_closed_forms_in_a_table_world():
     base, policy = (TableModel.random(3, 3, generator(seed)) for seed in (0, 1))
     tokens = sample_proposal(policy, None, 10, generator(2)).tokens
-    reward, b = torch.randn(10, dtype=torch.float64, generator=generator(3)), 0.3
+    reward, b = random_rewards(10, 3), 0.3
     log_pi, log_ref = policy.log_probs(tokens)[0], base.log_probs(tokens)[0].detach()
 
+    def assert_gradient(loss, coefficients) -> None:
+        actual = torch.autograd.grad(loss, policy.table, retain_graph=True)[0]
+        wanted = policy_gradient(policy, tokens, coefficients)
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-14)
+
     pairs = preference_pairs(reward)
-    loss = dpo_loss(log_pi.sum(-1)[pairs], log_ref.sum(-1)[pairs], b)
     log_ratio = (log_pi - log_ref).sum(-1).detach()
     coefficients = torch.zeros(10, 3, dtype=torch.float64)
     for better, worse in pairs.tolist():
         push = b / 5 * torch.sigmoid(b * (log_ratio[worse] - log_ratio[better]))
         coefficients[better], coefficients[worse] = -push, push
-    actual = torch.autograd.grad(loss, policy.table, retain_graph=True)[0]
-    torch.testing.assert_close(actual, policy_gradient(policy, tokens, coefficients), rtol=0, atol=1e-14)
-
+    assert_gradient(dpo_loss(log_pi.sum(-1)[pairs], log_ref.sum(-1)[pairs], b), coefficients)
     advantage = advantages(reward)
-    loss = grpo_loss(log_pi, log_ref, advantage, b)
     coefficients = (b * (1 - (log_ref - log_pi).exp()) - advantage[:, None]).detach() / 30
-    actual = torch.autograd.grad(loss, policy.table)[0]
-    torch.testing.assert_close(actual, policy_gradient(policy, tokens, coefficients), rtol=0, atol=1e-14)
+    assert_gradient(grpo_loss(log_pi, log_ref, advantage, b), coefficients)
 
 
 def test_mean_grpo_gradient_climbs_the_reward_and_descends_the_forward_kl():
-    """Over all sequences, weighted by pi: the gradient of -E_pi[r] / T + b mean_t E_pi[KL(p^(0) || pi) of the next token]."""
+    """Over all sequences, weighted by pi, it is the gradient of
+
+    -E_pi[r] / T + b mean_t E_pi[KL(p^(0) || pi) of the next token].
+    """
     base, policy = (TableModel.random(3, 3, generator(seed)) for seed in (0, 1))
     tokens = Tree(policy).sequences()
-    reward, b = torch.randn(27, dtype=torch.float64, generator=generator(3)), 0.7
+    reward, b = random_rewards(27, 3), 0.7
     log_pi, logits, _ = policy.log_probs(tokens)
     log_ref, ref_logits, _ = base.log_probs(tokens)
     chances = log_pi.sum(-1).exp()
-    losses = [
-        grpo_loss(log_pi[n : n + 1], log_ref[n : n + 1].detach(), reward[n : n + 1], b) * chances[n].detach()
-        for n in range(27)
-    ]
+    loss = 0.0
+    for n in range(27):
+        row = slice(n, n + 1)
+        value = grpo_loss(log_pi[row], log_ref[row].detach(), reward[row], b)
+        loss = loss + chances[n].detach() * value
     ref, pi = ref_logits.detach().log_softmax(-1), logits.log_softmax(-1)
     divergence = (ref.exp() * (ref - pi)).sum(-1).mean(-1)  # [27]
     objective = (-chances * reward / 3 + b * chances.detach() * divergence).sum()
-    actual, expected = (torch.autograd.grad(x, policy.table, retain_graph=True)[0] for x in (sum(losses), objective))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-14)
+    gradients = [
+        torch.autograd.grad(x, policy.table, retain_graph=True)[0] for x in (loss, objective)
+    ]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
 
 
 # pairs and advantages
@@ -147,6 +157,6 @@ def test_an_impossible_sample_counts_as_the_limit_of_a_falling_reward():
 
 
 @pytest.mark.parametrize("bad", [math.nan, INFINITY])
-def test_a_reward_that_is_no_number_is_refused(bad):
-    with pytest.raises(InputError, match=r"^DPO, step 3: log phi is NaN or \+inf .*potential$"):
-        rewards(lambda tokens: torch.tensor([-1.0, bad]), torch.zeros(2, 4), "DPO, step 3")
+def test_a_reward_that_is_not_finite_is_refused(bad):
+    with pytest.raises(InputError, match=r"^log phi is NaN or \+inf .*potential$"):
+        rewards(lambda tokens: torch.tensor([-1.0, bad]), torch.zeros(2, 4))

@@ -1,10 +1,10 @@
-"""Token draws: edges, a vocabulary of 50257 in float32 against float64 probabilities, and the normaliser."""
+"""Token draws: edges, a vocabulary of 50257 in float32, and the normaliser."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import generator
+from worlds import chi_square_p_value, generator
 
 import tsmc.categorical
 from tsmc.categorical import BLOCK, draw_categorical, uniforms
@@ -13,9 +13,9 @@ ALMOST_ONE = 1 - 2.0**-53
 VOCABULARY = 50257
 
 
-def draw_at(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def draw_at(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Tokens drawn from every row of logits [N, V] at given uniforms [N]."""
-    return draw_categorical(logits, uniforms.double()[:, None])[0]
+    return draw_categorical(logits, uniform.double()[:, None])[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -23,32 +23,31 @@ def draw_at(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, ALMOST_ONE])
 def test_tokens_at_edge_uniforms_are_in_range_and_possible(size, uniform, dtype):
     logits = torch.randn(50, size, generator=generator(size)).to(dtype)
-    logits[:, 1:][
-        torch.rand(50, size - 1, generator=generator(1)) < 0.7
-    ] = -torch.inf  # token 0 stays possible, for now
+    is_ruled_out = torch.rand(50, size - 1, generator=generator(1)) < 0.7
+    logits[:, 1:][is_ruled_out] = -torch.inf  # token 0 stays possible
     logits[25:] = logits[25:].roll(size // 2, 1)
     tokens = draw_at(logits, torch.full((50,), uniform))
     assert (tokens >= 0).all() and (tokens < size).all()
     assert logits.gather(1, tokens[:, None]).isfinite().all()
 
 
+FLOATS = st.sampled_from([torch.float32, torch.float64])
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 200),
-    st.integers(0, 2**31),
-    st.floats(0, ALMOST_ONE),
-    st.sampled_from([torch.float32, torch.float64]),
-)
+@given(st.integers(1, 200), st.integers(0, 2**31), st.floats(0, ALMOST_ONE), FLOATS)
 def test_inversion_matches_the_cumulative_distribution(size, seed, uniform, dtype):
     logits = 3 * torch.randn(1, size, generator=generator(seed)).to(dtype)
     token = draw_at(logits, torch.tensor([uniform])).item()
     cumulative = logits.double().softmax(-1)[0].cumsum(0)
-    assert cumulative[token] >= uniform - 1e-6 and (token == 0 or cumulative[token - 1] <= uniform + 1e-6)
+    assert cumulative[token] >= uniform - 1e-6
+    assert token == 0 or cumulative[token - 1] <= uniform + 1e-6
 
 
 @pytest.mark.parametrize("size", [1, 5, 200])
 def test_a_row_without_possible_tokens_is_defined(size):
-    tokens, log_normaliser = draw_categorical(torch.full((3, size), -torch.inf), torch.full((3, 1), 0.5).double())
+    half = torch.full((3, 1), 0.5).double()
+    tokens, log_normaliser = draw_categorical(torch.full((3, size), -torch.inf), half)
     assert (tokens == 0).all() and (log_normaliser == -torch.inf).all()
 
 
@@ -56,8 +55,10 @@ def test_a_row_without_possible_tokens_is_defined(size):
 def test_normaliser_is_logsumexp(scale, shift):
     logits = scale * torch.randn(16, VOCABULARY, generator=generator(0)) + shift
     wanted, half = logits.double().logsumexp(-1), torch.full((16, 1), 0.5).double()
-    torch.testing.assert_close(draw_categorical(logits, half)[1].double(), wanted, rtol=2e-7, atol=2e-6)
-    torch.testing.assert_close(draw_categorical(logits.double(), half)[1], wanted, rtol=1e-12, atol=1e-12)
+    found = draw_categorical(logits, half)[1].double()
+    torch.testing.assert_close(found, wanted, rtol=2e-7, atol=2e-6)
+    found = draw_categorical(logits.double(), half)[1]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_only_the_chosen_generator_is_used():
@@ -69,7 +70,7 @@ def test_only_the_chosen_generator_is_used():
 
 
 def groups_of_tokens(probabilities: torch.Tensor, draws: int) -> torch.Tensor:
-    """Group number [V] of every token: tokens from rare to frequent, 25 expected draws or more in each group."""
+    """Group number [V] of every token, from rare to frequent, 25 or more expected draws in each."""
     order = probabilities.argsort()
     numbers = torch.empty_like(order)
     numbers[order] = (probabilities[order].cumsum(0) * draws / 25).floor().long()
@@ -77,33 +78,33 @@ def groups_of_tokens(probabilities: torch.Tensor, draws: int) -> torch.Tensor:
 
 
 def test_frequencies_in_a_large_vocabulary_float32_against_float64():
-    """Chi-square over groups from the rarest tokens to the most frequent, level 1e-3, and over the tail alone."""
+    """Chi-square over groups from the rarest tokens to the most frequent, and the tail alone."""
     logits = 2.5 * torch.randn(VOCABULARY, generator=generator(5))
     probabilities = logits.double().softmax(-1)
-    source, rows, rounds = generator(6), 128, 32
-    draws = rows * rounds
-    tokens = torch.cat([draw_categorical(logits.expand(rows, -1), uniforms(rows, 1, source))[0] for _ in range(rounds)])
+    rows, rounds = 128, 32
+    draws, uniform = rows * rounds, uniforms(rows * rounds, 1, generator(6))
+    parts = [draw_categorical(logits.expand(rows, -1), part)[0] for part in uniform.split(rows)]
+    tokens = torch.cat(parts)
     numbers = groups_of_tokens(probabilities, draws)
-    expected = draws * torch.zeros(numbers.max() + 1).double().index_add(0, numbers, probabilities)
-    observed = numbers[tokens].bincount(minlength=len(expected)).double()
-    statistic = (observed - expected).square().div(expected).sum()
-    p_value = torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2)
-    assert len(expected) > 100 and p_value > 1e-3
-    tail = probabilities < probabilities.quantile(0.5)  # half of all tokens, with under 5 % of the mass
+    shares = torch.zeros(numbers.max() + 1).double().index_add(0, numbers, probabilities)
+    counts = numbers[tokens].bincount(minlength=len(shares))
+    assert len(shares) > 100 and chi_square_p_value(counts, shares) > 1e-3
+    tail = probabilities < probabilities.quantile(0.5)  # half of all tokens, under 5 % of the mass
     share = probabilities[tail].sum()
     assert (tail[tokens].double().mean() - share).abs() < 4 * (share / draws).sqrt()
 
 
 @pytest.mark.parametrize("widest", [torch.float64, torch.float32])
 def test_a_grid_of_uniforms_meets_every_group_in_proportion(widest, monkeypatch):
-    """Uniforms at the midpoints of 1024 equal cells: counts of leading token ranges are right to one draw.
+    """Uniforms at the midpoints of 1024 equal cells: leading counts are right to one draw.
 
     Two levels of sums are exact enough in float32 too, the widest type of some devices.
     """
     monkeypatch.setattr(tsmc.categorical, "widest", lambda device: widest)
     logits = 2.5 * torch.randn(VOCABULARY, generator=generator(8))
-    grid = ((torch.arange(1024).double() + 0.5) / 1024).to(widest)
-    tokens = torch.cat([draw_categorical(logits.expand(128, -1), part[:, None])[0] for part in grid.split(128)])
+    grid = ((torch.arange(1024).double() + 0.5) / 1024).to(widest)[:, None]
+    parts = [draw_categorical(logits.expand(128, -1), part)[0] for part in grid.split(128)]
+    tokens = torch.cat(parts)
     assert (tokens.diff() >= 0).all()
     cumulative = logits.double().softmax(-1).cumsum(0)
     leading = tokens.bincount(minlength=VOCABULARY).cumsum(0)

@@ -116,18 +116,12 @@ def test_the_best_of_a_sweep_is_taken_over_on_the_first_seed_and_repeated_on_oth
     assert one["kl"] != other["kl"] and one.keys() == other.keys()
 
 
-def filled(values: dict[str, list[float]], quantity: str) -> Numbers:
-    """A table with a row for each name and each seed 1, 2, ..."""
-    numbers = Numbers()
-    for name, own in values.items():
-        for seed, value in enumerate(own, 1):
-            numbers.add(Place("best", name, seed=seed), {quantity: value})
-    return numbers
-
-
 def test_means_are_over_the_seeds_that_ran_it_and_none_where_one_diverged():
-    numbers = filled({"A": [0.1, 0.2, 0.9], "B": [0.3, 0.6], "C": [0.5]}, "distance")
-    numbers.add(Place("best", "C", seed=2), {"updates": 3})  # diverged
+    numbers = Numbers()
+    for name, values in {"A": [0.1, 0.2, 0.9], "B": [0.3, 0.6], "C": [0.5]}.items():
+        for seed, value in enumerate(values, 1):
+            numbers.add(Place("best", name, seed=seed), {"distance": value})
+    numbers.add(Place("best", "C", seed=2), {"updates": 3, "distance": None})  # diverged
     numbers.add(Place("best", "D", seed=1), {"distance": [0.5, 0.4, 0.7]})
     numbers.add_change(Place("best", "A"), Place("best", "B"), (1, 2, 3))
     numbers.add_means()
@@ -145,10 +139,13 @@ def test_an_error_that_all_seeds_share_is_added_once():
     source = torch.Generator().manual_seed(0)
     common = torch.randn(50, generator=source, dtype=torch.float64)
     moved = torch.randn(50, generator=source, dtype=torch.float64)
-    numbers = filled({"A": [2.0, 2.1, 1.9, 2.0], "B": [1.0, 1.2, 1.0, 1.1]}, "kl")
+    numbers = Numbers()
     numbers.add(TARGET, {"log_z": [0.0, -0.6, 0.6]})
-    for place in list(numbers.rows):
-        numbers.kl_terms[place] = common + (moved if place.name == "B" else 0)
+    values = {"A": [2.0, 2.1, 1.9, 2.0], "B": [1.0, 1.2, 1.0, 1.1]}
+    for name, terms in (("A", common), ("B", common + moved)):
+        for seed, value in enumerate(values[name], 1):
+            row = {"kl": value, "kl_terms": terms.tolist()}
+            numbers.add(Place("best", name, seed=seed), row)
     numbers.add_change(Place("best", "A"), Place("best", "B"), (1, 2, 3, 4))
     numbers.add_means()
     mean = numbers.rows[Place("best", "A")]["kl"]
@@ -159,7 +156,7 @@ def test_an_error_that_all_seeds_share_is_added_once():
         return math.hypot(estimate.half_width(), *shared)
 
     exact = [mean_estimate(terms).half_width() for terms in (common, moved)]
-    assert mean.high - mean.value == pytest.approx(half([2.0, 2.1, 1.9, 2.0], exact[0], 0.6))
+    assert mean.high - mean.value == pytest.approx(half(values["A"], exact[0], 0.6))
     assert change.value == pytest.approx(-0.925)
     assert change.high - change.value == pytest.approx(half([-1.0, -0.9, -0.9, -0.9], exact[1]))
 

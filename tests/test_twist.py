@@ -1,36 +1,35 @@
-"""The potential, the effective potential, the MLP twist and its file."""
+"""The potential of texts, the effective potential, the MLP twist and its file."""
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from worlds import Recorded, learn, letters
+from worlds import generator, learn, tiny_conditional
 
-import tinystories
-from eval.pocket.lm import initialise
-from eval.run.saved import load_twist, save_twist
+from eval.run.trained import load_twist, save_twist
 from tinystories.errors import InputError
-from tinystories.gpt_neo import GPTNeoConfig
 from tsmc import sample_proposal
-from tsmc.steps import Steps
-from twist import TextPotential, TwistMLP, base_potential, effective_potential, power
-from twist.ctl import ctl_loss, negative_log_weights, positive_log_weights, weigh
+from twist.ctl import positive_log_weights
+from twist.mlp import TwistMLP
+from twist.potential import TextPotential, base_potential, effective_potential, power
 
 
-def tiny(seed: int, length: int = 4) -> tinystories.Conditional:
-    """A random GPT-Neo of 7 tokens after a two-token prompt."""
-    model = tinystories.GPTNeo(GPTNeoConfig(7, 8, 2, 2, 16, ("global", "local"), 4, 16))
-    initialise(model, torch.Generator().manual_seed(seed))
-    for parameter in model.parameters():
-        parameter.data.mul_(8)  # far from uniform
-    return tinystories.Conditional(model.eval(), torch.tensor([1, 2]), length)
-
-
-def twist_with_random_output(seed: int = 0) -> TwistMLP:
-    generator = torch.Generator().manual_seed(seed)
-    twist = TwistMLP(8, 6, 7, generator)
-    torch.nn.init.normal_(twist.last.weight, generator=generator)
-    torch.nn.init.normal_(twist.last.bias, generator=generator)
+def random_twist(seed: int = 0) -> TwistMLP:
+    """A twist for `tiny_conditional` that is not psi = 1."""
+    source = generator(seed)
+    twist = TwistMLP(8, 6, 7, source)
+    torch.nn.init.normal_(twist.last.weight, generator=source)
+    torch.nn.init.normal_(twist.last.bias, generator=source)
     return twist
+
+
+def letters(rows: list[list[int]]) -> list[str]:
+    """Texts of rows of tokens: token i is the i-th letter."""
+    return [" ".join("abcdefg"[token] for token in row) for row in rows]
+
+
+def log_phi(tokens: torch.Tensor) -> torch.Tensor:
+    """A potential of tokens [N, T]."""
+    return -tokens.sum(-1).float()
 
 
 def test_each_distinct_text_is_scored_once_with_its_prompt():
@@ -41,9 +40,8 @@ def test_each_distinct_text_is_scored_once_with_its_prompt():
         return -torch.arange(1.0, len(texts) + 1)
 
     potential = TextPotential([power(scorer, 10.0)], letters, torch.tensor([1, 2]))
-    log_phi = potential(torch.tensor([[3, 4], [5, 6], [3, 4]]))
+    assert potential(torch.tensor([[3, 4], [5, 6], [3, 4]])).tolist() == [-10.0, -20.0, -10.0]
     assert asked == ["b c d e", "b c f g"]
-    assert log_phi.tolist() == [-10.0, -20.0, -10.0]
 
 
 def test_beta_zero_is_the_base_model_even_where_the_score_is_zero():
@@ -52,85 +50,56 @@ def test_beta_zero_is_the_base_model_even_where_the_score_is_zero():
     assert potential(torch.tensor([[3], [4]])).tolist() == [0.0, 0.0]
 
 
-def test_the_effective_potential_keeps_sigma():
-    base, refined = tiny(0), tiny(1)
-    tokens = sample_proposal(base, None, 50, torch.Generator().manual_seed(0)).tokens
-    log_p0, log_p1 = base.log_probs(tokens)[0].sum(-1), refined.log_probs(tokens)[0].sum(-1)
-
-    def log_phi(s):
-        return -s.sum(-1).float()
-
-    sigma = log_p0 + base_potential(log_phi)(tokens, log_p0)
-    again = log_p1 + effective_potential(log_phi, base)(tokens, log_p1)
+def test_sigma_and_the_positive_weights_are_those_of_generation_zero():
+    """p^(m) phi^(m) = p^(0) phi, and w = p^(0) phi / q, whatever p^(m) is."""
+    base, refined, twist = tiny_conditional(0), tiny_conditional(1), random_twist()
+    batch = sample_proposal(refined, twist, 50, generator(3))
+    log_p0, log_p1 = (model.log_probs(batch.tokens)[0].sum(-1) for model in (base, refined))
     assert (log_p0 - log_p1).abs().max() > 1
-    torch.testing.assert_close(sigma, again)
+    effective = effective_potential(log_phi, base)
+    sigma = log_p0 + base_potential(log_phi)(batch.tokens, log_p0)
+    torch.testing.assert_close(log_p1 + effective(batch.tokens, log_p1), sigma)
+    weights = positive_log_weights(batch, effective)
+    torch.testing.assert_close(weights, sigma - batch.log_q.sum(-1), rtol=1e-5, atol=1e-4)
 
 
-def test_a_fresh_twist_is_one_everywhere():
-    twist = TwistMLP(8, 6, 7, torch.Generator().manual_seed(0))
-    assert torch.equal(twist(torch.randn(3, 8)), torch.zeros(3, 7))
-
-
-def test_chosen_tokens_equal_the_full_output():
-    twist, hidden = twist_with_random_output(), torch.randn(5, 4, 8)
-    tokens = torch.randint(7, (5, 4))
+def test_a_fresh_twist_is_one_everywhere_and_chosen_tokens_equal_the_full_output():
+    hidden, tokens = torch.randn(5, 4, 8), torch.randint(7, (5, 4))
+    assert torch.equal(TwistMLP(8, 6, 7, generator(0))(hidden), torch.zeros(5, 4, 7))
+    twist = random_twist()
     expected = twist(hidden).gather(-1, tokens[..., None]).squeeze(-1)
     torch.testing.assert_close(twist.of_tokens(hidden, tokens), expected)
 
 
-def test_the_positive_weights_ignore_how_the_generation_was_reached():
-    """w = p^(0) phi / q whatever p^(m) is."""
-    base, refined, twist = tiny(0), tiny(1), twist_with_random_output()
-    batch = sample_proposal(refined, twist, 30, torch.Generator().manual_seed(3), keep_hidden=True)
-
-    def log_phi(s):
-        return -s.sum(-1).float()
-
-    expected = base.log_probs(batch.tokens)[0].sum(-1) + log_phi(batch.tokens) - batch.log_q.sum(-1)
-    torch.testing.assert_close(positive_log_weights(batch, effective_potential(log_phi, base)), expected)
-
-
-def test_no_gradient_flows_through_the_weights():
-    model, twist = tiny(0), twist_with_random_output()
-    batch = sample_proposal(model, twist, 30, torch.Generator().manual_seed(3), keep_hidden=True)
-    positive = torch.randn(30, requires_grad=True)
-    negative = negative_log_weights(batch).requires_grad_()
-    ctl_loss(twist, weigh(batch, positive, negative)).backward()
-    assert positive.grad is None and negative.grad is None and twist.last.weight.grad.abs().sum() > 0
-
-
-def test_learning_reports_every_update_and_moves_the_twist():
-    twist, steps = TwistMLP(8, 6, 7, torch.Generator().manual_seed(0)), Recorded(60)
-
-    def log_phi(tokens, log_p):
+def test_learning_moves_the_twist_towards_the_potential():
+    def potential(tokens, log_p):
         return -5.0 * (tokens != 3).float().sum(-1)
 
-    learn(twist, tiny(0), log_phi, steps, 64, learning_rate=0.02)
-    seen = steps.reports
+    twist = TwistMLP(8, 6, 7, generator(0))
+    seen = learn(twist, tiny_conditional(0), potential, 60, 64, learning_rate=0.02)
     assert len(seen) == 60 and all(1 <= figures["ess"] <= 64.001 for figures in seen)
-    first, last = (sum(f["ess"] for f in part) / 15 for part in (seen[:15], seen[-15:]))
+    first, last = (sum(figures["ess"] for figures in part) for part in (seen[:15], seen[-15:]))
     assert last > 1.5 * first, "a better proposal has more even weights"
 
 
 def test_a_nan_potential_stops_learning_before_the_step():
-    twist = TwistMLP(8, 6, 7, torch.Generator())
-    with pytest.raises(InputError, match=r"^twist learning: a weight is NaN .*learning rate or check the potential$"):
-        learn(twist, tiny(0), lambda tokens, log_p: torch.full((len(tokens),), torch.nan), Steps(3), 100)
+    def potential(tokens, log_p):
+        return torch.full((len(tokens),), torch.nan)
+
+    twist = TwistMLP(8, 6, 7, generator(0))
+    words = r"^twist learning: a weight is NaN .*learning rate or check the potential$"
+    with pytest.raises(InputError, match=words):
+        learn(twist, tiny_conditional(0), potential, 3, 100)
     assert (twist.last.weight == 0).all()
 
 
-def test_a_twist_survives_its_file(tmp_path):
-    twist, hidden = twist_with_random_output(), torch.randn(3, 8)
+def test_a_twist_survives_its_file_and_one_that_does_not_fit_is_refused(tmp_path):
+    twist, hidden = random_twist(), torch.randn(3, 8)
     save_twist(tmp_path, twist)
     assert torch.equal(load_twist(tmp_path)(hidden), twist(hidden))
-
-
-def test_a_twist_that_does_not_fit_names_the_tensor(tmp_path):
-    save_twist(tmp_path, twist_with_random_output())
     tensors = load_file(tmp_path / "twist.safetensors")
-    save_file(tensors | {"second.weight": torch.zeros(2, 2)}, tmp_path / "twist.safetensors")
-    with pytest.raises(InputError, match=r"twist\.safetensors: not a twist \(second\.weight has shape"):
-        load_twist(tmp_path)
-    save_file({"other": torch.zeros(2)}, tmp_path / "twist.safetensors")
-    with pytest.raises(InputError, match="not a twist"):
-        load_twist(tmp_path)
+    changed = tensors | {"second.weight": torch.zeros(2, 2)}
+    for wrong, words in ((changed, r"second\.weight has shape"), ({"other": torch.zeros(2)}, "")):
+        save_file(wrong, tmp_path / "twist.safetensors")
+        with pytest.raises(InputError, match=rf"twist\.safetensors: not a twist \(.*{words}"):
+            load_twist(tmp_path)

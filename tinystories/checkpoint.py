@@ -15,11 +15,12 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -72,13 +73,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Iterator[None]:
-    """Turn whatever the block raises into an InputError: the file, its trouble, the remedy.
-
-    Also refuses what is not a regular file: opening a named pipe could wait forever.
-    """
+    """Turn whatever the block raises into an InputError: the file, its trouble, the remedy."""
     try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise OSError("it is not a regular file")
         yield
     except (InputError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
@@ -113,8 +109,8 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def positive_integers(raw: dict, names: Iterable[str]) -> dict[str, int]:
-    """Sizes from a config.json; ValueError for what is not a positive integer of a possible size.
+def network_sizes(raw: dict, names: list[str], heads: str, epsilon: str) -> dict[str, int]:
+    """The sizes `names` in a config.json; ValueError for a network that cannot be built.
 
     Layers are bounded most, for a network is built layer by layer before its weights are read.
     """
@@ -122,6 +118,10 @@ def positive_integers(raw: dict, names: Iterable[str]) -> dict[str, int]:
         most = MOST_LAYERS if name.endswith("layers") else MOST
         if type(raw[name]) is not int or not 0 < raw[name] <= most:
             raise ValueError(f"{name} is {raw[name]!r}, not an integer from 1 to {most}")
+    if raw["hidden_size"] % raw[heads]:
+        raise ValueError(f"hidden_size must be a multiple of {heads}")
+    if not 0 < float(raw[epsilon]) < 1:
+        raise ValueError(f"{epsilon} must be between 0 and 1")
     return {name: raw[name] for name in names}
 
 
@@ -143,11 +143,7 @@ def read_weights(directory: Path) -> tuple[dict[str, Tensor], Path]:
     first, *shards = weight_files(directory)
     tensors = {}
     for path in shards or [first]:
-        loaded = read_tensors(path)
-        if twice := tensors.keys() & loaded.keys():
-            fault = f"{listed(twice)} is also in another file; use files of one checkpoint"
-            raise InputError(f"{path}: {fault}")
-        tensors |= loaded
+        tensors |= read_tensors(path)
     return tensors, first
 
 
@@ -166,14 +162,6 @@ def fingerprint(directory: Path) -> str:
     return hashlib.sha256(b"".join(bytes.fromhex(digest_of(path)) for path in files)).hexdigest()
 
 
-def without_prefix(tensors: dict[str, Tensor], prefix: str, source: Path) -> dict[str, Tensor]:
-    """The tensors with `prefix` removed from their names; InputError if two names become one."""
-    if twice := [name for name in tensors if prefix + name in tensors]:
-        fault = f"{listed(twice)} is there with and without {prefix}; use files of one checkpoint"
-        raise InputError(f"{source}: {fault}")
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-
 class NoDraws(TorchFunctionMode):
     """Omits random initial values: even without memory, drawing them loads PyTorch's compiler."""
 
@@ -182,11 +170,16 @@ class NoDraws(TorchFunctionMode):
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def without_values() -> Iterator[None]:
-    """Networks made in this block have shapes and no memory, until `fill` gives them values."""
-    with torch.device("meta"), NoDraws():
-        yield
+def empty_network(directory: Path, kind: str, build: Callable[[dict], nn.Module]) -> nn.Module:
+    """What `build` makes of a config.json: shapes without memory, until `fill` gives them values.
+
+    `kind` names the network in the InputError for a config.json that does not fit.
+    """
+    path = Path(directory) / "config.json"
+    raw = read_json(path)
+    remedy = "restore it or use another checkpoint"
+    with reading(path, f"not {kind}", remedy), torch.device("meta"), NoDraws():
+        return build(raw)
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
@@ -202,6 +195,20 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
                 raise ValueError(f"{name} has shape {shapes}")
             if not tensor.is_floating_point() or not tensor.isfinite().all():
                 raise ValueError(f"{name} holds NaN, infinite values or no floats")
-        layout = {"dtype": torch.float32, "copy": True, "memory_format": torch.contiguous_format}
-        values = {name: tensor.to(**layout) for name, tensor in tensors.items()}
-    module.load_state_dict(values, assign=True)
+    XX
+
+def save_network(
+    directory: str | Path,
+    config: dict,
+    tensors: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    options: dict,
+    dtype: torch.dtype,
+) -> None:
+    """Write a directory: weights in `dtype`, tokenizer with its `options`, configuration."""
+    path = Path(directory)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    write_tensors(path / "model.safetensors", tensors)
+    write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
+    write_json(path / TOKENIZER_OPTIONS, options)
+    write_json(path / "config.json", config | {"torch_dtype": str(dtype).removeprefix("torch.")})

@@ -21,44 +21,37 @@ SIZES = ["vocab_size", "hidden_size", "num_layers", "num_heads", "max_position_e
 SIZES += ["window_size", "intermediate_size"]
 
 
-def config_from_json(raw: dict) -> GPTNeoConfig:
-    """The configuration in a config.json; KeyError, TypeError or ValueError if it does not fit."""
+def network_from_json(raw: dict) -> GPTNeo:
+    """The network of a config.json; KeyError, TypeError or ValueError if it is another one."""
     kind, activation = raw["model_type"], raw.get("activation_function", "gelu_new")
     if (kind, activation) != ("gpt_neo", "gelu_new"):
         raise ValueError(f"it is {kind} with {activation}, not gpt_neo with gelu_new")
-    defaults = {"window_size": 256, "intermediate_size": 4 * raw["hidden_size"]}
-    defaults |= {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-    fields = defaults | {name: value for name, value in raw.items() if value is not None}
-    sizes = checkpoint.positive_integers(fields, SIZES)
+    fields = {"window_size": 256, "intermediate_size": 4 * raw["hidden_size"]}
+    fields |= {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    fields |= {name: value for name, value in raw.items() if value is not None}
+    sizes = checkpoint.network_sizes(fields, SIZES, "num_heads", "layer_norm_epsilon")
     layers = []
     for kinds, count in fields["attention_types"]:  # [[["global", "local"], 2], ...]
         layers += list(kinds) * min(count, sizes["num_layers"] + 1)
     if len(layers) != sizes["num_layers"] or not set(layers) <= {"global", "local"}:
         raise ValueError(f"attention_types must name {sizes['num_layers']} global or local layers")
-    if sizes["hidden_size"] % sizes["num_heads"]:
-        raise ValueError("hidden_size must be a multiple of num_heads")
-    if not 0 < float(fields["layer_norm_epsilon"]) < 1:
-        raise ValueError("layer_norm_epsilon must be between 0 and 1")
-    return GPTNeoConfig(
+    config = GPTNeoConfig(
         **sizes,
         attention_layers=tuple(layers),
         layer_norm_epsilon=float(fields["layer_norm_epsilon"]),
         tie_word_embeddings=bool(fields["tie_word_embeddings"]),
     )
+    return GPTNeo(config)
 
 
 def config_to_json(config: GPTNeoConfig) -> dict:
-    """The inverse of `config_from_json`, as `transformers` reads it."""
+    """The config.json of a network, as transformers reads it."""
     fields = asdict(config)
     layers = fields.pop("attention_layers")
-    return {
-        "architectures": ["GPTNeoForCausalLM"],
-        "model_type": "gpt_neo",
-        "activation_function": "gelu_new",
-        "attention_types": [[[kind], 1] for kind in layers],
-        **dict.fromkeys(("attention_dropout", "embed_dropout", "resid_dropout"), 0.0),
-        **fields,
-    }
+    fields["attention_types"] = [[[kind], 1] for kind in layers]
+    fields |= {"architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo"}
+    fields |= {"attention_dropout": 0.0, "embed_dropout": 0.0, "resid_dropout": 0.0}
+    return fields | {"activation_function": "gelu_new"}
 
 
 def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dict[str, Tensor]:
@@ -66,11 +59,11 @@ def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dic
 
     Raises InputError if config.json ties the head and the file holds a different one.
     """
-    renamed = {
-        name.replace("attn.attention.", "attn."): tensor
-        for name, tensor in checkpoint.without_prefix(tensors, "transformer.", source).items()
-        if not name.endswith(MASK_BUFFERS)
-    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(MASK_BUFFERS):
+            inner = name.removeprefix("transformer.").replace("attn.attention.", "attn.")
+            renamed[inner] = tensor
     head = renamed.pop("lm_head.weight", None) if tied else None
     if head is not None and not torch.equal(head, renamed.get("wte.weight", head)):
         fault = "lm_head.weight differs from wte.weight, which config.json ties it to"
@@ -89,10 +82,7 @@ def names_on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, Tokenizer]:
     """Model (float32, eval mode) and tokenizer; InputError names the file that does not fit."""
-    file, remedy = Path(path) / "config.json", "restore it or use another checkpoint"
-    raw = checkpoint.read_json(file)
-    with checkpoint.reading(file, "not GPT-Neo", remedy), checkpoint.without_values():
-        model = GPTNeo(config_from_json(raw))
+    model = checkpoint.empty_network(path, "GPT-Neo", network_from_json)
     tensors, source = checkpoint.read_weights(path)
     tensors = names_in_memory(tensors, model.config.tie_word_embeddings, source)
     checkpoint.fill(model, tensors, source)
@@ -104,14 +94,9 @@ def save(
     path: str | Path, model: GPTNeo, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
 ) -> None:
     """Write the layout that `load` and transformers' `from_pretrained` read, weights in `dtype`."""
-    path = Path(path)
-    config = config_to_json(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    config = config_to_json(model.config)
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is not None:
         config |= {"bos_token_id": end, "eos_token_id": end}
-    options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-    tensors = {name: tensor.to(dtype) for name, tensor in names_on_disk(model.state_dict()).items()}
-    checkpoint.write_tensors(path / "model.safetensors", tensors)
-    checkpoint.write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
-    checkpoint.write_json(path / "tokenizer_config.json", options)
-    checkpoint.write_json(path / "config.json", config)
+    tensors = names_on_disk(model.state_dict())
+    checkpoint.write_network(path, config, tensors, tokenizer, {"eos_token": END_OF_TEXT}, dtype)

@@ -25,7 +25,6 @@ from tsmc.estimate import Bracket, difference, mean_estimate
 from tsmc.interfaces import Twist
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.resampling import Scheme, multinomial
-from tsmc.runs import chunk_sizes
 from tsmc.sampler import Sigma, tsmc
 
 
@@ -54,27 +53,13 @@ class BoundsProblem:
     resample: Scheme = multinomial
     max_rows: int = 4096
 
-    def log_evidence(self, runs: int, generator: torch.Generator) -> Tensor:
-        """log Z-hat [R] of R runs."""
+    def log_evidence(
+        self, runs: int, generator: torch.Generator, reference: Tensor | None = None
+    ) -> Tensor:
+        """log Z-hat [R] of R = runs runs, conditional ones where each has a reference [R, T]."""
+        resample = self.resample if reference is None else multinomial
         log_z = []
-        for size in chunk_sizes(runs, self.max_rows // self.particles):
-            population = tsmc(
-                self.sigma.model,
-                self.twist,
-                self.sigma.log_potential,
-                self.particles,
-                generator,
-                size,
-                self.resample,
-                self.ess_threshold,
-            )
-            log_z.append(population.log_z)
-        return torch.cat(log_z)
-
-    def log_evidence_given(self, reference: Tensor, generator: torch.Generator) -> Tensor:
-        """log Z-hat [R] of a conditional run for each reference [R, T]."""
-        log_z = []
-        for rows in reference.split(max(1, self.max_rows // self.particles)):
+        for rows in torch.arange(runs).split(max(1, self.max_rows // self.particles)):
             population = tsmc(
                 self.sigma.model,
                 self.twist,
@@ -82,8 +67,9 @@ class BoundsProblem:
                 self.particles,
                 generator,
                 len(rows),
-                ess_threshold=self.ess_threshold,
-                reference=rows,
+                resample,
+                self.ess_threshold,
+                reference=None if reference is None else reference[rows],
             )
             log_z.append(population.log_z)
         return torch.cat(log_z)
@@ -94,16 +80,6 @@ class BoundsProblem:
         for rows in tokens.split(max(1, self.max_rows // self.sigma.model.length)):
             log_p, log_q = proposal_log_probs(self.sigma.model, self.twist, rows)
             parts.append(log_p + self.sigma.log_potential(rows, log_p) - log_q)
-        return torch.cat(parts)
-
-    def log_weights_drawn(self, count: int, generator: torch.Generator) -> Tensor:
-        """log w [N] of N = count sequences drawn from q."""
-        parts = []
-        for size in chunk_sizes(count, self.max_rows):
-            batch = sample_proposal(self.sigma.model, self.twist, size, generator)
-            log_p = batch.log_p.sum(-1)
-            log_phi = self.sigma.log_potential(batch.tokens, log_p)
-            parts.append(log_p + log_phi - batch.log_q.sum(-1))
         return torch.cat(parts)
 
 
@@ -124,10 +100,12 @@ def bidirectional_bounds(
         raise InputError("the upper bound needs an exact sample of sigma; draw more proposals")
     lower = problem.log_evidence(runs, generator)  # [R]
     repeats = -(-runs // count)
-    upper = problem.log_evidence_given(exact_samples.repeat_interleave(repeats, 0), generator)
+    references = exact_samples.repeat_interleave(repeats, 0)
+    upper = problem.log_evidence(len(references), generator, references)
     upper = upper.view(count, repeats).mean(1)  # [A]
     log_w_target = problem.log_weights_of(exact_samples)  # [A]
-    log_w_proposal = mean_estimate(problem.log_weights_drawn(proposals, generator))
+    drawn = sample_proposal(problem.sigma.model, problem.twist, proposals, generator).tokens
+    log_w_proposal = mean_estimate(problem.log_weights_of(drawn))
     low, high = mean_estimate(lower), mean_estimate(upper)
     return Bounds(
         log_z=Bracket(low, high),

@@ -161,8 +161,9 @@ def tsmc(
 
     A run resamples where its ESS is below ess_threshold * K: at every step for 1 (the paper), never
     before T for 0. The final resampling is always drawn; `Population` keeps the weights that it was
-    drawn from. With `reference` [R, T] the runs are conditional, each on its sequence. InputError
-    for options out of range and where a weight is NaN or infinite.
+    drawn from. With `reference` [R, T] each run is conditional on its sequence; `resample` must
+    then draw ancestors independently, as multinomial does. InputError for options out of range and
+    where a weight is NaN or infinite.
     """
     check_sizes(model, runs, particles, ess_threshold, reference)
     decoder = model.decoder(runs * particles)

@@ -5,8 +5,7 @@
     OUT/report.html    the report, complete in itself       OUT/figures/   PNG
 
 `study.py` lists the parts. The same command on the same directory continues with the parts that are
-not finished. Options that are not listed here are passed on to every run of main.py, for example
-`--device cuda`.
+not finished. Options that are not listed here are passed on to every run of main.py (`--device`).
 """
 
 import multiprocessing

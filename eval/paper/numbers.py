@@ -63,12 +63,12 @@ class Numbers:
 
     def add(self, place: Place, row: dict) -> None:
         """The row of a part."""
-        self.rows[place] = {
-            name: Number(*value) if isinstance(value, list) else Number(value)
-            for name, value in row.items()
-            if name not in NO_NUMBERS
-        }
-        if "kl_terms" in row:
+        self.rows[place] = {}
+        for name, value in row.items():
+            values = value if isinstance(value, list) else [value]
+            if name not in NO_NUMBERS and values[0] is not None:
+                self.rows[place][name] = Number(*values)
+        if "kl" in self.rows[place]:
             self.kl_terms[place] = torch.tensor(row["kl_terms"], dtype=torch.float64)
         if "histogram" in row:
             self.histograms[place.name] = row["histogram"]

@@ -22,6 +22,7 @@ from eval.metrics import Samples, distinct_share, energy_floor, score, score_pop
 from eval.paper.measure import Task, log_z_of, with_interval
 from eval.paper.numbers import read_rows
 from eval.paper.study import WITH_PARTICLES, Part, Study, baseline_cost
+from eval.run.run import finite_or_null
 from eval.run.setup import sigma_key
 from eval.run.target import save_target
 from eval.run.trained import load_generation
@@ -81,6 +82,7 @@ def run_part(study: Study, part: Part, out: Path) -> None:
             rows = kinds[part.kind](Task(study, part, out))
     except InputError as error:
         raise InputError(f"{part.name}: {error}") from error
+    rows = finite_or_null(json.loads(json.dumps(rows)))
     result = {"description": description(study, part), "rows": rows}
     write_json(out / "parts" / f"{part.name}.json", result)
 

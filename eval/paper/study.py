@@ -9,10 +9,9 @@
     dpo-full-1, ...       one setting of a baseline's grid, on the first seed
     best-of-dpo-full-S    the best setting of that grid, on seed S
 
-The pairs of published-S and pooled-S are also sampled with other numbers of particles K, and those
-of published-S with other resampling schemes. The first three variants use all seeds, the rest only
-the first `seeds_beside` of them. A baseline spends as many token positions through the language
-model as Algorithm 1 does.
+The pairs of published-S and pooled-S are also sampled with other K, and those of published-S with
+other resampling schemes. The first three variants use all seeds, the rest only the first few. A
+baseline spends as many token positions through the language model as Algorithm 1 does.
 """
 
 import shlex
@@ -43,7 +42,7 @@ class Study:
     distilled_options: str = ""  # of the runs of Algorithm 1
     pooled_options: str = ""  # of the runs with the pooled twist
     seeds: tuple[int, ...] = (21, 22, 23, 24, 25)
-    seeds_beside: int = 3
+    seeds_beside: int = 3  # so many of the seeds serve the baselines and the ablations
     rejection_samples: int = 50_000  # from the base model
     rejection_betas: tuple[float, ...] = (1.0,)  # besides 0 (Base) and the beta of Target
     particle_counts: tuple[int, ...] = (20, 50, 100, 1000)
@@ -54,7 +53,6 @@ class Study:
     dpo_strengths: tuple[float, ...] = (0.1, 0.8)
     grpo_strengths: tuple[float, ...] = (0.04, 0.32)
     baseline_batch: int = 128  # sequences of one update
-    baseline_updates: int = 0  # 0 spends what Algorithm 1 spends
 
     def beside(self) -> tuple[int, ...]:
         """The seeds of the baselines and of the ablations."""
@@ -72,13 +70,13 @@ class Study:
 
     def grid(self, method: str) -> list[BaselineConfig]:
         """The settings of a baseline's sweep."""
-        config, batch = self.config(), self.baseline_batch
-        one = BaselineConfig(0.0, 0.0, 0.0, updates=1, batch_size=batch)
+        config = self.config()
+        one = BaselineConfig(0.0, 0.0, 0.0, updates=1, batch_size=self.baseline_batch)
         budget = tsmc_cost(config).units(config.length)
         updates = max(1, budget // baseline_cost(method, one).units(config.length))
         strengths = self.dpo_strengths if method.startswith("dpo") else self.grpo_strengths
         grid = Grid(strengths, self.learning_rates, self.weight_decays)
-        return grid.configs(updates=self.baseline_updates or updates, batch_size=batch)
+        return grid.configs(updates=updates, batch_size=self.baseline_batch)
 
 
 QUICK = Study(  # only shows that everything runs

@@ -27,12 +27,12 @@ WARM_UP = 100  # updates
 
 
 def add_options(parser: ArgumentParser, *paths: str, **defaults: float | str | Path) -> None:
-    """Options --NAME: paths that must be given, and values that need not be."""
+    """Options --NAME: paths that must be given, and values with the defaults of the shipped."""
     for name in paths:
-        parser.add_argument(f"--{name}", type=Path, required=True, help="must be given")
+        parser.add_argument(f"--{name}", type=Path, required=True)
     for name, default in defaults.items():
-        flag = "--" + name.replace("_", "-")
         kind = Path if isinstance(default, Path) else type(default)
+        flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
 
 
@@ -54,7 +54,7 @@ def sample_texts(path: Path, count: int, generator: torch.Generator) -> list[str
     model, tokenizer = tinystories.load(path)
     prompt = tokenizer.encode(PROMPT).ids  # [P]
     conditional = tinystories.Conditional(pack(model), torch.tensor(prompt), LENGTH)
-    chunks = trange(math.ceil(count / CHUNK), desc="sampling")
+    chunks = trange(0, count, CHUNK, desc="sampling")
     tokens = [sample_proposal(conditional, None, CHUNK, generator).tokens for _ in chunks]
     rows = torch.cat(tokens)[:count].tolist()  # [N, T]
     return tokenizer.decode_batch([prompt + row for row in rows])
@@ -86,8 +86,7 @@ def fit(
     groups = parameter_groups(model.parameters(), args.weight_decay)
     groups[1]["weight_decay"] = args.weight_decay if decay_all else 0.0
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
-    bar = trange(args.steps, desc="training", mininterval=1)
-    for step in bar:
+    for step in trange(args.steps, desc="training", mininterval=1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.peak)
         loss = loss_of(step)
@@ -97,4 +96,3 @@ def fit(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)

@@ -3,8 +3,7 @@
     loss = mean over positions of -log p(s_t | s_{0:t-1})
     perplexity per token = exp(total NLL / tokens),   per word = exp(total NLL / words)
 
---stories and --heldout have a line <|endoftext|> after each story. Every second layer attends to
-the last --window tokens; --context is the length of training rows, --rows how many make a batch.
+Every second layer attends to the last --window tokens; --context is the length of training rows.
 B rows, T tokens of a row, V vocabulary, N tokens of all stories, S stories.
 """
 
@@ -13,7 +12,6 @@ from argparse import ArgumentParser, Namespace
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
 import tinystories
@@ -23,7 +21,6 @@ from tinystories.tokenizer import END_OF_TEXT
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """The options, with the values of the shipped checkpoint."""
     add = common.add_options
     add(parser, "stories", "heldout", "out", seed=0)
     add(parser, vocab_size=4096, width=192, layers=4, heads=6, window=32, context=128)
@@ -37,12 +34,6 @@ def initialise(model: GPTNeo, generator: torch.Generator) -> None:
             torch.nn.init.normal_(parameter, std=0.02, generator=generator)
         elif name.endswith("bias"):
             torch.nn.init.zeros_(parameter)
-
-
-def encode(tokenizer: Tokenizer, stories: list[str]) -> list[list[int]]:
-    """The tokens of each story, followed by end-of-text."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    return [[*encoding.ids, end] for encoding in tokenizer.encode_batch(stories)]
 
 
 def train(
@@ -89,6 +80,9 @@ def make(args: Namespace) -> dict:
     generator = torch.Generator().manual_seed(args.seed)
     stories, heldout = common.read_stories(args.stories), common.read_stories(args.heldout)
     tokenizer = common.byte_level_bpe(stories, args.vocab_size, [END_OF_TEXT])
+    seen, unseen = (
+        [tokenizer.encode(story + END_OF_TEXT).ids for story in texts] for texts in (stories, heldout)
+    )
     vocab_size, inner = tokenizer.get_vocab_size(), 4 * args.width
     kinds = tuple(("global", "local")[layer % 2] for layer in range(args.layers))
     config = GPTNeoConfig(
@@ -96,10 +90,9 @@ def make(args: Namespace) -> dict:
     )
     model = GPTNeo(config)
     initialise(model, generator)
-    train(model, encode(tokenizer, stories), args, generator)
+    train(model, seen, args, generator)
     tinystories.save(args.out, model, tokenizer, torch.float16)
     model, _ = tinystories.load(args.out)
-    unseen = encode(tokenizer, heldout)
     nll = sum(total_nll(model, ids) for ids in unseen)
     tokens, words = sum(len(ids) - 1 for ids in unseen), len(" ".join(heldout).split())
     return {

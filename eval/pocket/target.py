@@ -7,12 +7,10 @@ They are refused with other checkpoints than the two that they were made with.
 
 from argparse import ArgumentParser, Namespace
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from eval.pocket.common import CHUNK, LENGTH, PROMPT
-from eval.pocket.common import add_options as add
+from eval.pocket import common
 from eval.run.options import RunConfig
 from eval.run.setup import load_setup, sigma_key
 from eval.run.target import save_target
@@ -20,13 +18,11 @@ from tinystories.errors import InputError
 from tsmc import in_chunks
 from tsmc.rejection import draw_accepted, exact_samples
 
-POCKET = Path("checkpoints/pocket")
-
 
 def add_options(parser: ArgumentParser) -> None:
-    """The options, with the values of the shipped samples."""
-    add(parser, lm=str(POCKET / "lm"), toxicity_model=str(POCKET / "toxicity"), seed=0)
-    add(parser, prompt=PROMPT, length=LENGTH, beta=10.0, proposals=900_000, out=POCKET / "target")
+    add, pocket = common.add_options, common.POCKET
+    add(parser, lm=str(pocket / "lm"), toxicity_model=str(pocket / "toxicity"), beta=10.0, seed=0)
+    add(parser, prompt=common.PROMPT, length=common.LENGTH, proposals=900_000, out=pocket / "target")
 
 
 def make(args: Namespace) -> dict:
@@ -36,7 +32,7 @@ def make(args: Namespace) -> dict:
     setup = load_setup(config)
     generator = torch.Generator().manual_seed(args.seed)
     draw = partial(draw_accepted, setup.base, setup.potential)
-    exact = exact_samples(in_chunks(draw, args.proposals, CHUNK, lambda chunk: generator))
+    exact = exact_samples(in_chunks(draw, args.proposals, common.CHUNK, lambda chunk: generator))
     if len(exact.tokens) < 2:
         raise InputError(f"{len(exact.tokens)} accepted; raise --proposals or lower --beta")
     save_target(args.out, exact, sigma_key(config), seed=args.seed)

@@ -25,6 +25,8 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
     Characters that the encoding of standard output lacks are escaped.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (the caller has closed it)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -38,7 +40,8 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (Python flushes it at its end)
         sys.exit(141)
     except OSError as error:
-        stop(program, f"error: {error}; free space there or choose another place", 2)
+        fault = f"error: {error.filename or 'standard output'}: cannot be used ({error.strerror})"
+        stop(program, f"{fault}; free space there or choose another place", 2)
     except DistError:
         fault = "error: another process of this job has ended; see its message"
         stop(program, f"{fault}, then continue with --resume", 2)

@@ -68,8 +68,7 @@ class Progress:
         """`title` is shown; `place` opens each record: the names of phase and generation."""
         self.place = place
         self.records: list[dict] = []
-        is_shown = is_shown and sys.stderr is not None
-        interval = 0.1 if is_shown and sys.stderr.isatty() else SECONDS
+        interval = 0.1 if sys.stderr.isatty() else SECONDS
         self.bar = tqdm(total=total, desc=title, mininterval=interval, disable=not is_shown)
 
     def __call__(self, **figures: float | Tensor) -> None:

@@ -49,11 +49,14 @@ class Run:
         self.config = config
         self.device = config.torch_device()
         self.writes = processes.rank() == 0
-        self.samples: list[dict] = []
+        self.records: list[dict] = []  # the lines of metrics.jsonl
+        self.samples: list[dict] = []  # the lines of samples.jsonl
         self.phases: list[Path] = []
         self.total = 0  # phases that are planned; 0 where unknown
         options = dataclasses.asdict(config) | NEUTRAL | networks
         self.identity = json.dumps(options, sort_keys=True)
+        if len(set(processes.gather(self.identity))) > 1:
+            raise InputError("the processes of this job have different options; start them alike")
         if resumed is None:
             self.path = processes.gather(new_directory(config) if self.writes else None)[0]
         else:
@@ -70,8 +73,6 @@ class Run:
             raise InputError(f"{fault}; restore it or start a new run")
         for partial in [*self.path.glob(f".*{PARTIAL}"), *self.path.glob(f"*/.*{PARTIAL}")]:
             partial.unlink(missing_ok=True)
-        self.metrics = self.path / "metrics.jsonl"
-        self.metrics.unlink(missing_ok=True)  # once() writes its lines again
 
     def __enter__(self) -> "Run":
         return self
@@ -137,18 +138,20 @@ class Run:
         return self.config.generator(*purpose)
 
     def log(self, records: list[dict]) -> None:
-        """Append lines to metrics.jsonl."""
-        if self.writes:
-            lines = "".join(json.dumps(record) + "\n" for record in records)
-            with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(lines)
+        """Add records to metrics.jsonl."""
+        self.records += records
+        self.write_lines("metrics.jsonl", self.records)
 
     def add_samples(self, rows: list[dict]) -> None:
-        """Add rows to samples.jsonl, which is written anew as a whole."""
+        """Add rows to samples.jsonl."""
         self.samples += finite_or_null(rows)
+        self.write_lines("samples.jsonl", self.samples)
+
+    def write_lines(self, name: str, rows: list[dict]) -> None:
+        """Write a file anew as a whole, a line for each row."""
         if self.writes:
-            lines = [json.dumps(row) + "\n" for row in self.samples]
-            write_text(self.path / "samples.jsonl", "".join(lines))
+            lines = [json.dumps(row) + "\n" for row in rows]
+            write_text(self.path / name, "".join(lines))
 
     def say(self, line: str) -> None:
         """A line on standard error, once however many processes there are."""

@@ -1,11 +1,14 @@
-"""The lesson: every estimator beside the exact value that it estimates. `python -m eval.lesson --out lesson.png`
+"""The lesson: every estimator beside the exact value that it estimates.
 
-    p(s_{1:6}) from a random table over 4 tokens;   log phi(s) = -(sum_t s_t - 15)^2 / 6,   sigma proportional to p phi
+    python -m eval.lesson --out lesson.png
 
-The potential judges the whole sequence and few sequences please it, so a sampler must look ahead: that is what the twist is
-for. All 4^6 sequences are enumerated first. Then each line of the table has the exact value, the estimate, its standard
-error, and how many of these the two are apart, which should rarely be more than two; bounds may miss, on their side only.
-The figure shows log Z-hat against the number of particles K for three proposals: p, a learned twist, the optimal twist.
+    p(s_{1:6}) from a random table over 4 tokens;   log phi(s) = -(sum_t s_t - 15)^2 / 6
+
+The potential judges the whole sequence and is near zero on most sequences, so a sampler must look
+ahead, which is what the twist is for. All 4^6 sequences are enumerated first. Then each line of the
+table has the exact value, the estimate, its standard error, and their distance in standard errors,
+which is rarely more than two; bounds may be wrong on one side only. The figure shows log Z-hat
+against the number of particles K for three proposals: p, a learned twist, the optimal twist.
 """
 
 import argparse
@@ -21,21 +24,19 @@ from eval.run.command import one_line_errors, say
 from eval.run.figures import COLOURS, MARKERS, save_figure
 from eval.run.options import OneLineParser, check
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
-from tsmc.conditional import conditional_tsmc
 from tsmc.estimate import Estimate, mean_estimate
 from tsmc.exact import Target
 from tsmc.interfaces import Twist
-from tsmc.rejection import rejection_sample
+from tsmc.proposal import sample_proposal
+from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import Sigma, tsmc
-from tsmc.steps import Chunks, Steps
 from tsmc.table import TableModel, TableTwist
-from tsmc.trajectories import sample_proposal
-from twist.ctl import batches_from_proposal, ctl_loss, learn_twist, negative_log_weights, positive_log_weights, weigh
+from twist import ctl
 
 VOCABULARY, LENGTH, PARTICLES, RUNS = 4, 6, 16, 1000
 Line = tuple[str, float, Estimate, str]
-"""What is estimated, its exact value, the estimate, and on which side of the exact value it belongs ("" for both)."""
+"""The quantity, its exact value, the estimate, and "lower" or "upper" if that is a bound."""
 
 
 def log_phi(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
@@ -47,72 +48,75 @@ def learned_twist(model: TableModel, generator: torch.Generator) -> TableTwist:
     """A table twist after a short training, good but not perfect."""
     twist = TableTwist.ones(model)
     optimizer = torch.optim.Adam(twist.parameters(), lr=0.03)
-    learn_twist(twist, optimizer, batches_from_proposal([Sigma(model, log_phi)], twist, 200, generator), Steps(150))
+    draw_batch = ctl.batches_from_proposal(Sigma(model, log_phi), twist, 200, generator)
+    ctl.learn_twist(twist, optimizer, draw_batch, 150)
     return twist
 
 
-def evidence(model: TableModel, twist: Twist, target: Target, generator: torch.Generator) -> Iterator[Line]:
+def evidence(
+    model: TableModel, twist: Twist, target: Target, generator: torch.Generator
+) -> Iterator[Line]:
     """Z-hat under every way to resample, and the mean of a function of the samples."""
     exact_z = math.exp(target.log_z)
     ways = [(f"{name}, every step", scheme, 1.0) for name, scheme in SCHEMES.items()]
-    ways += [
-        ("multinomial, ESS under K / 2", SCHEMES["multinomial"], 0.5),
-        ("no resampling", SCHEMES["multinomial"], 0.0),
-    ]
+    ways += [("multinomial, ESS under K / 2", SCHEMES["multinomial"], 0.5)]
+    ways += [("no resampling", SCHEMES["multinomial"], 0.0)]
+    given = (model, twist, log_phi, PARTICLES, generator, RUNS)
     for name, scheme, threshold in ways:
-        runs = tsmc(model, twist, log_phi, PARTICLES, generator, RUNS, scheme, threshold)
+        runs = tsmc(*given, scheme, threshold)
         yield f"Z: {name}", exact_z, mean_estimate(runs.log_z.exp()), ""
     share = (runs.tokens[:, :, 0] == 3).double()  # [R, K]
-    weighted = (runs.log_z.exp()[:, None] * runs.log_weights.softmax(-1) * share).sum(-1)
-    yield (
-        "Z sigma(s_1 = 3): weighted particles",
-        exact_z * target.token_marginals()[0, 3].exp().item(),
-        mean_estimate(weighted),
-        "",
-    )
-    conditional = conditional_tsmc(model, twist, log_phi, target.sample(RUNS, generator), PARTICLES, generator)
-    yield "1 / Z: conditional runs", 1 / exact_z, mean_estimate((-conditional.log_z).exp()), ""
+    weighted = (runs.log_z.exp()[:, None] * runs.log_weights.softmax(-1) * share).sum(-1)  # [R]
+    exact = exact_z * target.token_marginals()[0, 3].exp().item()
+    yield "Z sigma(s_1 = 3): weighted particles", exact, mean_estimate(weighted), ""
+    conditional = tsmc(*given, reference=target.sample(RUNS, generator))
+    inverse = mean_estimate((-conditional.log_z).exp())
+    yield "1 / Z: conditional runs", 1 / exact_z, inverse, ""
 
 
 def divergences(
-    model: TableModel, twist: TableTwist, target: Target, exact_samples: Tensor, generator: torch.Generator
+    sigma: Sigma, twist: TableTwist, target: Target, samples: Tensor, generator: torch.Generator
 ) -> Iterator[Line]:
     """log Z and both divergences from bidirectional bounds, with and without resampling."""
     log_q = target.tree.prefix_log_q(twist)[-1].detach()
     for name, threshold in (("TSMC", 1.0), ("importance sampling", 0.0)):
-        problem = BoundsProblem(Sigma(model, log_phi), twist, PARTICLES, threshold)
-        bounds = bidirectional_bounds(problem, exact_samples, RUNS, generator)
-        brackets = (
-            ("log Z", target.log_z, bounds.log_z),
-            ("KL(q || sigma)", target.kl_from(log_q), bounds.kl_from_proposal),
-            ("KL(sigma || q)", target.kl_to(log_q), bounds.kl_from_target),
-        )
+        problem = BoundsProblem(sigma, twist, PARTICLES, threshold)
+        bounds = bidirectional_bounds(problem, samples, RUNS, generator)
+        brackets = [("log Z", target.log_z, bounds.log_z)]
+        brackets += [("KL(q || sigma)", target.kl_from(log_q), bounds.kl_from_proposal)]
+        brackets += [("KL(sigma || q)", target.kl_to(log_q), bounds.kl_from_target)]
         for quantity, exact, bracket in brackets:
             yield f"{quantity}: lower bound, {name}", exact, bracket.lower, "lower"
             yield f"{quantity}: upper bound, {name}", exact, bracket.upper, "upper"
 
 
-def gradient(model: TableModel, twist: TableTwist, target: Target, generator: torch.Generator) -> Iterator[Line]:
-    """The CTL gradient along its own direction, so that the exact value is its length."""
+def gradient(model: TableModel, target: Target, generator: torch.Generator) -> Iterator[Line]:
+    """The CTL gradient at psi = 1 along its own direction, so the exact value is its length."""
+    twist = TableTwist.ones(model)
     exact = torch.autograd.grad(target.ctl_loss(twist), twist.log_psi)[0]
     values = []
     for _ in range(200):
         batch = sample_proposal(model, twist, 1000, generator, keep_hidden=True)
-        weighted = weigh(batch, positive_log_weights(batch, log_phi), negative_log_weights(batch))
-        loss = ctl_loss(twist, weighted)
-        values.append((torch.autograd.grad(loss, twist.log_psi)[0] * exact).sum() / exact.norm())
-    yield "CTL gradient along the exact one", exact.norm().item(), mean_estimate(torch.stack(values)), ""
+        positive = ctl.positive_log_weights(batch, log_phi)
+        loss = ctl.ctl_loss(twist, ctl.weigh(batch, positive, ctl.negative_log_weights(batch)))
+        estimate = torch.autograd.grad(loss, twist.log_psi)[0]
+        values.append((estimate * exact).sum() / exact.norm())
+    mean = mean_estimate(torch.stack(values))
+    yield "CTL gradient along the exact one", exact.norm().item(), mean, ""
 
 
-def lines(model: TableModel, twist: TableTwist, target: Target, generator: torch.Generator) -> Iterator[Line]:
+def lines(
+    model: TableModel, twist: TableTwist, target: Target, generator: torch.Generator
+) -> Iterator[Line]:
     """Every line of the table."""
-    rejection = rejection_sample(model, log_phi, Chunks(20000, 1000, lambda chunk: generator))
-    exact_phi = (target.log_sigma[-1].exp() * target.log_psi[-1]).sum().item()
-    yield "log Z: base samples", target.log_z, Estimate(rejection.log_z, rejection.log_z_std_error, 19999.0), ""
-    yield "E_sigma[log phi]: rejection", exact_phi, mean_estimate(rejection.log_phi), ""
+    exact = exact_samples(draw_accepted(model, log_phi, 20000, generator))
+    evidence_of_p = Estimate(exact.log_z, exact.log_z_std_error, exact.num_proposals - 1.0)
+    yield "log Z: base samples", target.log_z, evidence_of_p, ""
+    mean = (target.log_sigma[-1].exp() * target.log_psi[-1]).sum().item()
+    yield "E_sigma[log phi]: rejection", mean, mean_estimate(exact.log_phi), ""
     yield from evidence(model, twist, target, generator)
-    yield from divergences(model, twist, target, rejection.tokens[:50], generator)
-    yield from gradient(model, TableTwist.ones(model), target, generator)
+    yield from divergences(Sigma(model, log_phi), twist, target, exact.tokens[:50], generator)
+    yield from gradient(model, target, generator)
 
 
 def verdict(exact: float, estimate: Estimate, side: str) -> str:
@@ -120,36 +124,30 @@ def verdict(exact: float, estimate: Estimate, side: str) -> str:
     distance = (estimate.value - exact) / estimate.std_error
     if not side:
         return f"{distance:+.1f} errors apart"
-    return "holds" if (distance < 3 if side == "lower" else distance > -3) else f"BROKEN by {abs(distance):.1f} errors"
+    is_right = distance < 3 if side == "lower" else distance > -3
+    return "holds" if is_right else f"BROKEN by {abs(distance):.1f} errors"
 
 
 def figure(
-    model: TableModel, twists: dict[str, Twist | None], log_z: float, path: Path, generator: torch.Generator
+    model: TableModel, twists: dict[str, Twist | None], log_z: float, path: Path, generator
 ) -> None:
     """Mean and middle 80 % of log Z-hat over 400 runs against K, for each proposal."""
     picture, axes = plt.subplots(figsize=(6.5, 4.2))
     axes.axhline(log_z, color="black", lw=1, ls="--", label="exact log Z")
     counts = [2**power for power in range(9)]
     for (name, twist), colour, marker in zip(twists.items(), COLOURS, MARKERS, strict=False):
-        runs = torch.stack([tsmc(model, twist, log_phi, count, generator, 400).log_z for count in counts])  # [C, R]
+        drawn = [tsmc(model, twist, log_phi, count, generator, 400).log_z for count in counts]
+        runs = torch.stack(drawn)  # [C, R]
         low, high = runs.quantile(0.1, 1), runs.quantile(0.9, 1)
         axes.fill_between(counts, low, high, color=colour, alpha=0.2, lw=0)
         axes.plot(counts, runs.mean(1), color=colour, marker=marker, ms=5, label=name)
-    axes.set(xlabel="particles K", ylabel="log Z-hat: mean, middle 80 %", xscale="log", xticks=counts)
+    axes.set(xlabel="particles K", ylabel="log Z-hat: mean, middle 80 %")
+    axes.set(xscale="log", xticks=counts)
     axes.set_xticklabels(counts)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(picture, path)
-
-
-def main() -> None:
-    """Command line to table and figure; bad input ends with one line and exit code 2."""
-    with one_line_errors("eval.lesson"):
-        parser = OneLineParser(prog="eval.lesson", description=__doc__.splitlines()[0])
-        parser.add_argument("--out", type=Path, default=Path("lesson.png"), help="where to write the figure")
-        parser.add_argument("--seed", type=int, default=0, help="seed of the world and of every estimate")
-        lesson(parser.parse_args())
 
 
 def lesson(args: argparse.Namespace) -> None:
@@ -162,15 +160,28 @@ def lesson(args: argparse.Namespace) -> None:
     twist = learned_twist(model, generator)
     optimal = TableTwist(target.optimal_log_psi())
     proposals = {"q = p": None, "learned twist": twist, "optimal twist": optimal}
-    divergences = {name: target.kl_to(target.tree.prefix_log_q(each)[-1].detach()) for name, each in proposals.items()}
-    print(f"{'KL(sigma || q), exact':50} " + ", ".join(f"{name} {kl:.4f}" for name, kl in divergences.items()))
+    exact = []
+    for name, psi in proposals.items():
+        log_q = target.tree.prefix_log_q(psi)[-1].detach()
+        exact.append(f"{name} {target.kl_to(log_q):.4f}")
+    print(f"{'KL(sigma || q), exact':50} {', '.join(exact)}")
     print(f"{'estimator':50} {'exact':>10} {'estimate':>10} {'error':>9}")
-    for name, exact, estimate, side in lines(model, twist, target, generator):
-        numbers = f"{exact:10.5f} {estimate.value:10.5f} {estimate.std_error:9.5f}"
-        print(f"{name:50} {numbers}  {verdict(exact, estimate, side)}", flush=True)
+    for name, value, estimate, side in lines(model, twist, target, generator):
+        numbers = f"{value:10.5f} {estimate.value:10.5f} {estimate.std_error:9.5f}"
+        print(f"{name:50} {numbers}  {verdict(value, estimate, side)}", flush=True)
     say("drawing the figure")
     figure(model, proposals, target.log_z, args.out, generator)
     print(f"figure in {args.out}")
+
+
+def main() -> None:
+    """Command line to table and figure; bad input ends with one line and exit code 2."""
+    with one_line_errors("eval.lesson"):
+        parser = OneLineParser(prog="eval.lesson", description=__doc__.splitlines()[0])
+        figure_help, seed_help = "where to write the figure", "seed of everything random"
+        parser.add_argument("--out", type=Path, default=Path("lesson.png"), help=figure_help)
+        parser.add_argument("--seed", type=int, default=0, help=seed_help)
+        lesson(parser.parse_args())
 
 
 if __name__ == "__main__":

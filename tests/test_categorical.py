@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import chi_square_p_value, generator
+from worlds import generator
 
 import tsmc.categorical
 from tsmc.categorical import BLOCK, draw_categorical, uniforms
@@ -67,31 +67,6 @@ def test_only_the_chosen_generator_is_used():
     torch.manual_seed(1)
     assert torch.equal(first, uniforms(20, 1, generator(3)))
     assert first.dtype == torch.float64 and len(first.unique()) == 20
-
-
-def groups_of_tokens(probabilities: torch.Tensor, draws: int) -> torch.Tensor:
-    """Group number [V] of every token, from rare to frequent, 25 or more expected draws in each."""
-    order = probabilities.argsort()
-    numbers = torch.empty_like(order)
-    numbers[order] = (probabilities[order].cumsum(0) * draws / 25).floor().long()
-    return numbers.unique(return_inverse=True)[1]
-
-
-def test_frequencies_in_a_large_vocabulary_float32_against_float64():
-    """Chi-square over groups from the rarest tokens to the most frequent, and the tail alone."""
-    logits = 2.5 * torch.randn(VOCABULARY, generator=generator(5))
-    probabilities = logits.double().softmax(-1)
-    rows, rounds = 128, 32
-    draws, uniform = rows * rounds, uniforms(rows * rounds, 1, generator(6))
-    parts = [draw_categorical(logits.expand(rows, -1), part)[0] for part in uniform.split(rows)]
-    tokens = torch.cat(parts)
-    numbers = groups_of_tokens(probabilities, draws)
-    shares = torch.zeros(numbers.max() + 1).double().index_add(0, numbers, probabilities)
-    counts = numbers[tokens].bincount(minlength=len(shares))
-    assert len(shares) > 100 and chi_square_p_value(counts, shares) > 1e-3
-    tail = probabilities < probabilities.quantile(0.5)  # half of all tokens, under 5 % of the mass
-    share = probabilities[tail].sum()
-    assert (tail[tokens].double().mean() - share).abs() < 4 * (share / draws).sqrt()
 
 
 @pytest.mark.parametrize("widest", [torch.float64, torch.float32])

@@ -111,22 +111,9 @@ def test_learning_brings_the_proposal_to_sigma(number):
     before = divergence()
     reports = learn(twist, model, potential, 300, 500, learning_rate=0.05, seed=3)
     assert before > 0.05 and divergence() < 0.02 * before
+    assert reports.last_rate == pytest.approx(0.05 * (1 - 0.9 * 299 / 300))
     assert len(reports) == 300 and all(1 <= figures["ess"] <= 500.001 for figures in reports)
     assert reports[-1]["ess"] > 1.1 * reports[0]["ess"], "a better proposal has more even weights"
-
-
-def test_the_step_size_falls_linearly_to_a_tenth(monkeypatch):
-    rates = []
-    step = torch.optim.Adam.step
-
-    def recorded(self, *options):
-        rates.append(self.param_groups[0]["lr"])
-        return step(self, *options)
-
-    monkeypatch.setattr(torch.optim.Adam, "step", recorded)
-    model, twist, potential = table_world(3, 3)
-    learn(twist, model, potential, 10, 20, learning_rate=0.05)
-    assert rates == pytest.approx([0.05 * (1 - 0.09 * update) for update in range(10)])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -6,15 +6,10 @@ import pytest
 import torch
 from worlds import Recorded, generator, tiny_conditional
 
-from distill.finetune import Student, parameter_groups
+from distill.finetune import Student
 from distill.lora import LoRALinear, add_lora, merge_lora
-from distill.self_distill import (
-    batches_of,
-    held_out_loss,
-    hold_out,
-    negative_log_likelihood,
-    self_distill,
-)
+from distill.self_distill import batches_of, held_out_loss, hold_out, self_distill
+from distill.self_distill import negative_log_likelihood as loss_of
 from tinystories import Conditional
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 
@@ -40,11 +35,11 @@ def test_the_loss_is_of_continuation_tokens_only_and_sums_over_parts():
     tokens = torch.tensor([[3, 4, 5, 6], [3, 3, 2, 1]])
     ids = torch.cat([torch.tensor([[1, 2]] * 2), tokens[:, :-1]], 1)
     log_p = model.model(ids).log_softmax(-1)[:, 1:].gather(-1, tokens[..., None])
-    torch.testing.assert_close(negative_log_likelihood(model, tokens, 2), -log_p.mean())
+    torch.testing.assert_close(loss_of(model, tokens, 2), -log_p.mean())
     batch = batches_of(tokens, 5, generator(0))(0)
-    whole = negative_log_likelihood(model, batch.tokens, batch.batch_size)
+    whole = loss_of(model, batch.tokens, batch.batch_size)
     parts = [batch.rows(part) for part in (slice(0, 2), slice(2, 5))]
-    losses = [negative_log_likelihood(model, part.tokens, part.batch_size) for part in parts]
+    losses = [loss_of(model, part.tokens, part.batch_size) for part in parts]
     torch.testing.assert_close(sum(losses), whole)
     assert held_out_loss(model, tokens) == pytest.approx(-log_p.mean().item())
 
@@ -85,7 +80,12 @@ def test_lora_adds_as_many_parameters_as_the_paper_counts():
     assert sum(parameter.numel() for parameter in add_lora(model, generator(0))) == 98_304
 
 
-def test_weight_decay_spares_vectors():
-    decayed, spared = parameter_groups(list(tiny_conditional(0).model.parameters()), 0.1)
-    assert all(p.ndim > 1 for p in decayed["params"]) and decayed["weight_decay"] == 0.1
-    assert all(p.ndim == 1 for p in spared["params"]) and spared["weight_decay"] == 0.0
+def test_adamw_has_the_papers_settings_and_spares_vectors():
+    student = Student(tiny_conditional(0).model, 1e-4, 0.1, False, generator(0))
+    decayed, spared = student.optimizer.param_groups
+    assert decayed["betas"] == (0.9, 0.999)
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    names = {id(parameter): key for key, parameter in student.network.named_parameters()}
+    vectors = {key for key in names.values() if "ln_" in key or key.endswith("bias")}
+    assert {names[id(parameter)] for parameter in spared["params"]} == vectors
+    assert len(decayed["params"]) + len(spared["params"]) == len(names)

@@ -9,7 +9,6 @@ from networks import randomise
 from torch import nn
 from worlds import generator, tiny_gpt_neo
 
-from distill.lora import add_lora, merge_lora
 from eval.scorers.encoder import EncoderConfig
 from eval.scorers.similarity import SentenceEncoder
 from eval.scorers.toxicity import ToxicityClassifier
@@ -74,7 +73,9 @@ def network(request, all_by_onednn):
 def test_a_packed_network_computes_what_the_plain_one_does(network):
     """In every type; bfloat16 within what its rounding costs."""
     plain, inputs = network
+    kinds = [type(module) for module in plain.modules()]
     assert_near(pack(plain)(*inputs), plain(*inputs), 1e-5)
+    assert [type(module) for module in plain.modules()] == kinds, "the plain one stays as it is"
 
     def output(dtype: torch.dtype) -> torch.Tensor:
         own = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
@@ -87,16 +88,6 @@ def test_a_packed_network_computes_what_the_plain_one_does(network):
     rounded = output(torch.bfloat16)
     assert rounded.dtype == torch.float32 and not torch.equal(rounded, exact.float())
     assert (rounded - exact).abs().mean() < 0.1 * exact.abs().mean()
-
-
-@torch.no_grad()
-def test_packing_leaves_the_plain_network_as_it_is(network):
-    plain, inputs = network
-    kinds = [type(module) for module in plain.modules()]
-    tensors = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    pack(plain)(*inputs)
-    assert [type(module) for module in plain.modules()] == kinds
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in plain.state_dict().items())
 
 
 def test_a_packed_copy_has_no_gradient_and_is_packed_again_after_training(all_by_onednn):
@@ -117,50 +108,6 @@ def test_a_packed_copy_has_no_gradient_and_is_packed_again_after_training(all_by
                 assert_near(pack(network)(x), after, 1e-5)
 
 
-@pytest.mark.parametrize("window", [1, 3, 64])
-@pytest.mark.parametrize("prompt", [1, 9])
-@torch.no_grad()
-def test_decoding_and_teacher_forcing(all_by_onednn, prompt, window):
-    plain, rows, length = tiny_gpt_neo(11, seed=3, window_size=window), 7, 15
-    source = generator(4)
-    prompt = torch.randint(11, (prompt,), generator=source)
-    models = [Conditional(model, prompt, length) for model in (pack(plain), plain)]
-    decoders = [model.decoder(rows) for model in models]
-    for t in range(length):
-        tokens = torch.randint(11, (rows,), generator=source)
-        ancestors = torch.randint(rows, (rows,), generator=source)
-        for decoder in decoders:
-            decoder.extend(tokens, ancestors if t % 4 else None)
-        assert_near(decoders[0].hidden, decoders[1].hidden, 1e-5)
-        part = slice(2, 5)
-        found = [decoder.evaluate(models[0].head, part) for decoder in decoders]
-        assert_near(*found, 1e-5)
-    tokens = torch.randint(11, (4, length), generator=source)
-    for ours, wanted in zip(*(model.log_probs(tokens) for model in models), strict=True):
-        assert_near(ours, wanted, 1e-4)
-
-
-@torch.no_grad()
-def test_lora_is_packed_once_it_is_merged(all_by_onednn):
-    plain, ids = tiny_gpt_neo(11, seed=5), IDS[:, :9]
-    before = plain(ids)
-    for parameter in add_lora(plain, generator(0)):
-        nn.init.normal_(parameter, std=0.3, generator=generator(1))
-    wanted = plain(ids)
-    assert (wanted - before).abs().max() > 0.1
-    merge_lora(plain)
-    assert_near(pack(plain)(ids), wanted, 1e-5)
-
-
-@torch.no_grad()
-def test_queries_keys_and_values_of_one_product_are_those_of_three(all_by_onednn):
-    plain = tiny_gpt_neo(11, hidden_size=24).h[0].attn
-    x = HIDDEN[:, :1]
-    layers = plain.q_proj, plain.k_proj, plain.v_proj
-    for output, layer in zip(pack(plain).project(x), layers, strict=True):
-        assert_near(output, F.linear(x.double(), layer.weight.double()), 1e-5)
-
-
 @needs_onednn
 @pytest.mark.parametrize("rows", [1, 150, ROWS, ROWS + 1, 20 * ROWS])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
@@ -178,61 +125,42 @@ def test_a_packed_weight_serves_any_number_of_rows(rows, approximate):
 # products
 
 
-def operands(*rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """x [*rows, 96], weight [160, 96], bias [160], of size 1."""
-    source = generator(0)
-    shapes = (*rows, 96), (160, 96), (160,)
+def operands(*rows: int, sizes=(96, 160), dtype=torch.float32) -> list[torch.Tensor]:
+    """x [*rows, I], weight [O, I], bias [O], of size 1."""
+    source, (inputs, outputs) = generator(0), sizes
+    shapes = (*rows, inputs), (outputs, inputs), (outputs,)
     return [torch.randn(shape, generator=source).to(dtype) for shape in shapes]
 
 
+LAYOUTS = {
+    "plain": torch.clone,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "strided": lambda x: x.repeat_interleave(2, 0)[::2],
+}
+
+
 @needs_onednn
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("rows", [(150,), (5, 30), (1, 200, 1)])
-def test_values_and_gradients(rows, with_bias):
-    x, weight, bias = operands(*rows)
-    tensors = [x, weight, bias] if with_bias else [x, weight]
+@pytest.mark.parametrize("sizes", [(96, 160), (160, 96)])
+def test_values_and_gradients(rows, sizes, with_bias, layout):
+    """Whichever of the gradient and the input is narrower, and however both lie in memory."""
+    x, weight, bias = operands(*rows, sizes=sizes)
     assert suits_onednn(x, weight)
-    ours = [tensor.clone().requires_grad_() for tensor in tensors]
+    tensors = [x, weight, bias] if with_bias else [x, weight]
+    factors = LAYOUTS[layout](torch.randn(*rows, sizes[1], generator=generator(1)))
     exact = [tensor.double().requires_grad_() for tensor in tensors]
-    factors = torch.randn(*rows, 160, generator=generator(1))
+    ours = [LAYOUTS[layout](x), LAYOUTS[layout](weight), bias.clone()][: len(tensors)]
+    ours = [tensor.requires_grad_() for tensor in ours]
     outputs = linear(*ours), F.linear(*exact)
     for output in outputs:
         (output * factors.to(output.dtype)).sum().backward()
-    assert_near(outputs[0], outputs[1])
+    assert_near(*outputs)
     for mine, theirs in zip(ours, exact, strict=True):
         assert_near(mine.grad, theirs.grad)
     with torch.no_grad():
         assert_near(linear(*ours), outputs[1])
-
-
-@needs_onednn
-@pytest.mark.parametrize("sizes", [(96, 160), (160, 96)])
-def test_gradients_of_any_layout(sizes):
-    """Whichever of the gradient and the input is narrower, and however both lie in memory."""
-    source = generator(0)
-    x = torch.randn(sizes[0], 300, generator=source).T.requires_grad_()
-    weight = torch.randn(*sizes, generator=source).T.requires_grad_()
-    factors = torch.randn(sizes[1], 300, generator=source).T
-    pair = [
-        torch.autograd.grad((product(x, weight) * factors).sum(), (x, weight))
-        for product in (linear, lambda x, w: F.linear(x.double(), w.double()))
-    ]
-    for ours, theirs in zip(*pair, strict=True):
-        assert_near(ours, theirs)
-    same = x[:1].detach().expand(300, -1)
-    assert_near(linear(same, weight), F.linear(same.double(), weight.double()))
-
-
-@needs_onednn
-def test_only_the_gradients_that_are_required_are_computed(monkeypatch):
-    calls, onednn = [], products.onednn
-    monkeypatch.setattr(products, "onednn", lambda *args: calls.append(args) or onednn(*args))
-    for required in range(3):
-        tensors = operands(200)
-        tensors[required].requires_grad_()
-        linear(*tensors).sum().backward()
-        assert [i for i in range(3) if tensors[i].grad is not None] == [required]
-    assert len(calls) == 5, "three forward, one each for x and weight"
 
 
 def test_networks_train_through_these_products(monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from networks import VOCAB_SIZE, assert_close, oracle, write, write_tokenizer
+from networks import VOCAB_SIZE, assert_close, oracle, write
 from safetensors.torch import load_file, save_file
 from worlds import generator, tiny_gpt_neo
 
@@ -58,12 +58,6 @@ def test_logits_of_random_checkpoints(tmp_path, shape, tied):
     assert_same_logits(tmp_path, reference)
 
 
-def test_bfloat16_on_disk(tmp_path):
-    reference = random_checkpoint(tmp_path, torch.bfloat16)
-    assert load_file(tmp_path / "model.safetensors").popitem()[1].dtype == torch.bfloat16
-    assert_same_logits(tmp_path, reference)
-
-
 def respoil(path: Path, change) -> None:
     """Apply `change` to the tensors of a checkpoint."""
     tensors = load_file(path / "model.safetensors")
@@ -82,7 +76,7 @@ def test_mask_buffers_and_a_copy_of_the_tied_head_are_not_weights(tmp_path):
     assert_same_logits(tmp_path, reference)
 
 
-@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.float32), (False, torch.float16)])
+@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
 def test_transformers_reads_what_we_save(tmp_path, tied, dtype):
     random_checkpoint(tmp_path / "first", dtype, tie_word_embeddings=tied)
     model, tokenizer = tinystories.load(tmp_path / "first")
@@ -156,18 +150,12 @@ def test_a_cache_reordered_twice_is_one_reordered_by_both(version):
         torch.testing.assert_close(model(step, cache), wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_merged_states_fill_groups_and_many_are_left_apart():
-    merge, group = decoder_module.merge, decoder_module.GROUP
-    tokens = torch.tensor([3, 1, 3, 1] * 25)
-    parents, chosen, state_of = merge(torch.zeros(100, dtype=torch.long), tokens, 11)
-    assert len(parents) == len(chosen) == group and (parents == 0).all()
-    assert torch.equal(chosen[state_of], tokens) and state_of.unique().tolist() == [0, 1]
-    tokens = torch.arange(200) % 70
-    _, chosen, state_of = merge(torch.zeros(200, dtype=torch.long), tokens, 70)
-    assert len(chosen) == 2 * group and torch.equal(chosen[state_of], tokens)
-    before = torch.arange(100) // 2
-    parents, chosen, state_of = merge(before, torch.arange(100) % 2, 11)
-    assert torch.equal(parents, before) and torch.equal(state_of, torch.arange(100))
+@pytest.mark.parametrize("distinct", [1, 64, 65, 100, 170])
+def test_merged_states_fill_groups_and_many_are_left_apart(distinct):
+    before, tokens = torch.arange(200) % distinct // 2, torch.arange(200) % distinct % 2
+    parents, chosen, state_of = decoder_module.merge(before, tokens, 11)
+    assert torch.equal(parents[state_of], before) and torch.equal(chosen[state_of], tokens)
+    assert len(parents) == len(chosen) == (200 if distinct == 170 else -(-distinct // 64) * 64)
 
 
 @torch.no_grad()
@@ -184,14 +172,6 @@ def test_cache_in_parts_of_any_size(version, is_continued):
     parts = [model(part, cache) for part in ids[:, 4:].split([1, 2, 4, 1], dim=1)]
     assert cache.length == 12
     torch.testing.assert_close(torch.cat([first, *parts], 1), model(ids), rtol=1e-10, atol=1e-10)
-
-
-@torch.no_grad()
-def test_rows_do_not_depend_on_the_batch(version):
-    model = version(tiny_gpt_neo(11, seed=6))
-    ids = torch.randint(11, (5, 10), generator=generator(0))
-    alone = torch.cat([model(row[None]) for row in ids])
-    torch.testing.assert_close(model(ids), alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [1, 3, 64])
@@ -225,18 +205,11 @@ def test_bfloat16_is_near_float32_and_sums_in_float32(version):
     network = tiny_gpt_neo(11, seed=4, hidden_size=32, num_heads=4)
     prompt, tokens = torch.tensor([4, 2, 7]), torch.randint(11, (20, 6), generator=generator(0))
     wanted, logits, _ = Conditional(version(network), prompt, 6).log_probs(tokens)
-    rounded = Conditional(version(network.to(torch.bfloat16)), prompt, 6)
-    log_p, rounded_logits, hidden = rounded.log_probs(tokens)
-    assert hidden.dtype == torch.bfloat16 and log_p.dtype == rounded_logits.dtype == torch.float32
-    assert (rounded_logits - logits).abs().mean() < 0.03 * logits.abs().mean()
+    model = Conditional(version(network.to(torch.bfloat16)), prompt, 6)
+    log_p, rounded, hidden = model.log_probs(tokens)
+    assert hidden.dtype == torch.bfloat16 and log_p.dtype == rounded.dtype == torch.float32
+    assert (rounded - logits).abs().mean() < 0.03 * logits.abs().mean()
     assert (log_p - wanted).abs().mean() < 0.1
-    decoder = rounded.decoder(20)
-    for t in range(6):
-        logits = rounded.head(decoder.hidden)
-        step = logits.log_softmax(-1).gather(1, tokens[:, t : t + 1])[:, 0]
-        assert logits.dtype == torch.float32 and (step - log_p[:, t]).abs().mean() < 0.1
-        if t < 5:
-            decoder.extend(tokens[:, t])
 
 
 @torch.no_grad()
@@ -252,15 +225,6 @@ def test_attention_is_computed_in_float32_and_unscaled_whatever_the_type(version
     assert (attention(x, None) - wanted).abs().mean() < 1e-4 * wanted.abs().mean()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "length", "words"),
-    [(0, 4, "the prompt is empty"), (30, 4, "exceed the model's 32 positions")],
-)
-def test_prompts_that_do_not_fit(prompt, length, words):
-    with pytest.raises(InputError, match=words):
-        Conditional(tiny_gpt_neo(11), torch.zeros(prompt, dtype=torch.long), length)
-
-
 def test_prompt_and_continuation_may_fill_every_position(version):
     model = Conditional(version(tiny_gpt_neo(11)), torch.zeros(28, dtype=torch.long), 4)
     decoder = model.decoder(2)
@@ -268,6 +232,9 @@ def test_prompt_and_continuation_may_fill_every_position(version):
         decoder.extend(torch.tensor([1, 2]))
     with pytest.raises(InputError, match="33 tokens exceed this model's 32 positions"):
         decoder.extend(torch.tensor([1, 2]))
+    for prompt, words in ((0, "the prompt is empty"), (30, "exceed the model's 32 positions")):
+        with pytest.raises(InputError, match=words):
+            Conditional(tiny_gpt_neo(11), torch.zeros(prompt, dtype=torch.long), 4)
 
 
 # files that do not fit
@@ -294,7 +261,6 @@ TENSORS = [
     ({"transformer.extra": torch.zeros(1)}, "left over: extra"),
     ({BIAS: torch.zeros(5)}, "ln_f.bias has shape [5], not [24]"),
     ({BIAS: torch.full((24,), torch.nan)}, "ln_f.bias holds NaN"),
-    ({BIAS: torch.full((24,), torch.inf)}, "ln_f.bias holds NaN, infinite"),
     (
         {BIAS: torch.ones(24, dtype=torch.int32)},
         "ln_f.bias holds NaN, infinite values or no floats",
@@ -322,13 +288,8 @@ CONFIGURATIONS = [
     ({"num_layers": 1, "attention_types": [[["global"], 1]]}, "left over: h.1."),
     ({"num_layers": 3}, "attention_types must name 3"),
     ({"attention_types": [[["global", "sparse"], 1]]}, "attention_types"),
-    ({"attention_types": "global"}, "not GPT-Neo"),
     ({"attention_types": [[["global"], 10**12]]}, "attention_types must name 2"),
-    ({"hidden_size": None}, "hidden_size"),
     ({"num_heads": 5}, "multiple of num_heads"),
-    ({"num_heads": 0}, "num_heads is 0, not an integer from 1"),
-    ({"num_heads": True}, "num_heads is True"),
-    ({"vocab_size": 20.0}, "vocab_size is 20.0"),
     ({"num_layers": 10**9}, "num_layers is 1000000000, not an integer from 1 to 1000"),
     ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be between 0 and 1"),
     ({"activation_function": "relu"}, "relu"),
@@ -343,23 +304,3 @@ def test_configurations_that_contradict_the_weights_or_themselves(checkpoint, ch
     config = {name: value for name, value in config.items() if value is not None}
     (checkpoint / "config.json").write_text(json.dumps(config))
     assert words in error_of(checkpoint)
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-@pytest.mark.parametrize("damage", ["absent", "empty", "truncated", "garbage", "deep"])
-def test_damaged_files_are_named(checkpoint, name, damage):
-    path = checkpoint / name
-    content = path.read_bytes()
-    new = {"empty": b"", "truncated": content[: len(content) // 2]}
-    new |= {"garbage": b"\xff\x00{" * 99, "deep": b"[" * 200_000 + b"]" * 200_000}
-    path.unlink()
-    if damage != "absent":
-        path.write_bytes(new[damage])
-    assert str(path) in error_of(checkpoint)
-
-
-def test_tokenizer_larger_than_the_vocabulary(checkpoint):
-    tokenizer = write_tokenizer(checkpoint, "lm")
-    tokenizer.add_tokens([f"extra{number}" for number in range(VOCAB_SIZE)])
-    tokenizer.save(str(checkpoint / "tokenizer.json"))
-    assert f"where config.json has vocab_size {VOCAB_SIZE}" in error_of(checkpoint)

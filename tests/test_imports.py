@@ -11,7 +11,8 @@ METHOD = ORDER[1:4]
 PLAIN = {"collections.abc", "copy", "dataclasses", "itertools", "math", "pathlib", "re", "signal"}
 PLAIN |= {"typing", "torch", "torch.nn.functional", "numpy"}
 POSIX = {"fcntl", "resource", "pwd", "grp", "termios"}
-PORTABLE = [*ORDER[:4], "main.py", "eval/run", "eval/scorers", "eval/viewer"]
+PORTABLE = {"run", "scorers", "viewer"}  # of the evaluation: what runs on any system
+EXCEPT = {"tsmc/__main__.py", "eval/paper/parts.py"}  # start the viewer and the program
 
 
 def imports(source: str) -> set[str]:
@@ -25,63 +26,38 @@ def imports(source: str) -> set[str]:
     return modules
 
 
-def files(*places: str) -> list[Path]:
-    """The Python files of folders, or files."""
-    found = [path for place in places for path in (ROOT / place).rglob("*.py")]
-    return found + [ROOT / place for place in places if place.endswith(".py")]
-
-
-def package_of(module: str) -> str:
-    return module.split(".")[0]
-
-
-def forbidden(source: str, package: str) -> set[str]:
-    """Imports of later packages; in the method also of what it does not need."""
-    later = set(ORDER[ORDER.index(package) + 1 :])
-    found = {module for module in imports(source) if package_of(module) in {*later, ""}}
-    if package in METHOD:
-        found |= {m for m in imports(source) if package_of(m) not in ORDER and m not in PLAIN}
-    return found
+def forbidden(modules: set[str], package: str) -> set[str]:
+    """Those of later packages; for the method also those that it does not need."""
+    allowed = {*ORDER[: ORDER.index(package) + 1]}
+    others = {module for module in modules if module.split(".")[0] not in allowed}
+    return others - PLAIN if package in METHOD else others & {*ORDER, ""}
 
 
 @pytest.mark.parametrize("package", ORDER[:5])
 def test_packages_import_only_those_before_them(package):
-    paths = files(package)
-    assert paths
-    for path in paths:
-        source = path.read_text(encoding="utf-8")
-        if path.relative_to(ROOT).as_posix() in ("tsmc/__main__.py", "eval/paper/parts.py"):
-            continue  # another name of a command; a study runs the program
-        assert not forbidden(source, package), path
+    for path in (ROOT / package).rglob("*.py"):
+        if path.relative_to(ROOT).as_posix() in EXCEPT:
+            continue
+        modules = imports(path.read_text(encoding="utf-8"))
+        assert not forbidden(modules, package), path
+        is_portable = package != "eval" or path.parent.name in PORTABLE
+        assert not (is_portable and {module.split(".")[0] for module in modules} & POSIX), path
 
 
 def test_the_program_shows_the_algorithm_and_little_else():
     """What it imports of the evaluation: the directory of a run, its options and its results."""
     modules = imports((ROOT / "main.py").read_text(encoding="utf-8"))
-    names = {m for m in modules if package_of(m) not in ORDER[:4] and m not in PLAIN}
-    assert names <= {"eval.run"} | {
-        f"eval.run.{name}"
-        for name in ("command", "evaluate", "figures", "options", "run", "setup", "table")
-    }
+    rooms = "command evaluate figures options processes run setup table"
+    allowed = {"eval.run", *(f"eval.run.{name}" for name in rooms.split())}
+    found = {module for module in modules if module.split(".")[0] not in ORDER[:4]}
+    assert found - PLAIN <= allowed
 
 
-def test_what_everyone_runs_needs_no_posix():
-    for path in files(*PORTABLE):
-        modules = imports(path.read_text(encoding="utf-8"))
-        assert not {package_of(module) for module in modules} & POSIX, path
+BAD = {"import os": "tsmc", "from twist.mlp import TwistMLP": "tsmc", "from x import y": "tsmc"}
+BAD |= {"def f():\n    import torch, distill.lora": "twist", "from tsmc import x": "tinystories"}
+BAD |= {"from main import main": "eval", "from ..eval import metrics": "distill"}
 
 
-@pytest.mark.parametrize(
-    ("source", "package"),
-    [
-        ("import os", "tsmc"),
-        ("def f():\n    from collections import OrderedDict", "tsmc"),
-        ("from twist.mlp import TwistMLP", "tsmc"),
-        ("import torch, distill.lora", "twist"),
-        ("from tsmc import tsmc", "tinystories"),
-        ("from main import main", "eval"),
-        ("from ..eval import metrics", "distill"),
-    ],
-)
-def test_a_forbidden_import_is_seen(source, package):
-    assert len(forbidden(source, package)) == 1
+@pytest.mark.parametrize("source", BAD)
+def test_a_forbidden_import_is_seen(source):
+    assert len(forbidden(imports(source), BAD[source])) == 1

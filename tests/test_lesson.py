@@ -8,7 +8,9 @@ from eval import lesson
 
 def test_every_estimate_agrees_and_the_figure_is_drawn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lesson, "RUNS", 200)
-    monkeypatch.setattr(sys, "argv", ["lesson", "--out", str(tmp_path / "lesson.png"), "--seed", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["lesson", "--out", str(tmp_path / "lesson.png"), "--seed", "1"]
+    )
     lesson.main()
     printed = capsys.readouterr().out
     distances = [float(value) for value in re.findall(r"([+-][0-9.]+) errors apart", printed)]

@@ -1,8 +1,6 @@
-"""Two processes share one run: they compute what one computes, and the loss of one ends the other."""
+"""Two processes share one run: they compute what one computes; if one is lost the other ends."""
 
 import json
-import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -21,39 +19,134 @@ from tsmc.proposal import sample_proposal
 from twist.ctl import ctl_loss
 from twist.mlp import TwistMLP
 
-CONFIG = RunConfig(length=5, beta=0.3, rows=3)
 
-
-def shares(path: Path) -> None:
+def shares(folder: Path) -> None:
     """Gradients and draws of which each process computes its part; process 0 saves them."""
     processes.join(torch.device("cpu"))
-    setup = load_setup(CONFIG)
+    setup = load_setup(RunConfig(length=5, beta=0.3))
+    model, base = setup.model, setup.base
     found = {}
-    for batch_size in (7, 1):  # one row is fewer than there are processes
+    for batch_size in (7, 1):  # of a single sequence, one of two processes has none
         generator = torch.Generator().manual_seed(0)
-        psi = TwistMLP(setup.model.config.hidden_size, 16, setup.base.vocab_size, generator)
+        psi = TwistMLP(model.config.hidden_size, 16, base.vocab_size, generator)
         torch.nn.init.normal_(psi.last.weight, generator=generator)
         processes.share_gradients(psi)
-        draw_batch = processes.ctl_batches(setup.sigma(), psi, max(2, batch_size), generator)
+        draw_batch = processes.ctl_batches(setup.sigma(), psi, batch_size + 1, generator)
         ctl_loss(psi, draw_batch()).backward()
-        found |= {f"ctl {batch_size} {k}": p.grad for k, p in psi.named_parameters()}
-        samples = sample_proposal(setup.base, None, 9, generator).tokens
-        student = Student(setup.model, 1e-3, 0.0, True, generator)
+        gradients = [parameter.grad.flatten() for parameter in psi.parameters()]
+        found[f"twist learning {batch_size}"] = torch.cat(gradients)
+        samples = sample_proposal(base, None, 9, generator).tokens
+        student = Student(model, 1e-3, 0.0, True, generator)
         processes.share_gradients(student.network)
-        draw_own = processes.own_rows(batches_of(samples, batch_size, generator))
-        batch = draw_own(0)
-        loss = negative_log_likelihood(student.after(setup.base), batch.tokens, batch.batch_size)
+        batch = processes.own_rows(batches_of(samples, batch_size, generator))(0)
+        loss = negative_log_likelihood(student.after(base), batch.tokens, batch.batch_size)
         loss.backward()
+        gradients = [parameter.grad.flatten() for parameter in student.parameters]
+        found[f"distillation {batch_size}"] = torch.cat(gradients)
         found[f"loss {batch_size}"] = torch.tensor(processes.total(loss.detach()))
-        gradients = torch.cat([p.grad.flatten() for p in student.parameters])
-        found[f"distillation {batch_size}"] = gradients
 
     def draw(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return {"tokens": sample_proposal(setup.base, None, size, generator).tokens}
+        return {"tokens": sample_proposal(base, None, size, generator).tokens}
 
-    with Run(RunConfig(out=str(path)), None, {}) as run:
-        for total in (2, 8):  # one chunk, and three uneven ones
-            found[f"drawn {total}"] = run.draw(f"draw {total}", 0, total, 3, ("draw",), draw)["tokens"]
+    with Run(RunConfig(out=str(folder / "run"), quiet=True), None, {}) as run:
+        for total in (2, 8):  # a single chunk, and three
+            drawn = run.draw(f"draw {total}", 0, total, 3, ("draw",), draw)
+            found[f"drawn {total}"] = drawn["tokens"]
     if processes.rank() == 0:
-        save_file(found, path / "found.safetensors")
+        save_file(found, folder / "found.safetensors")
     processes.leave()
+
+
+def test_gradients_and_samples_do_not_depend_on_the_number_of_processes(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    assert ended(*start_together(tmp_path / "two", tmp_path, function=shares)) == [0, 0]
+    shares(tmp_path / "one")
+    one, two = (load_file(tmp_path / name / "found.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys() and len(one["drawn 8"]) == 8
+    for name, value in one.items():
+        scale = value.abs().max().item()
+        assert scale > 0, name
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5 * scale)
+
+
+def assert_alike(found, expected) -> None:
+    """What JSON files hold is equal, numbers up to the rounding of float32."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = list(found.values()), list(expected.values())
+    if isinstance(expected, list):
+        for pair in zip(found, expected, strict=True):
+            assert_alike(*pair)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=2e-3, abs=2e-5)
+    else:
+        assert found == expected
+
+
+def assert_same_run(one: Path, two: Path) -> None:
+    """Samples, figures, results and weights of two runs agree."""
+    assert_alike(*(json.loads((run / "results.json").read_text()) for run in (two, one)))
+    for name in ("samples.jsonl", "metrics.jsonl"):
+        found, expected = ((run / name).read_text().splitlines() for run in (two, one))
+        assert_alike(list(map(json.loads, found)), list(map(json.loads, expected)))
+    for name in ("model.safetensors", "twist.safetensors"):
+        expected, found = (load_file(run / "generation-1" / name) for run in (one, two))
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [DISTILLED, POOLED], ids=["distilled", "pooled"])
+def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, options):
+    """Two begin, one is lost and the other ends; one goes on and is killed; two finish the run."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_main([*options, "--out", one])
+    phases = ("sampling", "distillation") if options is DISTILLED else ("round-1", "evaluation")
+    first, second = (Moment(f"1-{phase}.safetensors", True) for phase in phases)
+    jobs = start_together([*options, "--out", two], tmp_path, moment=first)
+    assert ended(*jobs) == [-signal.SIGKILL, 2]
+    (line,) = (tmp_path / "errors-1").read_text().splitlines()
+    assert "another process of this job has ended" in line and "--resume" in line
+    arguments = ["--resume", two, "--quiet"]
+    assert ended(start(arguments, tmp_path, moment=second)) == [-signal.SIGKILL]
+    assert ended(*start_together(arguments, tmp_path)) == [0, 0]
+    assert "Generation 1" in (tmp_path / "output-0").read_text()
+    assert (tmp_path / "output-1").read_text() == ""
+    assert_same_run(one, two)
+
+
+@pytest.mark.slow
+def test_more_processes_than_rows_of_a_batch(tmp_path):
+    options = [*DISTILLED, "--ctl-batch-size", 2, "--distill-batch-size", 1, "--distill-runs", 2]
+    jobs = start_together([*options, "--out", tmp_path / "run"], tmp_path, count=3)
+    assert ended(*jobs) == [0, 0, 0]
+
+
+def with_own_seed(arguments: list) -> None:
+    """The main job, whose seed is the number of its process."""
+    run_main([*arguments, "--seed", processes.rank()])
+
+
+def test_processes_that_were_started_differently_say_so(tmp_path):
+    arguments = [*DISTILLED, "--out", tmp_path / "run"]
+    jobs = start_together(arguments, tmp_path, function=with_own_seed)
+    assert ended(*jobs) == [2, 2]
+    for rank in range(2):
+        (line,) = (tmp_path / f"errors-{rank}").read_text().splitlines()
+        assert "have different options; start them alike" in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ({"WORLD_SIZE": 2}, "RANK"),
+        ({"WORLD_SIZE": "two", "RANK": 0}, "two"),
+        ({"WORLD_SIZE": 2, "RANK": 0}, "MASTER_ADDR"),
+    ],
+)
+def test_an_incomplete_environment_is_one_line(tmp_path, place, words):
+    process = start([*DISTILLED, "--out", tmp_path / "run"], tmp_path, place=place)
+    assert ended(process) == [2]
+    (line,) = (tmp_path / "errors-0").read_text().splitlines()
+    assert words in line and "start it with torchrun" in line

@@ -1,4 +1,4 @@
-"""A run that is killed, interrupted or starved of disk ends as if nothing had happened."""
+"""A run that is killed, interrupted or starved of disk goes on as if nothing had happened."""
 
 import json
 import os
@@ -20,6 +20,8 @@ from eval.run.phases import read_phase
 from tinystories.checkpoint import PARTIAL
 from tinystories.errors import InputError
 
+KILLED = [-signal.SIGKILL]
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
@@ -33,9 +35,8 @@ def whole(tmp_path_factory) -> Path:
 def halfway(tmp_path_factory) -> Path:
     """A run that was killed in its last generation, when the twist had been learned."""
     place = tmp_path_factory.mktemp("halfway")
-    arguments = [*DISTILLED, "--out", place / "run"]
     moment = Moment("1-twist-learning.safetensors", True)
-    assert ended(start(arguments, place, moment=moment)) == [-signal.SIGKILL]
+    assert ended(start([*DISTILLED, "--out", place / "run"], place, moment=moment)) == KILLED
     return place / "run"
 
 
@@ -45,106 +46,108 @@ def copied(tmp_path, halfway) -> Path:
     return shutil.copytree(halfway, tmp_path / "run")
 
 
+def resume(run: Path) -> list:
+    """The arguments that continue a run."""
+    return ["--resume", run, "--quiet"]
+
+
 def assert_same(run: Path, whole: Path) -> None:
     """The run has made to the byte what the whole run made, and nothing is left over."""
     assert products(run) == products(whole)
     assert not (run / "resume").exists() and [path.name for path in run.rglob(".*")] == [".lock"]
 
 
-MOMENTS = {
-    "distilled": [
-        Moment("config.json", True),
-        Moment("start-target-by-rejection.safetensors", False),
-        Moment("start-base-samples.safetensors", True),
-        Moment("generation-0/model.safetensors", False),
-        Moment("1-sampling.safetensors", True),
-        Moment("1-distillation.safetensors", False),
-        Moment("1-bare-model.safetensors", True),
-        Moment("results.json", False),
-    ],
-    "pooled": [
-        Moment("0-round-0.safetensors", True),
-        Moment("0-round-1.safetensors", False),
-        Moment("1-twist-learning-1.safetensors", True),
-    ],
-}
+DISTILLED_MOMENTS = [
+    Moment("config.json", True),
+    Moment("start-target-by-rejection.safetensors", False),
+    Moment("start-base-samples.safetensors", True),
+    Moment("generation-0/model.safetensors", False),
+    Moment("1-sampling.safetensors", True),
+    Moment("1-distillation.safetensors", False),
+    Moment("1-bare-model.safetensors", True),
+    Moment("results.json", False),
+]
+POOLED_MOMENTS = [
+    Moment("0-round-0.safetensors", True),
+    Moment("0-round-1.safetensors", False),
+    Moment("1-twist-learning-1.safetensors", True),
+]
 
 
-@pytest.mark.parametrize("method", ["distilled", "pooled"])
-def test_kills_while_files_are_written_change_nothing(tmp_path, whole, method):
-    run = tmp_path / "run"
-    arguments = [*(DISTILLED if method == "distilled" else POOLED), "--out", run]
-    if method == "pooled":
-        run_main([*POOLED, "--out", tmp_path / "whole"])
+@pytest.mark.parametrize(
+    ("options", "moments"),
+    [(DISTILLED, DISTILLED_MOMENTS), (POOLED, POOLED_MOMENTS)],
+    ids=["distilled", "pooled"],
+)
+def test_kills_while_files_are_written_change_nothing(tmp_path, whole, options, moments):
+    arguments = [*options, "--out", tmp_path / "run"]
+    if options is POOLED:
         whole = tmp_path / "whole"
-    for moment in MOMENTS[method]:
-        assert ended(start(arguments, tmp_path, moment=moment)) == [-signal.SIGKILL], moment
-        arguments = ["--resume", run, "--quiet"]
+        run_main([*options, "--out", whole])
+    for moment in moments:
+        assert ended(start(arguments, tmp_path, moment=moment)) == KILLED, moment
+        arguments = resume(tmp_path / "run")
     run_main(arguments)
-    assert_same(run, whole)
+    assert_same(tmp_path / "run", whole)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [DISTILLED, POOLED])
+@pytest.mark.parametrize("options", [DISTILLED, POOLED], ids=["distilled", "pooled"])
 def test_kills_at_random_moments_change_nothing(tmp_path, options):
-    """20 kills, or as many as TSMC_KILLS says; each process is given more time than the last."""
-    run_main([*options, "--out", tmp_path / "whole"])
-    run = tmp_path / "run"
+    """20 kills, or as many as TSMC_KILLS says; each process has more time than the last one."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    run_main([*options, "--out", whole])
     arguments = [*options, "--out", run]
     moments = random.Random(0)
     kills = int(os.environ.get("TSMC_KILLS", 20))
     for kill in range(kills):
         process = start(arguments, tmp_path)
-        process.join(0.3 + 2.5 * (kill + moments.random()) / kills)
+        process.join(0.3 + 2 * (kill + moments.random()) / kills)
         process.kill()
         process.join()
-        if (run / "results.json").exists():
-            break
         if (run / "config.json").exists():
-            arguments = ["--resume", run, "--quiet"]
+            arguments = resume(run)
         else:
             shutil.rmtree(run, ignore_errors=True)
+        if (run / "results.json").exists():
+            break
     assert kill >= 5, "the run has ended before it could be killed often"
     run_main(arguments)
-    assert products(run) == products(tmp_path / "whole")
+    assert products(run) == products(whole)
 
 
 def test_a_run_killed_before_its_options_were_written_says_what_can_be_done(tmp_path):
     run = tmp_path / "run"
     arguments = [*DISTILLED, "--out", run]
-    moment = Moment("config.json", False)
-    assert ended(start(arguments, tmp_path, moment=moment)) == [-signal.SIGKILL]
+    assert ended(start(arguments, tmp_path, moment=Moment("config.json", False))) == KILLED
     assert f"{run / 'config.json'}: no such file" in refusal("--resume", run)
     assert "exists already; choose another" in refusal(*arguments)
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path, copied, whole):
     moment = Moment("1-evaluation.safetensors", False, signal.SIGINT)
-    process = start(["--resume", copied, "--quiet"], tmp_path, moment=moment)
-    assert ended(process) == [130]
+    assert ended(start(resume(copied), tmp_path, moment=moment)) == [130]
     (line,) = (tmp_path / "errors-0").read_text().splitlines()
     assert line.endswith(f"interrupted; continue with --resume {copied}")
     assert not (copied / "resume" / moment.file).exists() and not list(copied.rglob(f"*{PARTIAL}"))
-    run_main(["--resume", copied, "--quiet"])
+    run_main(resume(copied))
     assert_same(copied, whole)
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, copied, whole):
     """No file may grow beyond a limit: the language model's checkpoint does."""
-    process = start(["--resume", copied, "--quiet"], tmp_path, file_limit=5_000_000)
-    assert ended(process) == [2]
+    assert ended(start(resume(copied), tmp_path, file_limit=5_000_000)) == [2]
     (line,) = (tmp_path / "errors-0").read_text().splitlines()
     assert f"{copied / 'generation-0' / 'model.safetensors'}: cannot be written" in line
     assert "free space" in line and not list(copied.rglob(f"*{PARTIAL}"))
-    run_main(["--resume", copied, "--quiet"])
+    run_main(resume(copied))
     assert_same(copied, whole)
 
 
 def test_two_processes_never_write_into_one_directory(copied):
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    lock = filelock.FileLock(copied / ".lock")
-    with lock:
-        assert f"{copied}: another process is writing there" in refusal("--resume", copied)
+    with filelock.FileLock(copied / ".lock"):
+        assert f"{copied}: another process is writing there" in refusal(*resume(copied))
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
@@ -156,30 +159,28 @@ def test_a_finished_run_only_prints_its_table(finished_run, capsys):
     assert before == {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")}
 
 
-def test_files_that_are_written_anew_are_healed(copied, whole):
+def test_all_files_but_the_phases_are_written_anew(copied, whole):
     for path in copied.rglob("*"):
         is_phase = path.parent.name == "resume"
         if path.is_file() and not is_phase and path.name not in ("config.json", ".lock"):
             path.write_bytes(path.read_bytes()[:50])
+    (copied / "resume" / "0-twist-learning.safetensors").unlink()
     (copied / "generation-0" / f".model.safetensors.7{PARTIAL}").write_text("half")
     (copied / "generation-0" / ".mine").write_text("stays")
-    run_main(["--resume", copied, "--quiet"])
+    run_main(resume(copied))
     assert (copied / "generation-0" / ".mine").read_text() == "stays"
     (copied / "generation-0" / ".mine").unlink()
     assert_same(copied, whole)
 
 
-def test_a_damaged_phase_is_named(tmp_path, copied):
-    """A flipped bit anywhere: every bit of the metadata of a small phase, the tensors of all."""
-    phases = sorted((copied / "resume").iterdir())
-    for path in phases:
+def test_a_damaged_phase_is_named(copied):
+    """A flipped bit in the tensors of each phase, and anywhere in the metadata of a small one."""
+    for path in sorted((copied / "resume").iterdir()):
         content = path.read_bytes()
-        header = int.from_bytes(content[:8], "little")
-        identity = json.loads(content[8 : 8 + header])["__metadata__"]["identity"]
-        assert read_phase(path, identity, torch.device("cpu"))[0]
-        places = [8 + header, len(content) - 1]
-        places += range(8 + header) if path.name == "1-sampling.safetensors" else []
-        for place in places:
+        start = 8 + int.from_bytes(content[:8], "little")  # of the tensors
+        identity = json.loads(content[8:start])["__metadata__"]["identity"]
+        read_phase(path, identity, torch.device("cpu"))
+        for place in [start, len(content) - 1, *range(start if "1-sampling" in path.name else 0)]:
             damaged = bytearray(content)
             damaged[place] ^= 1
             path.write_bytes(damaged)
@@ -187,20 +188,14 @@ def test_a_damaged_phase_is_named(tmp_path, copied):
                 read_phase(path, identity, torch.device("cpu"))
         path.write_bytes(content)
     path.write_bytes(damaged)
-    assert f"{path}: cannot be read" in refusal("--resume", copied, "--quiet")
+    assert f"{path}: cannot be read" in refusal(*resume(copied))
 
 
-def test_a_phase_of_another_run_or_place_is_refused(tmp_path, copied):
+def test_a_phase_in_the_place_of_another_is_refused(copied):
     twists = [copied / "resume" / f"{m}-twist-learning.safetensors" for m in (0, 1)]
-    shutil.copy(twists[0], twists[1])
-    line = refusal("--resume", copied, "--quiet")
+    shutil.copy(*twists)
+    line = refusal(*resume(copied))
     assert f"{twists[1]}: cannot be read" in line and "belongs to another phase or run" in line
-
-
-def test_a_phase_that_was_deleted_is_repeated(copied, whole):
-    (copied / "resume" / "0-twist-learning.safetensors").unlink()
-    run_main(["--resume", copied, "--quiet"])
-    assert_same(copied, whole)
 
 
 @pytest.mark.parametrize(
@@ -216,25 +211,25 @@ def test_a_phase_that_was_deleted_is_repeated(copied, whole):
         ({"ctl": [1]}, r"config.json: holds no options of a run \(AttributeError"),
         ({"ctl": {"updates": 0}}, "--ctl-updates is 0; give at least 1"),
         ({"networks": {"lm": "0"}}, "a network or potential has changed since the run began"),
-        (None, "config.json: cannot be read as JSON"),
+        ({}, "config.json: cannot be read as JSON"),
     ],
 )
 def test_edited_options_are_refused(copied, change, words):
     path = copied / "config.json"
-    raw = json.loads(path.read_text())
-    path.write_text(json.dumps(raw | change) if change else path.read_text()[:-9])
-    assert re.search(words, refusal("--resume", copied, "--quiet"))
+    text = path.read_text()
+    path.write_text(json.dumps(json.loads(text) | change) if change else text[:-9])
+    assert re.search(words, refusal(*resume(copied)))
 
 
 def test_a_network_that_has_changed_is_refused(tmp_path):
     shutil.copytree(POCKET / "lm", tmp_path / "lm")
     arguments = [*DISTILLED, "--lm", tmp_path / "lm", "--out", tmp_path / "run"]
     moment = Moment("start-base-samples.safetensors", True)
-    assert ended(start(arguments, tmp_path, moment=moment)) == [-signal.SIGKILL]
+    assert ended(start(arguments, tmp_path, moment=moment)) == KILLED
     model, tokenizer = tinystories.load(tmp_path / "lm")
     model.ln_f.bias.data[0] += 1e-4
     tinystories.save(tmp_path / "lm", model, tokenizer)
-    line = refusal("--resume", tmp_path / "run", "--quiet")
+    line = refusal(*resume(tmp_path / "run"))
     assert "a network or potential has changed since the run began" in line
 
 
@@ -244,7 +239,7 @@ def test_what_is_no_run_or_other_options_is_refused(tmp_path, halfway):
 
 
 def test_a_failed_step_names_its_phase(tmp_path):
-    run = tmp_path / "run"
-    line = refusal(*DISTILLED, "--out", run, "--ctl-learning-rate", 1, "--ctl-updates", 400)
+    arguments = [*DISTILLED, "--ctl-learning-rate", 1, "--ctl-updates", 400]
+    line = refusal(*arguments, "--out", tmp_path / "run")
     assert "generation 0  twist learning: " in line and "lower the learning rate" in line
-    assert not (run / "resume" / "0-twist-learning.safetensors").exists()
+    assert not (tmp_path / "run" / "resume" / "0-twist-learning.safetensors").exists()

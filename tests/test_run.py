@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def saved(tmp_path):
 def change(path, **values):
     """Change values of a JSON file; None removes one."""
     raw = json.loads(path.read_text()) | values
-    write_json(path, {name: value for name, value in raw.items() if value is not None})
+    path.write_text(json.dumps({name: raw[name] for name in raw if raw[name] is not None}))
 
 
 def test_a_target_survives_its_files(saved):
@@ -63,7 +64,9 @@ def test_a_target_of_another_sigma_is_passed_over_and_of_other_checkpoints_refus
         {"log_z": "high"},
         {"log_z": [1]},
         {"log_z_std_error": -0.1},
-        {"log_z_std_error": int("1" + 400 * "0")},
+        {"log_z_std_error": 10**400},
+        {"log_z": math.nan},
+        {"log_z": math.inf},
     ],
 )
 def test_impossible_values_in_a_target_are_refused(saved, values):
@@ -71,14 +74,6 @@ def test_impossible_values_in_a_target_are_refused(saved, values):
     with pytest.raises(InputError, match=r"target\.json: not a target file") as refused:
         load_target(saved, KEY, 9)
     assert len(str(refused.value)) < 600
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_a_target_without_a_finite_evidence_is_refused(saved, value):
-    text = (saved / "target.json").read_text()
-    (saved / "target.json").write_text(text.replace("-7.5", value))
-    with pytest.raises(InputError, match=r"target\.json: not a target file"):
-        load_target(saved, KEY, 9)
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,15 @@ import itertools
 import pytest
 import torch
 import worlds
-from worlds import ADAPTIVE, bias, generator, gpt_neo_world, hard_potential, table_world
+from worlds import ADAPTIVE, bias, generator, hard_potential, mean_inverse, table_world
 
 from tinystories import Conditional, InputError
 from tsmc import interfaces
-from tsmc.categorical import draw_categorical
-from tsmc.exact import Target
-from tsmc.proposal import Given, proposal_log_probs, propose, sample_proposal, sequence_log_probs
+from tsmc.exact import Target, Tree
+from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.resampling import SCHEMES
 from tsmc.runs import in_chunks, require_alive, sample_runs
-from tsmc.sampler import Population, Sigma, tsmc
+from tsmc.sampler import Sigma, tsmc
 from tsmc.table import TableModel, TableTwist
 from tsmc.trace import Trace
 from twist.mlp import TwistMLP
@@ -25,13 +24,9 @@ EXACT = 1e-12  # rounding of float64
 
 @pytest.mark.parametrize("ess_threshold", [1.0, ADAPTIVE, 0.0])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("vocab_size", "length"), [(2, 2), (3, 3)])
-def test_evidence_and_samples_are_unbiased_over_all_paths(
-    vocab_size, length, scheme, ess_threshold
-):
-    model, twist, potential = table_world(vocab_size, length, seed=2)
-    target = Target(model, potential)
-    assert bias(model, twist, potential, target, 2, scheme, ess_threshold) < EXACT
+@pytest.mark.parametrize("size", [2, 3])
+def test_evidence_and_samples_are_unbiased_over_all_paths(size, scheme, ess_threshold):
+    assert bias(*table_world(size, size, seed=2), 2, scheme, ess_threshold) < EXACT
 
 
 OTHER = [(3, 2, 2), (2, 3, 3), (2, 4, 1), (2, 4, 2), (2, 3, 1), (2, 1, 4), (2, 1, 1)]
@@ -40,18 +35,17 @@ OTHER = [(3, 2, 2), (2, 3, 3), (2, 4, 1), (2, 4, 2), (2, 3, 1), (2, 1, 4), (2, 1
 @pytest.mark.parametrize(("vocab_size", "length", "particles"), OTHER)
 def test_unbiased_in_other_worlds(vocab_size, length, particles):
     """With one particle, with one token, and with more of either."""
-    model, twist, potential = table_world(vocab_size, length, seed=2)
-    target = Target(model, potential)
-    assert bias(model, twist, potential, target, particles, "systematic", ADAPTIVE) < EXACT
+    world = table_world(vocab_size, length, seed=2)
+    assert bias(*world, particles, "systematic", ADAPTIVE) < EXACT
     if particles < 3:
-        assert bias(model, twist, potential, target, particles, "multinomial", 1.0) < EXACT
+        assert bias(*world, particles, "multinomial", 1.0) < EXACT
 
 
 def test_the_adaptive_world_has_all_kinds_of_paths():
     """Resampled, left alone with equal weights, and with unequal ones, the most difficult case."""
-    model, twist, potential = table_world(3, 3, seed=2)
     trace = Trace()
-    worlds.every_path(model, twist, potential, 2, "multinomial", ADAPTIVE, observer=trace)
+    options = {"ess_threshold": ADAPTIVE, "observer": trace}
+    worlds.every_path(*table_world(3, 3, seed=2), 2, **options)
     ess = trace.ess[1]
     assert (ess < ADAPTIVE * 2).any() and (ess > 1.999).any()
     assert ((ess > ADAPTIVE * 2) & (ess < 1.999)).any()
@@ -59,48 +53,32 @@ def test_the_adaptive_world_has_all_kinds_of_paths():
 
 @pytest.mark.parametrize("ess_threshold", [1.0, ADAPTIVE, 0.0])
 def test_gpt_neo_with_its_cache_is_unbiased_over_all_paths(ess_threshold):
-    model, twist, potential = gpt_neo_world(2, 3, seed=1)
-    target = Target(model, potential)
-    assert bias(model, twist, potential, target, 2, "multinomial", ess_threshold) < EXACT
+    model, twist, potential = worlds.gpt_neo_world(2, 3, seed=1)
+    assert bias(model, twist, potential, 2, "multinomial", ess_threshold) < EXACT
     model.prompt = model.prompt[:1]
-    target = Target(model, potential)
-    assert bias(model, twist, potential, target, 2, "multinomial", ess_threshold) < EXACT
+    assert bias(model, twist, potential, 2, "multinomial", ess_threshold) < EXACT
 
 
-def test_generation_one_targets_the_same_sigma():
+@pytest.mark.parametrize("ess_threshold", [1.0, ADAPTIVE, 0.0])
+def test_generation_one_targets_the_same_sigma(ess_threshold):
     base, twist, potential = table_world(2, 3, seed=21)
     student = TableModel.random(2, 3, generator(22))
-    effective = effective_potential(potential, base)
+    world = (student, twist, effective_potential(potential, base))
     target = Target(base, potential)
-    later = Target(student, effective)
-    torch.testing.assert_close(later.log_sigma[-1], target.log_sigma[-1], rtol=0, atol=EXACT)
-    for ess_threshold in (1.0, ADAPTIVE, 0.0):
-        options = (2, "multinomial", ess_threshold)
-        assert bias(student, twist, effective, target, *options) < EXACT
+    assert bias(*world, 2, "multinomial", ess_threshold, target=target) < EXACT
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_potential_that_is_zero_almost_everywhere(scheme):
     model, twist, _ = table_world(2, 3, seed=6)
     potential = hard_potential(2, 3, {5: -1.0})
-    assert bias(model, twist, potential, Target(model, potential), 2, scheme, 1.0) < EXACT
+    assert bias(model, twist, potential, 2, scheme, 1.0) < EXACT
     population = tsmc(model, twist, potential, 3, generator(0), 200, SCHEMES[scheme])
     dead = ~population.is_alive()
     assert 0 < dead.sum() < 200
     assert (population.ess[dead] == 0).all() and (population.ess[~dead] >= 1).all()
     assert not population.log_z.isnan().any()
     assert (worlds.sequence_numbers(population.samples[~dead].flatten(0, 1), 2) == 5).all()
-
-
-def test_optimal_twist_of_a_zero_one_potential_only_draws_what_is_allowed():
-    model, _, _ = table_world(2, 3, seed=6)
-    potential = hard_potential(2, 3, {1: 0.0, 6: 0.0})
-    target = Target(model, potential)
-    optimal = TableTwist(target.optimal_log_psi())
-    population = tsmc(model, optimal, potential, 10, generator(0), 50)
-    assert set(worlds.sequence_numbers(population.tokens.flatten(0, 1), 2).tolist()) == {1, 6}
-    wanted = torch.full((50,), target.log_z, dtype=torch.float64)
-    torch.testing.assert_close(population.log_z, wanted, rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("ess_threshold", [1.0, 0.5, 0.0])
@@ -155,33 +133,6 @@ def test_options_out_of_range_are_refused(options, is_conditional):
         tsmc(model, twist, potential, generator=generator(0), **sizes)
 
 
-def test_the_seed_decides_everything():
-    model, twist, potential = table_world(3, 4)
-    drawn = [tsmc(model, twist, potential, 9, generator(seed), 3) for seed in (5, 5, 6)]
-    first, again, other = drawn
-    assert torch.equal(first.tokens, again.tokens) and torch.equal(first.log_z, again.log_z)
-    assert not torch.equal(first.tokens, other.tokens)
-
-
-def test_adaptive_resampling_goes_by_the_weights_since_the_last_resampling():
-    model, twist, potential = table_world(3, 6, seed=8)
-    trace, particles = Trace(), 6
-    tsmc(model, twist, potential, particles, generator(0), 50, ess_threshold=0.7, observer=trace)
-    assert (trace.ess[0] > 5.99).all()  # the first weight does not depend on the token
-    gathered = torch.zeros(50, particles).double()
-    itself = torch.arange(particles).expand(50, particles)
-    for t in range(6):
-        gathered = gathered + trace.log_w[t]
-        ess = 1 / gathered.softmax(-1).square().sum(-1)
-        torch.testing.assert_close(trace.ess[t], ess, rtol=1e-10, atol=0)
-        resampled = (ess < 0.7 * particles) | torch.tensor(t == 5)
-        assert torch.equal(trace.ancestors[t][~resampled], itself[~resampled])
-        is_moved = (trace.ancestors[t] != itself)[resampled].any(-1)
-        assert is_moved.all()  # the identity has a chance of one in thousands
-        gathered = torch.where(resampled[:, None], 0.0, gathered)
-    assert 0.1 < (trace.ess[1:5] < 0.7 * particles).double().mean() < 0.9
-
-
 WAYS = [("multinomial", 1.0), ("systematic", 0.5), ("residual", 1.0)]
 
 
@@ -207,9 +158,8 @@ def test_proposal_draws_carry_their_own_probabilities():
     model, twist, _ = table_world(3, 3, seed=14)
     batch = sample_proposal(model, twist, 400, generator(0), keep_hidden=True)
     numbers = worlds.sequence_numbers(batch.tokens, 3)
-    tree = Target(model, worlds.ListedPotential(torch.zeros(27).double(), 3)).tree
-    log_q = tree.prefix_log_q(twist)[-1].detach()
-    torch.testing.assert_close(batch.log_q.sum(-1), log_q[numbers])
+    tree = Tree(model)
+    torch.testing.assert_close(batch.log_q.sum(-1), tree.prefix_log_q(twist)[-1].detach()[numbers])
     torch.testing.assert_close(batch.log_p.sum(-1), tree.prefix_log_q(None)[-1][numbers])
     log_psi = twist.of_tokens(batch.hidden, batch.tokens).detach()
     torch.testing.assert_close(batch.log_psi, log_psi)
@@ -217,7 +167,7 @@ def test_proposal_draws_carry_their_own_probabilities():
 
 @pytest.mark.parametrize("cuts", [(0, 21), (0, 9, 21), (0, 6, 6, 18, 21)])
 def test_rows_drawn_in_parts_are_those_drawn_at_once(cuts):
-    model, strong, _ = gpt_neo_world(5, 3, seed=2)
+    model, strong, _ = worlds.gpt_neo_world(5, 3, seed=2)
     options = (model, lambda hidden: strong(hidden) / 5, 21)
     whole = sample_proposal(*options, generator(3), keep_hidden=True)
     assert len(whole.tokens.unique(dim=0)) > 12, "rows that are mixed up show"
@@ -229,40 +179,12 @@ def test_rows_drawn_in_parts_are_those_drawn_at_once(cuts):
         torch.testing.assert_close(torch.cat([getattr(part, name) for part in parts]), values)
 
 
-@pytest.mark.parametrize("limit", [1, 33, 10**6])
-@pytest.mark.parametrize("size", [3, 11, 200])
-@pytest.mark.parametrize("has_twist", [True, False])
-def test_a_row_draws_what_it_would_draw_alone(monkeypatch, has_twist, size, limit):
-    """In slices of any size, with given tokens among the drawn ones."""
-    source = generator(size)
-    model = TableModel.random(size, 2, source)
-    twist = TableTwist(TableModel.random(size, 2, source).table.detach()) if has_twist else None
-    decoder = model.decoder(50)
-    decoder.prefixes = torch.randint(1 + size, (50,), generator=source)
-    given = Given(torch.randint(size, (50,), generator=source), torch.arange(50) % 3 == 0)
-    uniform = torch.rand(50, 1, dtype=torch.float64, generator=source)
-    monkeypatch.setattr(interfaces, "MAX_LOGITS", limit)
-    drawn = propose(model, decoder, twist, uniform, given)
-    log_p = model.head(decoder.hidden).log_softmax(-1)
-    log_psi = torch.zeros_like(log_p) if twist is None else twist(decoder.hidden)
-    tokens, log_normaliser = draw_categorical(log_p + log_psi, uniform)
-    assert torch.equal(drawn.tokens, torch.where(given.is_given, given.tokens, tokens))
-    torch.testing.assert_close(drawn.log_normaliser, log_normaliser)
-    log_q = log_p + log_psi - log_normaliser[:, None]
-    for name, values in (("log_p", log_p), ("log_q", log_q), ("log_psi", log_psi)):
-        wanted = values.gather(1, drawn.tokens[:, None])[:, 0]
-        torch.testing.assert_close(getattr(drawn, name), wanted)
-
-
 class Meter:
     """A language model that records the size of the largest logits asked of it."""
 
     def __init__(self, model):
-        self.model = model
-        self.length = model.length
-        self.vocab_size = model.vocab_size
-        self.decoder = model.decoder
-        self.most = 0
+        self.model, self.decoder, self.most = model, model.decoder, 0
+        self.length, self.vocab_size = model.length, model.vocab_size
 
     def head(self, hidden):
         return self.recorded(self.model.head(hidden))
@@ -278,7 +200,7 @@ class Meter:
 
 @pytest.mark.parametrize("limit", [1, 60, 85, 10**6])
 def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeypatch, limit):
-    model, twist, _ = gpt_neo_world(5, 3, seed=2)
+    model, twist, _ = worlds.gpt_neo_world(5, 3, seed=2)
     reference = torch.tensor([[1, 0, 4], [2, 2, 2]])
     meter = Meter(model)
 
@@ -319,6 +241,43 @@ def test_bfloat16_networks_keep_weights_and_evidence_in_float32(ess_threshold):
         torch.testing.assert_close(log_psi, batch.log_psi, rtol=0.05, atol=0.05)
 
 
+# conditional runs
+
+SIZES = [(length, 2, ess) for length in (2, 3) for ess in (1.0, ADAPTIVE, 0.0)]
+SIZES += [(2, 3, 1.0), (3, 1, 1.0)]
+
+
+@pytest.mark.parametrize(("length", "particles", "ess_threshold"), SIZES)
+def test_the_mean_of_one_over_z_hat_is_that_of_one_over_z(length, particles, ess_threshold):
+    world = table_world(length, length, seed=2)
+    mean = mean_inverse(*world, particles, ess_threshold=ess_threshold)
+    assert mean == pytest.approx(1, abs=EXACT)
+
+
+@pytest.mark.parametrize(("length", "particles"), [(3, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize("ess_threshold", [1.0, ADAPTIVE, 0.0])
+def test_where_runs_can_die_it_is_the_chance_to_live_over_z(length, particles, ess_threshold):
+    model, twist, _ = table_world(2, length, seed=6)
+    potential = hard_potential(2, length, {2: -1.0, 2**length - 2: -0.3})
+    world = (model, twist, potential, particles, "multinomial", ess_threshold)
+    chances, population = worlds.every_path(*world)
+    alive = chances[population.is_alive()].sum().item()
+    assert 0.05 < alive < 0.95
+    assert mean_inverse(*world) == pytest.approx(alive, abs=EXACT)
+
+
+def test_the_reference_stays_and_has_offspring():
+    model, twist, potential = table_world(3, 4, seed=5)
+    reference = Target(model, potential).sample(300, generator(0))
+    trace = Trace()
+    options = {"runs": 300, "reference": reference, "observer": trace}
+    population = tsmc(model, twist, potential, 5, generator(1), **options)
+    assert torch.equal(population.tokens[:, 0], reference)
+    assert torch.equal(population.samples[:, 0], reference)
+    assert (trace.lineages()[:, :, 0] == 0).all()
+    assert (trace.ancestors[:, :, 1:] == 0).any(-1).any(-1).all()
+
+
 # runs in chunks
 
 
@@ -350,17 +309,5 @@ def test_runs_that_die_are_left_out_and_refused_where_all_did():
     population = require_alive(sample_runs(sigma, None, 2, 60, generator(0)))
     living = population.is_alive()
     assert 0 < living.sum() < 60
-    for name, values in vars(population.alive()).items():
-        assert torch.equal(values, getattr(population, name)[living])
     assert (population.alive().samples == torch.tensor([0, 1, 1])).all()
-
-
-def test_shares_and_the_mean_of_z_hat_weigh_runs_by_their_evidence():
-    model, twist, potential = table_world(2, 3, seed=4)
-    population = tsmc(model, twist, potential, 5, generator(0), 4)
-    z = population.log_z.exp()
-    wanted = z[:, None] / z.sum() * population.log_weights.softmax(-1)
-    torch.testing.assert_close(population.shares(), wanted)
-    assert population.log_mean_z() == pytest.approx(z.mean().log().item())
-    dead = Population(**(vars(population) | {"log_z": torch.full((4,), -torch.inf)}))
-    assert (dead.shares() == 0).all() and dead.log_mean_z() == -torch.inf
+    assert len(population.alive().log_z) == living.sum()

@@ -7,10 +7,8 @@ from worlds import generator, learn, tiny_conditional
 
 from eval.run.trained import load_twist, save_twist
 from tinystories.errors import InputError
-from tsmc import sample_proposal
-from twist.ctl import positive_log_weights
 from twist.mlp import TwistMLP
-from twist.potential import TextPotential, base_potential, effective_potential, power
+from twist.potential import TextPotential, power
 
 
 def random_twist(seed: int = 0) -> TwistMLP:
@@ -25,11 +23,6 @@ def random_twist(seed: int = 0) -> TwistMLP:
 def letters(rows: list[list[int]]) -> list[str]:
     """Texts of rows of tokens: token i is the i-th letter."""
     return [" ".join("abcdefg"[token] for token in row) for row in rows]
-
-
-def log_phi(tokens: torch.Tensor) -> torch.Tensor:
-    """A potential of tokens [N, T]."""
-    return -tokens.sum(-1).float()
 
 
 def test_each_distinct_text_is_scored_once_with_its_prompt():
@@ -50,19 +43,6 @@ def test_beta_zero_is_the_base_model_even_where_the_score_is_zero():
     assert potential(torch.tensor([[3], [4]])).tolist() == [0.0, 0.0]
 
 
-def test_sigma_and_the_positive_weights_are_those_of_generation_zero():
-    """p^(m) phi^(m) = p^(0) phi, and w = p^(0) phi / q, whatever p^(m) is."""
-    base, refined, twist = tiny_conditional(0), tiny_conditional(1), random_twist()
-    batch = sample_proposal(refined, twist, 50, generator(3))
-    log_p0, log_p1 = (model.log_probs(batch.tokens)[0].sum(-1) for model in (base, refined))
-    assert (log_p0 - log_p1).abs().max() > 1
-    effective = effective_potential(log_phi, base)
-    sigma = log_p0 + base_potential(log_phi)(batch.tokens, log_p0)
-    torch.testing.assert_close(log_p1 + effective(batch.tokens, log_p1), sigma)
-    weights = positive_log_weights(batch, effective)
-    torch.testing.assert_close(weights, sigma - batch.log_q.sum(-1), rtol=1e-5, atol=1e-4)
-
-
 def test_a_fresh_twist_is_one_everywhere_and_chosen_tokens_equal_the_full_output():
     hidden, tokens = torch.randn(5, 4, 8), torch.randint(7, (5, 4))
     assert torch.equal(TwistMLP(8, 6, 7, generator(0))(hidden), torch.zeros(5, 4, 7))
@@ -80,17 +60,6 @@ def test_learning_moves_the_twist_towards_the_potential():
     assert len(seen) == 60 and all(1 <= figures["ess"] <= 64.001 for figures in seen)
     first, last = (sum(figures["ess"] for figures in part) for part in (seen[:15], seen[-15:]))
     assert last > 1.5 * first, "a better proposal has more even weights"
-
-
-def test_a_nan_potential_stops_learning_before_the_step():
-    def potential(tokens, log_p):
-        return torch.full((len(tokens),), torch.nan)
-
-    twist = TwistMLP(8, 6, 7, generator(0))
-    words = r"^twist learning: a weight is NaN .*learning rate or check the potential$"
-    with pytest.raises(InputError, match=words):
-        learn(twist, tiny_conditional(0), potential, 3, 100)
-    assert (twist.last.weight == 0).all()
 
 
 def test_a_twist_survives_its_file_and_one_that_does_not_fit_is_refused(tmp_path):

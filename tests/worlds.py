@@ -17,6 +17,7 @@ import tsmc.categorical
 import tsmc.proposal
 import tsmc.sampler
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
+from tsmc.exact import Target
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import Sigma
 from tsmc.table import TableModel, TableTwist
@@ -193,64 +194,53 @@ def injected(paths: Paths, scheme: str, module: types.ModuleType):
 
 
 def every_path(
-    model,
-    twist,
-    potential,
-    particles,
-    scheme="multinomial",
-    ess_threshold=1.0,
-    observer=None,
-    references=None,
-    module=tsmc.sampler,
+    model, twist, potential, particles, scheme="multinomial", ess_threshold=1.0, **options
 ):
-    """Probabilities [R] and `Population` of all random paths, for each of references [N, T].
+    """Probabilities [R] and `Population` of all random paths.
 
-    `module` stands in for `tsmc.sampler`.
+    Options: an `observer`; `references` [N, T], for each of which all conditional paths are taken;
+    a `module` that stands in for `tsmc.sampler`.
     """
-    skipped = 0 if references is None else 1  # draws of particle 0, which takes the reference
+    module = options.get("module", tsmc.sampler)
+    reference = options.get("references")
+    skipped = 0 if reference is None else 1  # draws of particle 0, which takes the reference
     cells = particles if scheme == "systematic" else particles ** (particles - skipped)
-    combinations = (model.vocab_size ** (particles - skipped) * cells) ** model.length
-    reference = None
-    runs = combinations
-    if references is not None:
-        reference = references.repeat_interleave(combinations, 0)
+    runs = combinations = (model.vocab_size ** (particles - skipped) * cells) ** model.length
+    if reference is not None:
+        reference = reference.repeat_interleave(combinations, 0)
         runs = len(reference)
     paths = Paths(combinations, runs, skipped)
     with injected(paths, scheme, module) as resample:
-        population = module.tsmc(
-            model,
-            twist,
-            potential,
-            particles,
-            generator(0),
-            runs,
-            resample,
-            ess_threshold,
-            observer,
-            reference,
-        )
+        rest = (resample, ess_threshold, options.get("observer"), reference)
+        population = module.tsmc(model, twist, potential, particles, generator(0), runs, *rest)
     return paths.probabilities(), population
 
 
-def every_conditional_path(
-    model, twist, potential, target, particles, ess_threshold=1.0, **options
-):
+def every_conditional_path(model, twist, potential, *sizes, **options):
     """As `every_path`, for conditional runs whose reference is drawn from sigma."""
+    target = Target(model, potential)
     is_possible = target.log_sigma[-1] > -torch.inf
-    references = target.tree.sequences()[is_possible]
-    options |= {"ess_threshold": ess_threshold, "references": references}
-    chances, population = every_path(model, twist, potential, particles, **options)
+    options["references"] = target.tree.sequences()[is_possible]
+    chances, population = every_path(model, twist, potential, *sizes, **options)
     sigma = target.log_sigma[-1][is_possible].exp()
     return sigma.repeat_interleave(len(chances) // len(sigma)) * chances, population
 
 
-def bias(model, twist, potential, target, particles=2, *options, **more) -> float:
-    """The larger of two errors, both relative to Z_sigma; the other arguments are `every_path`'s.
+def mean_inverse(model, twist, potential, *sizes, **options) -> float:
+    """E[Z_sigma / Z-hat] of conditional runs; the arguments are those of `every_path`."""
+    chances, population = every_conditional_path(model, twist, potential, *sizes, **options)
+    log_z = Target(model, potential).log_z
+    return (chances * (log_z - population.log_z).exp()).sum().item()
+
+
+def bias(model, twist, potential, particles=2, *sizes, target=None, **options) -> float:
+    """The larger of two errors, both relative to Z_sigma; the arguments are those of `every_path`.
 
     That of E[Z-hat] = Z_sigma, and the largest of E[Z-hat * share of samples that equal s] =
     Z_sigma sigma(s) over all sequences s.
     """
-    chances, population = every_path(model, twist, potential, particles, *options, **more)
+    target = Target(model, potential) if target is None else target
+    chances, population = every_path(model, twist, potential, particles, *sizes, **options)
     assert abs(chances.sum().item() - 1) < 1e-12
     evidence = chances * (population.log_z - target.log_z).exp()  # [R]
     numbers = sequence_numbers(population.samples.flatten(0, 1), model.vocab_size)  # [R K]
@@ -268,10 +258,10 @@ class Recorded(list):
 
 
 def learn(twist, model, potential, updates, batch_size, learning_rate=2e-4, seed=0) -> Recorded:
-    """Twist learning with Adam, on batches from the proposal; returns what was reported."""
+    """Twist learning with Adam, on batches from q; what was reported, and `last_rate`."""
+    optimizer, reports = torch.optim.Adam(twist.parameters(), lr=learning_rate), Recorded()
     sigma = Sigma(model, potential)
-    optimizer = torch.optim.Adam(twist.parameters(), lr=learning_rate)
-    reports = Recorded()
     draw_batch = batches_from_proposal(sigma, twist, batch_size, generator(seed))
     learn_twist(twist, optimizer, draw_batch, updates, reports)
+    reports.last_rate = optimizer.param_groups[0]["lr"]
     return reports

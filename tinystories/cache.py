@@ -6,7 +6,6 @@ A prompt is read at batch 1 and may be continued by any number of rows; it is no
 rows, H heads, S positions read so far, T new positions, D width.
 """
 
-import torch
 from torch import Tensor
 
 Part = tuple[Tensor, Tensor]
@@ -30,14 +29,6 @@ class KeyValueCache:
             self.layers.append([])
         self.layers[layer].append((keys, values))
         return self.layers[layer]
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> Part:
-        """Add new keys and values [B, H, T, D/H] of a layer; returns its history [B, H, S, D/H]."""
-        parts = self.parts(layer, keys, values)
-        shape = (len(keys), -1, -1, -1)
-        all_keys = torch.cat([k.expand(shape) for k, _ in parts], 2)
-        all_values = torch.cat([v.expand(shape) for _, v in parts], 2)
-        return all_keys, all_values
 
     def continued(self, rows: int, length: int) -> "KeyValueCache":
         """A cache that begins as this one does, for up to `rows` texts of `length` more tokens."""

@@ -4,11 +4,8 @@
     model.safetensors    its tensors; or several files and model.safetensors.index.json
     tokenizer.json       its tokenizer; or vocab.json and merges.txt, or vocab.txt
 
-These files are written, and preferred when reading. Without safetensors, pytorch_model.bin is read,
-or several such files and their index. Nothing in a checkpoint is executed.
-
-Whatever reads a file does it inside `reading`, which turns every exception into one InputError.
-Whatever writes a file does it inside `replacing`: the file is complete or it is not there.
+Without safetensors, pytorch_model.bin is read, or several such files and their index. Nothing in a
+checkpoint is executed.
 """
 
 import contextlib
@@ -20,7 +17,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -30,7 +26,6 @@ WEIGHTS = ["model.safetensors", "model.safetensors.index.json"]
 WEIGHTS += ["pytorch_model.bin", "pytorch_model.bin.index.json"]
 TOKENIZERS = [["tokenizer.json"], ["vocab.json", "merges.txt"], ["vocab.txt"]]
 TOKENIZER_OPTIONS = "tokenizer_config.json"
-MOST, MOST_LAYERS = 10**7, 1000  # of the sizes in a config.json
 PARTIAL = ".tsmc-partial"  # suffix of what an interrupted program leaves behind
 
 
@@ -109,20 +104,17 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def network_sizes(raw: dict, names: list[str], heads: str, epsilon: str) -> dict[str, int]:
-    """The sizes `names` in a config.json; ValueError for a network that cannot be built.
-
-    Layers are bounded most, for a network is built layer by layer before its weights are read.
-    """
+def network_sizes(raw: dict, names: list[str], heads: str, epsilon: str) -> dict:
+    """The sizes `names` and the epsilon in a config.json; ValueError for impossible values."""
     for name in names:
-        most = MOST_LAYERS if name.endswith("layers") else MOST
+        most = 1000 if name.endswith("layers") else 10**7  # layers are built before they are read
         if type(raw[name]) is not int or not 0 < raw[name] <= most:
             raise ValueError(f"{name} is {raw[name]!r}, not an integer from 1 to {most}")
     if raw["hidden_size"] % raw[heads]:
         raise ValueError(f"hidden_size must be a multiple of {heads}")
-    if not 0 < float(raw[epsilon]) < 1:
+    if not 0 < raw[epsilon] < 1:
         raise ValueError(f"{epsilon} must be between 0 and 1")
-    return {name: raw[name] for name in names}
+    return {name: raw[name] for name in [*names, epsilon]}
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -149,11 +141,12 @@ def read_weights(directory: Path) -> tuple[dict[str, Tensor], Path]:
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files that define the tokenizer; if none, the missing one."""
-    complete = [names for names in TOKENIZERS if all((Path(directory) / n).exists() for n in names)]
-    names = complete[0] if complete else TOKENIZERS[0]
-    if names != TOKENIZERS[0] and (Path(directory) / TOKENIZER_OPTIONS).exists():
-        names = [*names, TOKENIZER_OPTIONS]
-    return [Path(directory) / name for name in names]
+    for names in TOKENIZERS:
+        paths = [Path(directory) / name for name in names]
+        if all(path.exists() for path in paths):
+            options = Path(directory) / TOKENIZER_OPTIONS
+            return [*paths, options] if options.exists() and names != TOKENIZERS[0] else paths
+    return [Path(directory) / "tokenizer.json"]
 
 
 def fingerprint(directory: Path) -> str:
@@ -166,49 +159,31 @@ class NoDraws(TorchFunctionMode):
     """Omits random initial values: even without memory, drawing them loads PyTorch's compiler."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        """Call the function, unless it draws."""
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
 def empty_network(directory: Path, kind: str, build: Callable[[dict], nn.Module]) -> nn.Module:
-    """What `build` makes of a config.json: shapes without memory, until `fill` gives them values.
-
-    `kind` names the network in the InputError for a config.json that does not fit.
-    """
+    """What `build` makes of a config.json: shapes without memory, which `fill` gives values."""
     path = Path(directory) / "config.json"
     raw = read_json(path)
-    remedy = "restore it or use another checkpoint"
-    with reading(path, f"not {kind}", remedy), torch.device("meta"), NoDraws():
+    with reading(path, f"not {kind}", "use another checkpoint"), torch.device("meta"), NoDraws():
         return build(raw)
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
     """Give a module the tensors in float32; InputError if they do not fit or are not finite."""
     wanted = module.state_dict()
+    values = {}
     with reading(source, "does not fit the network", "use the files of one checkpoint"):
         if wanted.keys() != tensors.keys():
-            missing, extra = wanted.keys() - tensors.keys(), tensors.keys() - wanted.keys()
-            raise ValueError(f"missing: {listed(missing)}; left over: {listed(extra)}")
+            missing = listed(wanted.keys() - tensors.keys())
+            extra = listed(tensors.keys() - wanted.keys())
+            raise ValueError(f"missing: {missing}; left over: {extra}")
         for name, tensor in tensors.items():
-            if tensor.shape != wanted[name].shape:
-                shapes = f"{list(tensor.shape)}, not {list(wanted[name].shape)}"
-                raise ValueError(f"{name} has shape {shapes}")
+            shape = list(wanted[name].shape)
+            if list(tensor.shape) != shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, not {shape}")
             if not tensor.is_floating_point() or not tensor.isfinite().all():
                 raise ValueError(f"{name} holds NaN, infinite values or no floats")
-    XX
-
-def save_network(
-    directory: str | Path,
-    config: dict,
-    tensors: dict[str, Tensor],
-    tokenizer: Tokenizer,
-    options: dict,
-    dtype: torch.dtype,
-) -> None:
-    """Write a directory: weights in `dtype`, tokenizer with its `options`, configuration."""
-    path = Path(directory)
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    write_tensors(path / "model.safetensors", tensors)
-    write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
-    write_json(path / TOKENIZER_OPTIONS, options)
-    write_json(path / "config.json", config | {"torch_dtype": str(dtype).removeprefix("torch.")})
+            values[name] = tensor.to(torch.float32, copy=True).contiguous()
+    module.load_state_dict(values, assign=True)

@@ -30,5 +30,5 @@ def shortened(text: str) -> str:
 def listed(names: Iterable[str]) -> str:
     """The names in alphabetical order; of a long list, the first ones and the number of others."""
     names = sorted(names)
-    more = [f"and {len(names) - MANY} more"] if len(names) > MANY else []
-    return ", ".join([*map(shortened, names[:MANY]), *more])
+    text = ", ".join(shortened(name) for name in names[:MANY])
+    return text if len(names) <= MANY else f"{text}, and {len(names) - MANY} more"

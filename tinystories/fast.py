@@ -5,7 +5,7 @@ gradients, and it does not see later changes of the weights: pack again after tr
 
     linear layers   the weight is stored once more in the order that oneDNN reads, so that it is not
                     rearranged for every product; GELU is applied within the product
-    attention       one product for q, k and v; all rows share the keys and values of the prompt
+    attention       one product for q, k and v
     decoding        keys and values are written into blocks that stay in place (`fast_cache.py`)
 
 The plain layers are what the packed ones are tested against. B batch, T new positions, S positions
@@ -63,30 +63,8 @@ class PackedLinear(nn.Module):
         return F.gelu(y, approximate=self.gelu) if self.gelu else y
 
 
-def product(x: Tensor, y: Tensor) -> Tensor:
-    """x y [B, H, T, .] of x [B, H, T, .] and y [B, H, ., .], or y [1, H, ., .] for all rows."""
-    if len(y) == len(x):
-        return x @ y
-    rows = x.transpose(0, 1).flatten(1, 2)  # [H, B T, .]
-    return (rows @ y[0]).unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
-
-
-def attention_scores(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T [B, H, T, S]; sums are faster than products where each row has one query."""
-    if q.shape[2] == 1 and len(k) == len(q):
-        return (q * k).sum(-1)[:, :, None]
-    return product(q, k.mT)
-
-
-def weighted_values(weights: Tensor, v: Tensor) -> Tensor:
-    """weights v [B, H, T, D/H] of weights [B, H, T, S] and v [B, H, S, D/H]."""
-    if weights.shape[2] == 1 and len(v) == len(weights):
-        return (weights.mT * v).sum(2, keepdim=True)
-    return product(weights, v)
-
-
 class PackedAttention(Attention):
-    """The same attention, over a history in parts that are never joined."""
+    """The same attention with one product for q, k and v."""
 
     def __init__(self, plain: Attention):
         nn.Module.__init__(self)
@@ -105,22 +83,6 @@ class PackedAttention(Attention):
         if suits_onednn(x, self.q_proj.weight):
             return self.joint(x).split(x.shape[-1], -1)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
-
-    def forward(self, x: Tensor, cache: KeyValueCache | RowsCache | None) -> Tensor:
-        """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
-        q, k, v = (self.split_heads(y) for y in self.project(x))  # [B, H, T, D/H]
-        parts = [(k, v)] if cache is None else cache.parts(self.layer, k, v)
-        scores = torch.cat([attention_scores(q, keys) for keys, _ in parts], -1)  # [B, H, T, S]
-        queries, seen = scores.shape[2:]
-        is_outside = self.window is not None and seen > self.window
-        if queries > 1 or is_outside:  # else a single query sees every key
-            scores.masked_fill_(self.mask(queries, seen, x.device), float("-inf"))
-        sizes = [keys.shape[2] for keys, _ in parts]
-        weights = scores.softmax(-1).split(sizes, -1)  # [B, H, T, S] in parts
-        mixed = weighted_values(weights[0], parts[0][1])  # [B, H, T, D/H]
-        for part_weights, (_, values) in zip(weights[1:], parts[1:], strict=True):
-            mixed = mixed + weighted_values(part_weights, values)
-        return self.out_proj(mixed.transpose(1, 2).flatten(-2).to(x.dtype))
 
 
 class PackedGPTNeo(GPTNeo):

@@ -72,6 +72,28 @@ class GPTNeoConfig:
     tie_word_embeddings: bool = True
 
 
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x y [B, H, T, .] of x [B, H, T, .] and y [B, H, ., .], or y [1, H, ., .] for all rows."""
+    if len(y) == len(x):
+        return x @ y
+    rows = x.transpose(0, 1).flatten(1, 2)  # [H, B T, .]
+    return (rows @ y[0]).unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
+
+
+def attention_scores(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T [B, H, T, S]; sums are faster than products where each row has one query."""
+    if q.shape[2] == 1 and len(k) == len(q):
+        return (q * k).sum(-1)[:, :, None]
+    return product(q, k.mT)
+
+
+def weighted_values(weights: Tensor, v: Tensor) -> Tensor:
+    """weights v [B, H, T, D/H] of weights [B, H, T, S] and v [B, H, S, D/H]."""
+    if weights.shape[2] == 1 and len(v) == len(weights):
+        return (weights.mT * v).sum(2, keepdim=True)
+    return product(weights, v)
+
+
 class Attention(nn.Module):
     """Causal, unscaled multi-head attention over all positions or the last `window_size`."""
 
@@ -89,6 +111,10 @@ class Attention(nn.Module):
         """[B, T, D] -> [B, H, T, D/H], float32 or wider"""
         return at_least_float32(x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v, each [B, T, D]."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """True where a query must not see a key [T, S]; queries are the last T of S positions."""
         i = torch.arange(keys - queries, keys, device=device)[:, None]
@@ -96,16 +122,22 @@ class Attention(nn.Module):
         return (j > i) if self.window is None else (j > i) | (j <= i - self.window)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
-        q = self.split_heads(self.q_proj(x))  # [B, H, T, D/H]
-        k = self.split_heads(self.k_proj(x))
-        v = self.split_heads(self.v_proj(x))
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # [B, H, S, D/H]
-        scores = q @ k.mT  # [B, H, T, S]
-        mask = self.mask(q.shape[2], k.shape[2], x.device)  # [T, S]
-        scores = scores.masked_fill(mask, float("-inf"))
-        mixed = scores.softmax(-1) @ v  # [B, H, T, D/H]
+        """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions.
+
+        The history comes in parts of consecutive positions, because all rows share the prompt's.
+        """
+        q, k, v = (self.split_heads(y) for y in self.project(x))  # [B, H, T, D/H]
+        parts = [(k, v)] if cache is None else cache.parts(self.layer, k, v)
+        scores = torch.cat([attention_scores(q, keys) for keys, _ in parts], -1)  # [B, H, T, S]
+        queries, seen = scores.shape[2:]
+        is_outside = self.window is not None and seen > self.window
+        if queries > 1 or is_outside:  # else a single query sees every key
+            scores.masked_fill_(self.mask(queries, seen, x.device), float("-inf"))
+        sizes = [keys.shape[2] for keys, _ in parts]
+        weights = scores.softmax(-1).split(sizes, -1)  # [B, H, T, S] in parts
+        mixed = weighted_values(weights[0], parts[0][1])  # [B, H, T, D/H]
+        for part_weights, (_, values) in zip(weights[1:], parts[1:], strict=True):
+            mixed = mixed + weighted_values(part_weights, values)
         return self.out_proj(mixed.transpose(1, 2).flatten(-2).to(x.dtype))
 
 

@@ -23,9 +23,9 @@ SIZES += ["window_size", "intermediate_size"]
 
 def network_from_json(raw: dict) -> GPTNeo:
     """The network of a config.json; KeyError, TypeError or ValueError if it is another one."""
-    kind, activation = raw["model_type"], raw.get("activation_function", "gelu_new")
-    if (kind, activation) != ("gpt_neo", "gelu_new"):
-        raise ValueError(f"it is {kind} with {activation}, not gpt_neo with gelu_new")
+    kind = (raw["model_type"], raw.get("activation_function", "gelu_new"))
+    if kind != ("gpt_neo", "gelu_new"):
+        raise ValueError(f"its model and activation are {kind}, not gpt_neo and gelu_new")
     fields = {"window_size": 256, "intermediate_size": 4 * raw["hidden_size"]}
     fields |= {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     fields |= {name: value for name, value in raw.items() if value is not None}
@@ -38,7 +38,6 @@ def network_from_json(raw: dict) -> GPTNeo:
     config = GPTNeoConfig(
         **sizes,
         attention_layers=tuple(layers),
-        layer_norm_epsilon=float(fields["layer_norm_epsilon"]),
         tie_word_embeddings=bool(fields["tie_word_embeddings"]),
     )
     return GPTNeo(config)
@@ -47,18 +46,12 @@ def network_from_json(raw: dict) -> GPTNeo:
 def config_to_json(config: GPTNeoConfig) -> dict:
     """The config.json of a network, as transformers reads it."""
     fields = asdict(config)
-    layers = fields.pop("attention_layers")
-    fields["attention_types"] = [[[kind], 1] for kind in layers]
-    fields |= {"architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo"}
-    fields |= {"attention_dropout": 0.0, "embed_dropout": 0.0, "resid_dropout": 0.0}
-    return fields | {"activation_function": "gelu_new"}
+    fields["attention_types"] = [[[kind], 1] for kind in fields.pop("attention_layers")]
+    return {"architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo"} | fields
 
 
 def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dict[str, Tensor]:
-    """Tensors as on disk by the names of `GPTNeo.state_dict`, without the copy of a tied head.
-
-    Raises InputError if config.json ties the head and the file holds a different one.
-    """
+    """Tensors by the names of `GPTNeo.state_dict`; InputError if a tied head is not the same."""
     renamed = {}
     for name, tensor in tensors.items():
         if not name.endswith(MASK_BUFFERS):
@@ -95,8 +88,11 @@ def save(
 ) -> None:
     """Write the layout that `load` and transformers' `from_pretrained` read, weights in `dtype`."""
     config = config_to_json(model.config)
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    if end is not None:
-        config |= {"bos_token_id": end, "eos_token_id": end}
-    tensors = names_on_disk(model.state_dict())
-    checkpoint.write_network(path, config, tensors, tokenizer, {"eos_token": END_OF_TEXT}, dtype)
+    config["bos_token_id"] = tokenizer.token_to_id(END_OF_TEXT)
+    config["eos_token_id"] = tokenizer.token_to_id(END_OF_TEXT)
+    tensors = {name: tensor.to(dtype) for name, tensor in names_on_disk(model.state_dict()).items()}
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    checkpoint.write_tensors(Path(path) / "model.safetensors", tensors)
+    checkpoint.write_text(Path(path) / "tokenizer.json", tokenizer.to_str(pretty=True))
+    checkpoint.write_json(Path(path) / "tokenizer_config.json", options)
+    checkpoint.write_json(Path(path) / "config.json", config)

@@ -1,53 +1,86 @@
-"""Make the pocket checkpoints anew: `python -m eval.pocket WHAT --help`.
+"""Make the pocket checkpoints anew: `python -m eval.pocket WHAT --help` (`docs/pocket.md`).
 
-Every command trains or draws, writes the result into --out, and measures it; `figures.json` there
-has the command and the figures. --stories, and --heldout of lm and similarity, have a line
-<|endoftext|> after each story; --labelled, and --heldout of toxicity, are CSV files with the
-columns text and label (1 is toxic); --teacher is the directory of all-MiniLM-L6-v2.
+Each command trains or draws, and writes the result and its `figures.json` into --out. `target`
+draws exact samples by rejection (`tsmc/rejection.py`), for the two checkpoints that it names only:
+
+    sigma(s) = p(s) phi(s) / Z_sigma,   log phi(s) = beta log p(toxic | s)
 """
 
-import json
-import math
-import shlex
-import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from pathlib import Path
 
-from eval.pocket import lm, similarity, target, toxicity
+import torch
+
+from eval.pocket import lm, similarity, toxicity
 from eval.run.command import one_line_errors
-from eval.run.options import OneLineParser
+from eval.run.options import POCKET, OneLineParser, RunConfig
 from eval.run.run import finite_or_null
+from eval.run.setup import load_setup, sigma_key
+from eval.run.target import save_target
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
 from tinystories.fast import keep_freed_memory
+from tsmc import in_chunks
+from tsmc.rejection import draw_accepted, exact_samples
 
-COMMANDS = {"lm": lm, "toxicity": toxicity, "similarity": similarity, "target": target}
+
+def draw_target(args: Namespace, generator: torch.Generator) -> dict:
+    """Write the samples and `target.json`; the evidence."""
+    names = ("lm", "toxicity_model", "prompt", "length", "beta")
+    config = RunConfig(device="cpu", **{name: getattr(args, name) for name in names})
+    setup = load_setup(config)
+    draw = partial(draw_accepted, setup.base, setup.potential)
+    exact = exact_samples(in_chunks(draw, args.proposals, lm.CHUNK, lambda chunk: generator))
+    if len(exact.tokens) < 2:
+        raise InputError(f"{len(exact.tokens)} accepted; raise --proposals or lower --beta")
+    save_target(args.out, exact, sigma_key(config), seed=args.seed)
+    return {"accepted": len(exact.tokens), "log_z": exact.log_z}
 
 
-def parse(arguments: list[str]) -> Namespace:
-    """Read the command line; InputError for a number that is negative or not finite."""
-    style = {"formatter_class": RawDescriptionHelpFormatter}
-    parser = OneLineParser(prog="python -m eval.pocket", description=__doc__, **style)
-    commands = parser.add_subparsers(dest="command", metavar="WHAT", required=True)
-    for name, module in COMMANDS.items():
-        module.add_options(commands.add_parser(name, description=module.__doc__, **style))
-    args = parser.parse_args(arguments)
-    for name, value in vars(args).items():
-        if isinstance(value, int | float) and not 0 <= value < math.inf:
-            raise InputError(f"--{name} is {value}; give a number that is not negative")
-    return args
+MAKE = {"lm": lm.make, "toxicity": toxicity.make, "similarity": similarity.make}
+MAKE["target"] = draw_target
+
+
+def add(parser: ArgumentParser, *paths: str, **defaults: float | str | Path) -> None:
+    """Options --NAME: paths that must be given, and values that need not be."""
+    for name in paths:
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    for name, default in defaults.items():
+        options = {"type": type(default), "default": default, "help": "default: %(default)s"}
+        parser.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def parse(arguments: list[str] | None) -> Namespace:
+    """The command line; the defaults are those of the shipped checkpoints."""
+    parser = OneLineParser(prog="python -m eval.pocket", description=__doc__.splitlines()[0])
+    group = parser.add_subparsers(dest="command", metavar="WHAT", required=True)
+    parsers = {name: group.add_parser(name, description=MAKE[name].__doc__) for name in MAKE}
+    add(parsers["lm"], "stories", "heldout", "out", seed=0, vocab_size=4096, width=192, layers=4)
+    add(parsers["lm"], heads=6, window=32, context=128, rows=32)
+    add(parsers["lm"], steps=8000, peak=2e-3, weight_decay=0.1)
+    add(parsers["toxicity"], "labelled", "stories", "heldout", "out", seed=0, lm=POCKET / "lm")
+    add(parsers["toxicity"], vocab_size=5000, tokens=64, word_dropout=0.03, samples=60_000)
+    add(parsers["toxicity"], hard_samples=2000, batch_size=128, steps=2000, peak=1e-3)
+    add(parsers["toxicity"], weight_decay=0.05, calibration_samples=100_000, fresh_samples=200_000)
+    add(parsers["similarity"], "teacher", "stories", "heldout", "out", seed=0, validation=1000)
+    add(parsers["similarity"], vocab_size=4000, width=128, layers=3, heads=4, positions=128)
+    add(parsers["similarity"], openings=100_000, rows=256, steps=1500, peak=2e-3, weight_decay=0.01)
+    add(parsers["target"], lm=str(POCKET / "lm"), toxicity_model=str(POCKET / "toxicity"))
+    add(parsers["target"], prompt=lm.PROMPT, length=lm.LENGTH, beta=10.0, proposals=900_000)
+    add(parsers["target"], seed=0, out=POCKET / "target")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to checkpoint and figures; bad input ends with one line and exit code 2."""
     with one_line_errors("python -m eval.pocket"):
-        arguments = sys.argv[1:] if arguments is None else arguments
         args = parse(arguments)
         args.out.mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
         keep_freed_memory()
-        figures = finite_or_null(COMMANDS[args.command].make(args))
-        line = shlex.join(["python", "-m", "eval.pocket", *arguments])
-        write_json(args.out / "figures.json", {"command": line, **figures})
-        print(f"{args.out}: done, {json.dumps(figures, indent=2)}")
+        figures = MAKE[args.command](args, torch.Generator().manual_seed(args.seed))
+        write_json(args.out / "figures.json", finite_or_null(figures))
+        print(f"{args.out}: {figures}")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from torch.distributed import DistError
-
 from eval.run import processes
 from tinystories.errors import InputError, printable
 
@@ -42,13 +40,13 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
     except OSError as error:
         fault = f"error: {error.filename or 'standard output'}: cannot be used ({error.strerror})"
         stop(program, f"{fault}; free space there or choose another place", 2)
-    except DistError:
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "memory" in str(error).lower():
+            stop(program, f"error: out of memory; {out_of_memory}", 2)
+        if not processes.is_lost(error):
+            raise
         fault = "error: another process of this job has ended; see its message"
         stop(program, f"{fault}, then continue with --resume", 2)
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error).lower():
-            raise
-        stop(program, f"error: out of memory; {out_of_memory}", 2)
     finally:
         processes.leave()
 

@@ -5,9 +5,7 @@
     attention = softmax(q k^T / sqrt(D/H) + bias) v,  bias = 0 on text, lowest number on padding
 
 Every token sees every other; gelu is the exact one (erf); the norm follows the sum. The modules
-nest as the tensors of a Hugging Face checkpoint are named.
-
-B batch, T tokens, D width, H heads.
+nest as the tensors of a Hugging Face checkpoint are named. B batch, T tokens, D width, H heads.
 """
 
 import dataclasses
@@ -22,8 +20,7 @@ from tinystories.errors import InputError
 from tinystories.gpt_neo import Linear, LinearGELU
 from tinystories.tokenizer import read_tokenizer
 
-UNUSED = {"embeddings.position_ids", "embeddings.token_type_ids"}
-UNUSED |= {"pooler.dense.weight", "pooler.dense.bias"}  # tensors of no use to the two networks
+UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.")
 PADDING = {"bert": 0, "roberta": 1}  # if config.json has no pad_token_id
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 ENOUGH_TOKENS = 2**9  # from which on a batch is large enough for fast products
@@ -44,47 +41,24 @@ class EncoderConfig:
     layer_norm_eps: float = 1e-12
     pad_token_id: int = 0
 
-    @classmethod
-    def from_dict(cls, raw: dict, model_type: str) -> "EncoderConfig":
-        """Read a config.json; KeyError, TypeError or ValueError if it is another network."""
-        known = {"model_type": model_type, "hidden_act": "gelu"}
-        known |= {"position_embedding_type": "absolute"}
-        defaults = {"layer_norm_eps": 1e-12, "pad_token_id": PADDING[model_type]}
-        raw = known | defaults | {name: value for name, value in raw.items() if value is not None}
-        if wrong := [name for name, value in known.items() if raw[name] != value]:
-            raise ValueError(f"{wrong[0]} is {raw[wrong[0]]!r}, not {known[wrong[0]]}")
-        names = [field.name for field in dataclasses.fields(cls)][:7]
-        sizes = checkpoint.positive_integers(raw, names)
-        epsilon, padding = float(raw["layer_norm_eps"]), raw["pad_token_id"]
-        if sizes["hidden_size"] % sizes["num_attention_heads"]:
-            raise ValueError("hidden_size must be a multiple of num_attention_heads")
-        if not 0 < epsilon < 1:
-            raise ValueError("layer_norm_eps must be between 0 and 1")
-        if padding not in range(sizes["vocab_size"]):
-            raise ValueError("pad_token_id must be a token")
-        return cls(**sizes, layer_norm_eps=epsilon, pad_token_id=int(padding))
-
     def to_dict(self) -> dict:
         """The fields in the Hugging Face layout, without those in which BERT and RoBERTa differ."""
-        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return {"hidden_act": "gelu", **dropout, **dataclasses.asdict(self)}
+        return {"hidden_act": "gelu"} | dataclasses.asdict(self)
 
 
-class Embeddings(nn.Module):
-    """Word, place and type of each token; the type is always 0."""
-
-    def __init__(self, config: EncoderConfig):
-        super().__init__()
-        width = config.hidden_size
-        self.word_embeddings = nn.Embedding(config.vocab_size, width)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
-        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, T] at positions [B, T] or [T] -> [B, T, D]"""
-        words = self.word_embeddings(ids) + self.token_type_embeddings.weight[0]  # [B, T, D]
-        return self.LayerNorm(words + self.position_embeddings(positions))
+def config_from_json(raw: dict, model_type: str) -> EncoderConfig:
+    """Read a config.json; KeyError, TypeError or ValueError if it is another network."""
+    wanted = {"model_type": model_type, "hidden_act": "gelu", "position_embedding_type": "absolute"}
+    fields = {"layer_norm_eps": 1e-12, "pad_token_id": PADDING[model_type]}
+    fields |= wanted | {name: value for name, value in raw.items() if value is not None}
+    for name, value in wanted.items():
+        if fields[name] != value:
+            raise ValueError(f"{name} is {fields[name]!r}, not {value}")
+    names = [field.name for field in dataclasses.fields(EncoderConfig)][:7]
+    sizes = checkpoint.network_sizes(fields, names, "num_attention_heads", "layer_norm_eps")
+    if fields["pad_token_id"] not in range(sizes["vocab_size"]):
+        raise ValueError("pad_token_id must be a token")
+    return EncoderConfig(**sizes, pad_token_id=int(fields["pad_token_id"]))
 
 
 class SelfAttention(nn.Module):
@@ -94,14 +68,16 @@ class SelfAttention(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.num_heads = config.num_attention_heads
-        self.query, self.key, self.value = (Linear(width, width) for _ in range(3))
+        self.query = Linear(width, width)
+        self.key = Linear(width, width)
+        self.value = Linear(width, width)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D], bias added to the scores [B, 1, 1, T] -> [B, T, D]"""
-        q, k, v = (
-            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )  # [B, H, T, D/H]
+        heads = (self.num_heads, -1)
+        q = self.query(x).unflatten(-1, heads).transpose(1, 2)  # [B, H, T, D/H]
+        k = self.key(x).unflatten(-1, heads).transpose(1, 2)
+        v = self.value(x).unflatten(-1, heads).transpose(1, 2)
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias  # [B, H, T, T]
         mixed = scores.softmax(-1).to(v.dtype) @ v  # [B, H, T, D/H]
         return mixed.transpose(1, 2).flatten(-2)  # [B, T, D]
@@ -125,11 +101,12 @@ class Layer(nn.Module):
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        attention = {"self": SelfAttention(config), "output": Residual(width, config)}
-        self.attention = nn.ModuleDict(attention)
-        self.intermediate = nn.ModuleDict({"dense": LinearGELU(width, inner)})
-        self.output = Residual(inner, config)
+        width = config.hidden_size
+        self.attention = nn.ModuleDict()
+        self.attention["self"] = SelfAttention(config)
+        self.attention["output"] = Residual(width, config)
+        self.intermediate = nn.ModuleDict({"dense": LinearGELU(width, config.intermediate_size)})
+        self.output = Residual(config.intermediate_size, config)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
@@ -143,15 +120,21 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig):
         super().__init__()
         self.config = config
-        self.embeddings = Embeddings(config)
+        width = config.hidden_size
+        self.embeddings = nn.ModuleDict()
+        self.embeddings["word_embeddings"] = nn.Embedding(config.vocab_size, width)
+        self.embeddings["position_embeddings"] = nn.Embedding(config.max_position_embeddings, width)
+        self.embeddings["token_type_embeddings"] = nn.Embedding(config.type_vocab_size, width)
+        self.embeddings["LayerNorm"] = nn.LayerNorm(width, eps=config.layer_norm_eps)
         layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.encoder = nn.ModuleDict({"layer": layers})
 
     def hidden(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """States [B, T, D] of tokens [B, T] at positions [B, T] or [T]; mask 0 on padding."""
-        x = self.embeddings(ids, positions)  # [B, T, D]
-        lowest = torch.finfo(torch.float32).min
-        bias = torch.zeros(mask.shape, device=x.device).masked_fill(mask == 0, lowest)  # [B, T]
+        embeddings = self.embeddings
+        x = embeddings["word_embeddings"](ids) + embeddings["token_type_embeddings"].weight[0]
+        x = embeddings["LayerNorm"](x + embeddings["position_embeddings"](positions))  # [B, T, D]
+        bias = torch.where(mask == 0, torch.finfo(torch.float32).min, 0.0)  # [B, T]
         for layer in self.encoder["layer"]:
             x = layer(x, bias[:, None, None, :])
         return x
@@ -160,15 +143,13 @@ class Encoder(nn.Module):
 class Runner:
     """A network run over texts: tokenized, truncated, sorted by length, batched and padded.
 
-    A batch holds at most `batch_size` texts and MAX_TOKENS tokens, padding included. Once it has
-    ENOUGH_TOKENS, only texts of nearly the same length are added.
-    `model` has `config`, `max_tokens`, and maps ids [B, T] and mask [B, T] to [B, ...].
+    A batch holds at most `batch_size` texts and MAX_TOKENS tokens with padding, and once it has
+    ENOUGH_TOKENS, texts of nearly equal length. `model` maps ids and mask [B, T] to [B, ...].
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, batch_size: int):
-        if batch_size < 1:
-            raise InputError(f"batch_size is {batch_size}; give at least 1")
-        self.model, self.batch_size = model, batch_size
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, batch_size: int = 64):
+        self.model = model
+        self.batch_size = batch_size
         self.tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy: truncation is set on it
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(model.max_tokens)  # special tokens included
@@ -191,10 +172,10 @@ class Runner:
         """Rows, sorted by length, in batches; no rows are one empty batch, whose shape is right."""
         batches: list[list[list[int]]] = [[]]
         for row in rows:
-            last, size = batches[-1], len(batches[-1])
-            is_full = size == self.batch_size or (size + 1) * len(row) > MAX_TOKENS
-            has_enough = size > 0 and size * len(last[-1]) >= ENOUGH_TOKENS
-            if size > 0 and (is_full or (has_enough and len(row) > LONGER * len(last[0]))):
+            last = batches[-1]
+            is_full = len(last) == self.batch_size or (len(last) + 1) * len(row) > MAX_TOKENS
+            has_enough = len(last) > 0 and len(last) * len(last[-1]) >= ENOUGH_TOKENS
+            if last and (is_full or (has_enough and len(row) > LONGER * len(last[0]))):
                 batches.append([])
             batches[-1].append(row)
         return batches
@@ -202,54 +183,45 @@ class Runner:
     def pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Tokens [B, T] padded to the longest row and the mask [B, T], on the model's device."""
         device = next(self.model.parameters()).device
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)  # [B]
         width = max(map(len, rows), default=1)
-        ids = [row + [self.model.config.pad_token_id] * (width - len(row)) for row in rows]
-        ids = torch.tensor(ids, dtype=torch.long).view(len(rows), width)  # [B, T]
+        pad = self.model.config.pad_token_id
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], dtype=torch.long)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)  # [B]
         mask = (torch.arange(width) < lengths[:, None]).long()  # [B, T]
-        return ids.to(device), mask.to(device)
+        return ids.view(mask.shape).to(device), mask.to(device)
 
 
-def load_scorer(
-    path: str | Path, device: str | torch.device, kind: type, model_type: str, prefix: str = ""
-) -> tuple[nn.Module, Tokenizer]:
+def load_scorer(kind: type, path: Path, device: str | torch.device) -> tuple[nn.Module, Tokenizer]:
     """The network of class `kind` in a directory, in eval mode, and its tokenizer.
 
-    On disk, tensors of the encoder may carry `model_type` as their prefix or none; in the network
-    they carry `prefix`. InputError names the file that does not fit.
+    On disk, names of tensors may begin with `kind.model_type`. InputError names a file at fault.
     """
-    file, remedy = Path(path) / "config.json", "restore it or use another checkpoint"
-    raw = checkpoint.read_json(file)
-    with checkpoint.reading(file, f"not {model_type}", remedy), checkpoint.without_values():
-        model = kind(EncoderConfig.from_dict(raw, model_type))
+    family = kind.model_type
+    model = checkpoint.empty_network(path, family, lambda raw: kind(config_from_json(raw, family)))
     tensors, source = checkpoint.read_weights(path)
+    wanted = model.state_dict()
     renamed = {}
-    for name, tensor in checkpoint.without_prefix(tensors, f"{model_type}.", source).items():
-        is_inner = name.startswith(("embeddings.", "encoder."))
-        if name not in UNUSED:
-            renamed[prefix + name if is_inner else name] = tensor
+    for name, tensor in tensors.items():
+        inner = name.removeprefix(f"{family}.")
+        if not inner.startswith(UNUSED):
+            renamed[inner if inner in wanted else f"{family}.{inner}"] = tensor
     checkpoint.fill(model, renamed, source)
     tokenizer = read_tokenizer(path, model.config.vocab_size)
     if not 0 < tokenizer.num_special_tokens_to_add(False) < model.max_tokens:
         fault = "must add special tokens to a text and leave room for it in max_position_embeddings"
-        source = checkpoint.tokenizer_files(path)[0]
-        raise InputError(f"{source}: {fault}; use the files of one checkpoint")
+        raise InputError(f"{path}: its tokenizer {fault}; use the files of one checkpoint")
     return model.to(device).eval(), tokenizer
 
 
-def save_scorer(
-    path: str | Path, model: nn.Module, tokenizer: Tokenizer, dtype: torch.dtype, fields: dict
+def save(
+    path: Path, model: nn.Module, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write the layout that `load_scorer` and transformers read, `fields` added to config.json."""
-    path = Path(path)
-    options = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": tokenizer.id_to_token(model.config.pad_token_id),
-        "model_max_length": model.max_tokens,
-    }
-    fields = fields | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    """Write the layout that `load_scorer` and transformers read."""
     tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    pad = tokenizer.id_to_token(model.config.pad_token_id)
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": pad}
+    config = {"model_type": model.model_type, "num_labels": 1} | model.config.to_dict()
     checkpoint.write_tensors(path / "model.safetensors", tensors)
     checkpoint.write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
     checkpoint.write_json(path / "tokenizer_config.json", options)
-    checkpoint.write_json(path / "config.json", model.config.to_dict() | fields)
+    checkpoint.write_json(path / "config.json", config)

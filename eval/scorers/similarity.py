@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from eval.scorers.encoder import Encoder, Runner, load_scorer, save_scorer
+from eval.scorers.encoder import Encoder, Runner, load_scorer
+from eval.scorers.encoder import save as save
 from tinystories.errors import InputError
 from tinystories.gpt_neo import at_least_float32
 
@@ -23,6 +24,8 @@ MAX_TOKENS = 256
 
 class SentenceEncoder(Encoder):
     """BERT with masked mean pooling; `model(ids, mask)` gives unit vectors."""
+
+    model_type = "bert"
 
     @property
     def max_tokens(self) -> int:
@@ -38,31 +41,13 @@ class SentenceEncoder(Encoder):
         return F.normalize(mean.float(), dim=-1)
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[SentenceEncoder, Tokenizer]:
+def load(path: Path, device: str | torch.device = "cpu") -> tuple[SentenceEncoder, Tokenizer]:
     """Encoder (float32, eval mode) and tokenizer; InputError names the file that is wrong."""
-    return load_scorer(path, device, SentenceEncoder, "bert")
+    return load_scorer(SentenceEncoder, path, device)
 
 
-def save(
-    path: str | Path,
-    model: SentenceEncoder,
-    tokenizer: Tokenizer,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write the layout that `load` and transformers' AutoModel read, without a pooler."""
-    fields = {"architectures": ["BertModel"], "model_type": "bert"}
-    save_scorer(path, model, tokenizer, dtype, fields)
-
-
-class SimilarityScorer:
-    """Texts to unit vectors. A text's vector does not depend on the other texts."""
-
-    def __init__(self, model: SentenceEncoder, tokenizer: Tokenizer, batch_size: int = 64):
-        self.run = Runner(model, tokenizer, batch_size)
-
-    def __call__(self, texts: list[str]) -> Tensor:
-        """N texts -> unit vectors [N, D], float32 on the CPU; InputError if one is not finite."""
-        return self.run(texts)
+class SimilarityScorer(Runner):
+    """N texts -> unit vectors [N, D]. A text's vector does not depend on the other texts."""
 
 
 def mean_pairwise_cosine(vectors: Tensor) -> float:
@@ -71,5 +56,4 @@ def mean_pairwise_cosine(vectors: Tensor) -> float:
     if count < 2:
         raise InputError(f"the similarity of {count} texts is not defined; give at least 2")
     unit = F.normalize(vectors.double(), dim=-1)  # [N, D]
-    same = unit.square().sum()
-    return float((unit.sum(0).square().sum() - same) / (count * (count - 1)))
+    return float((unit.sum(0).square().sum() - unit.square().sum()) / (count * (count - 1)))

@@ -16,20 +16,23 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from eval.scorers.encoder import Encoder, EncoderConfig, Runner, load_scorer, save_scorer
+from eval.scorers.encoder import Encoder, EncoderConfig, Runner, load_scorer
+from eval.scorers.encoder import save as save
 from tinystories.gpt_neo import Linear, at_least_float32
 
 
 class ToxicityClassifier(nn.Module):
     """RoBERTa with one logit; positive means non-toxic."""
 
+    model_type = "roberta"
+
     def __init__(self, config: EncoderConfig):
         super().__init__()
-        width = config.hidden_size
         self.config = config
         self.roberta = Encoder(config)
-        self.classifier = nn.ModuleDict({"dense": Linear(width, width)})
-        self.classifier["out_proj"] = nn.Linear(width, 1)
+        self.classifier = nn.ModuleDict()
+        self.classifier["dense"] = Linear(config.hidden_size, config.hidden_size)
+        self.classifier["out_proj"] = nn.Linear(config.hidden_size, 1)
 
     @property
     def max_tokens(self) -> int:
@@ -46,43 +49,22 @@ class ToxicityClassifier(nn.Module):
         return F.linear(inner, at_least_float32(out.weight), at_least_float32(out.bias)).squeeze(-1)
 
 
-def load(
-    path: str | Path, device: str | torch.device = "cpu"
-) -> tuple[ToxicityClassifier, Tokenizer]:
+def load(path: Path, device: str | torch.device = "cpu") -> tuple[ToxicityClassifier, Tokenizer]:
     """Classifier (float32, eval mode) and tokenizer; InputError names the file that is wrong."""
-    return load_scorer(path, device, ToxicityClassifier, "roberta", prefix="roberta.")
-
-
-def save(
-    path: str | Path,
-    model: ToxicityClassifier,
-    tokenizer: Tokenizer,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write the layout that `load` and transformers' AutoModelForSequenceClassification read."""
-    fields = {
-        "architectures": ["RobertaForSequenceClassification"],
-        "model_type": "roberta",
-        "id2label": {"0": "NON_TOXIC"},
-        "label2id": {"NON_TOXIC": 0},
-    }
-    save_scorer(path, model, tokenizer, dtype, fields)
+    return load_scorer(ToxicityClassifier, path, device)
 
 
 class ToxicityScorer:
-    """Texts to log p(toxic | s). A text's score does not depend on the other texts."""
+    """N texts -> log p(toxic | s) [N]. A text's score does not depend on the other texts."""
 
     def __init__(self, model: ToxicityClassifier, tokenizer: Tokenizer, batch_size: int = 64):
         self.run = Runner(model, tokenizer, batch_size)
-
-    def logits(self, texts: list[str]) -> Tensor:
-        """N texts -> logits [N], float32 on the CPU; InputError if one is not finite."""
-        return self.run(texts)
+        self.logits = self.run  # logits [N] of N texts
 
     def __call__(self, texts: list[str]) -> Tensor:
-        """N texts -> log p(toxic | s) [N]"""
+        """log p(toxic | s) [N], float32 on the CPU; InputError if a logit is not finite."""
         return F.logsigmoid(-self.logits(texts))
 
     def log_nontoxic(self, texts: list[str]) -> Tensor:
-        """N texts -> log p(not toxic | s) [N]"""
+        """log p(not toxic | s) [N]"""
         return F.logsigmoid(self.logits(texts))

@@ -11,6 +11,7 @@ letters, T steps; the page gets of each generation m
 """
 
 import importlib.util
+import itertools
 import json
 import string
 from pathlib import Path
@@ -23,14 +24,13 @@ from tinystories.checkpoint import write_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "explainer.html"
-BEGIN, END = '<script type="application/json" id="data">\n', "\n</script>"
-"""The lines between which the data stands in the page."""
+BEGIN = '<script type="application/json" id="data">\n'
+END = "\n</script>"
 ALPHABET = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+-"
 SCALE = 8
 
 
 def load_tiny() -> ModuleType:
-    """`docs/tiny.py` as a module."""
     spec = importlib.util.spec_from_file_location("tiny", DOCS / "tiny.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -46,13 +46,15 @@ def generation_data(
     tiny: ModuleType, codes: Tensor, before: Tensor | None, log_psi: Tensor
 ) -> dict:
     """One generation: rows of codes [N, V] that changed since `before`, and its twist [S]."""
-    rows = None if before is None else (codes != before).any(1).nonzero()[:, 0].tolist()
-    listed = codes if rows is None else codes[rows]
+    rows = None
+    if before is not None:
+        rows = (codes != before).any(1).nonzero()[:, 0].tolist()
+        codes = codes[rows]
     twist = []
     for t, block in enumerate(tiny.children(log_psi).split(tiny.COUNTS[:-1])):  # [V^t, V]
         some = block[: tiny.V if t else 1]  # the first V prefixes end in the V letters
         twist.append([[round(value, 3) for value in row] for row in some.tolist()])
-    text = "".join(ALPHABET[code] for code in listed.flatten().tolist())
+    text = "".join(ALPHABET[code] for code in codes.flatten().tolist())
     return {"rows": rows, "log_p": text, "log_psi": twist}
 
 
@@ -61,11 +63,12 @@ def world_data(seed: int = 0) -> dict:
     tiny = load_tiny()
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=generator)
-    codes, before, generations = rounded(logits.log_softmax(-1)), None, []
-    letters = torch.cartesian_prod(*[torch.arange(tiny.V)] * tiny.T)  # [V^T, T]
-    broken = (letters != letters.flip(1)).sum(1).double() / 2  # each pair is counted twice
-    logits = -codes.double() / SCALE
-    algorithm = tiny.self_distilled_tsmc(logits, -tiny.BETA * broken, generator)
+    codes = rounded(logits.log_softmax(-1))
+    words = torch.tensor(list(itertools.product(range(tiny.V), repeat=tiny.T)))  # [V^T, T]
+    broken = (words != words.flip(1)).sum(1).double() / 2  # each pair is counted twice
+    algorithm = tiny.self_distilled_tsmc(-codes.double() / SCALE, -tiny.BETA * broken, generator)
+    before = None
+    generations = []
     for log_p, log_psi, *_ in algorithm:
         if before is not None:
             codes = rounded(tiny.children(log_p))

@@ -27,7 +27,6 @@ from tsmc import Trace
 from tsmc.resampling import normalise
 
 TEMPLATE = Path(__file__).with_name("genealogy.html")
-PLACE = "{{data}}"
 QUARTILES = (0, 0.25, 0.5, 0.75, 1)
 
 
@@ -42,29 +41,30 @@ def rounded(value: Any, digits: int = 2) -> Any:
     return value
 
 
-def merge_identical(trace: Trace, tokenizer: Tokenizer) -> tuple[list[list[list]], Tensor]:
+def merge_identical(trace: Trace, tokenizer: Tokenizer) -> tuple[list[list[tuple]], Tensor]:
     """The nodes of every step, and a particle of each node of the last step [D]."""
-    tokens, ancestors = trace.tokens[:, 0].cpu(), trace.ancestors[:, 0].cpu()  # [T, K]
-    log_psi, log_w = trace.log_psi[:, 0].cpu(), trace.log_w[:, 0].cpu()  # [T, K]
+    tokens = trace.tokens[:, 0].cpu()  # [T, K]
     weights = normalise(trace.log_weights[:, 0].cpu().double())  # [T, K]
     lineages = trace.lineages()[:, 0].cpu()  # [T, K]
-    parent, steps = torch.zeros_like(tokens[0]), []  # [K]
+    parent = torch.zeros_like(tokens[0])  # [K]
+    steps = []
     for t in range(len(tokens)):
         prefixes = torch.stack([parent, tokens[t]], -1)  # [K, 2]
         pairs, node, count = prefixes.unique(dim=0, return_inverse=True, return_counts=True)
         member = torch.empty_like(count).scatter(0, node, torch.arange(len(node)))  # [D]
-        share = torch.zeros(len(pairs), dtype=torch.float64).index_add(0, node, weights[t])
-        columns = [
+        share = torch.zeros(len(pairs), dtype=torch.float64).index_add(0, node, weights[t])  # [D]
+        nodes = zip(
             pairs[:, 0].tolist(),
             tokenizer.decode_batch(pairs[:, 1:].tolist(), skip_special_tokens=False),
             count.tolist(),
-            rounded(log_psi[t, member].tolist()),
-            rounded(log_w[t, member].tolist()),
+            rounded(trace.log_psi[t, 0].cpu()[member].tolist()),
+            rounded(trace.log_w[t, 0].cpu()[member].tolist()),
             rounded(share.tolist(), 5),
             node[lineages[t]].bincount(minlength=len(pairs)).tolist(),
-        ]
-        steps.append([list(row) for row in zip(*columns, strict=True)])
-        parent = node[ancestors[t]]
+            strict=True,
+        )
+        steps.append(list(nodes))
+        parent = node[trace.ancestors[t, 0].cpu()]
     return steps, member
 
 
@@ -85,11 +85,9 @@ def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
     }
 
 
-def page(
-    drawn: dict[int, Drawn], about: dict, tokenizer: Tokenizer, log_z_sigma: float | None
-) -> str:
-    """The page of one or more generations; `about` holds the options, `log_z_sigma` if known."""
+def page(drawn: dict[int, Drawn], about: dict, tokenizer: Tokenizer, log_z: float | None) -> str:
+    """The page of one or more generations; `about` holds the options, log_z is exact if known."""
     populations = [{"generation": m} | population_data(drawn[m], tokenizer) for m in drawn]
-    data = {"about": about, "log_z_sigma": log_z_sigma, "populations": populations}
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, text.replace("<", "\\u003c"))
+    data = {"about": about, "log_z_sigma": log_z, "populations": populations}
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)

@@ -15,33 +15,34 @@ from eval.run.figures import save_figure
 from tsmc import Trace
 from tsmc.resampling import normalise
 
-ALIVE, DYING, SAMPLE = "#0072B2", "#C9C9C9", "#D55E00"
+ALIVE = "#0072B2"
+DYING = "#C9C9C9"
+SAMPLE = "#D55E00"
 
 
 def draw_genealogy(trace: Trace, tokenizer: Tokenizer, path: Path) -> None:
     """Write the picture of the first run of a trace as PNG."""
-    ancestors, tokens = trace.ancestors[:, 0].tolist(), trace.tokens[:, 0].tolist()  # [T][K]
+    ancestors = trace.ancestors[:, 0].tolist()  # [T][K]
     weights = normalise(trace.log_weights[:, 0].cpu().double())  # [T, K]
     lineages = trace.lineages()[:, 0].tolist()  # [T][K]
     length, particles = weights.shape
-    steps = range(1, length + 1)
     colours = [[ALIVE if k in line else DYING for k in range(particles)] for line in lineages]
     figure, axes = plt.subplots(figsize=(10, 4.2))
-    lines = {ALIVE: [], DYING: []}
+    lines = {DYING: [], ALIVE: []}
     for t in range(length - 1):
         for child, parent in enumerate(ancestors[t]):
             lines[colours[t + 1][child]].append([(t + 1, parent), (t + 2, child)])
-    for colour in (DYING, ALIVE):
-        axes.add_collection(LineCollection(lines[colour], colors=colour, linewidths=0.8))
+    for colour, segments in lines.items():
+        axes.add_collection(LineCollection(segments, colors=colour, linewidths=0.8))
     for t in range(length):
         sizes = 4 + 90 * weights[t].numpy()
         axes.scatter([t + 1] * particles, range(particles), s=sizes, c=colours[t], zorder=3)
     sample = [line[0] for line in lineages]  # [T]
-    axes.plot(steps, sample, color=SAMPLE, lw=1.6, zorder=2)
+    axes.plot(range(1, length + 1), sample, color=SAMPLE, lw=1.6, zorder=2)
     for t, k in enumerate(sample):
-        token = tokenizer.decode([tokens[t][k]], skip_special_tokens=False).strip()
+        token = tokenizer.decode([trace.tokens[t, 0, k].item()], skip_special_tokens=False).strip()
         axes.text(t + 1, particles, token, fontsize=9, rotation=45, color=SAMPLE)
-    axes.set(xlabel="step t", ylabel="particle", xticks=steps, xlim=(0.5, length + 0.5))
-    axes.set_ylim(-1, particles)
+    axes.set(xlabel="step t", ylabel="particle", xticks=range(1, length + 1))
+    axes.set(xlim=(0.5, length + 0.5), ylim=(-1, particles))
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)

@@ -46,7 +46,6 @@ from distill.finetune import (
     Grid,
     Student,
     accumulate_gradient,
-    packed,
     rewards,
 )
 from tinystories.decoder import Conditional
@@ -92,7 +91,6 @@ def grpo(
     """
     student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
-    reference = packed(base)
     for _ in range(config.updates):
         current = Conditional(pack(student.merged()), base.prompt, base.length)
         tokens = sample_proposal(current, None, config.batch_size, generator).tokens
@@ -101,7 +99,7 @@ def grpo(
 
         def loss(part: slice, tokens: Tensor = tokens, advantage: Tensor = advantage) -> Tensor:
             with torch.no_grad():
-                log_ref = reference.log_probs(tokens[part])[0]  # [N, T]
+                log_ref = base.log_probs(tokens[part])[0]  # [N, T]
             log_pi = policy.log_probs(tokens[part])[0]  # [N, T]
             return grpo_loss(log_pi, log_ref, advantage[part], config.strength)
 

@@ -1,24 +1,21 @@
-"""The lesson: every estimator beside the exact value that it estimates.
-
-    python -m eval.lesson --out lesson.png
+"""The lesson: every estimator beside its exact value. `python -m eval.lesson --out lesson.png`
 
     p(s_{1:6}) from a random table over 4 tokens;   log phi(s) = -(sum_t s_t - 15)^2 / 6
 
-The potential judges the whole sequence and is near zero on most sequences, so a sampler must look
-ahead, which is what the twist is for. All 4^6 sequences are enumerated first. Then each line of the
-table has the exact value, the estimate, its standard error, and their distance in standard errors,
-which is rarely more than two; bounds may be wrong on one side only. The figure shows log Z-hat
-against the number of particles K for three proposals: p, a learned twist, the optimal twist.
+The potential judges the whole sequence and is near zero on most of them, so a sampler must look
+ahead, which is what the twist is for. All 4^6 sequences are enumerated. Each line of the table has
+the exact value, the estimate, its standard error, and their distance in standard errors, rarely
+more than two; bounds may be wrong on one side only. The figure shows log Z-hat against the number
+of particles K for three proposals: p, a learned twist, the optimal twist.
 """
 
-import argparse
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from eval.run.command import one_line_errors, say
 from eval.run.figures import COLOURS, MARKERS, save_figure
@@ -29,13 +26,13 @@ from tsmc.exact import Target
 from tsmc.interfaces import Twist
 from tsmc.proposal import sample_proposal
 from tsmc.rejection import draw_accepted, exact_samples
-from tsmc.resampling import SCHEMES
+from tsmc.resampling import SCHEMES, multinomial
 from tsmc.sampler import Sigma, tsmc
 from tsmc.table import TableModel, TableTwist
 from twist import ctl
 
 VOCABULARY, LENGTH, PARTICLES, RUNS = 4, 6, 16, 1000
-Line = tuple[str, float, Estimate, str]
+Lines = Iterator[tuple[str, float, Estimate, str]]
 """The quantity, its exact value, the estimate, and "lower" or "upper" if that is a bound."""
 
 
@@ -44,7 +41,7 @@ def log_phi(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
     return -(tokens.sum(-1) - 15).double().square() / 6
 
 
-def learned_twist(model: TableModel, generator: torch.Generator) -> TableTwist:
+def learned_twist(model: TableModel, generator: Generator) -> TableTwist:
     """A table twist after a short training, good but not perfect."""
     twist = TableTwist.ones(model)
     optimizer = torch.optim.Adam(twist.parameters(), lr=0.03)
@@ -53,14 +50,11 @@ def learned_twist(model: TableModel, generator: torch.Generator) -> TableTwist:
     return twist
 
 
-def evidence(
-    model: TableModel, twist: Twist, target: Target, generator: torch.Generator
-) -> Iterator[Line]:
+def evidence(model: TableModel, twist: Twist, target: Target, generator: Generator) -> Lines:
     """Z-hat under every way to resample, and the mean of a function of the samples."""
     exact_z = math.exp(target.log_z)
     ways = [(f"{name}, every step", scheme, 1.0) for name, scheme in SCHEMES.items()]
-    ways += [("multinomial, ESS under K / 2", SCHEMES["multinomial"], 0.5)]
-    ways += [("no resampling", SCHEMES["multinomial"], 0.0)]
+    ways += [("multinomial, ESS < K / 2", multinomial, 0.5), ("no resampling", multinomial, 0.0)]
     given = (model, twist, log_phi, PARTICLES, generator, RUNS)
     for name, scheme, threshold in ways:
         runs = tsmc(*given, scheme, threshold)
@@ -70,13 +64,12 @@ def evidence(
     exact = exact_z * target.token_marginals()[0, 3].exp().item()
     yield "Z sigma(s_1 = 3): weighted particles", exact, mean_estimate(weighted), ""
     conditional = tsmc(*given, reference=target.sample(RUNS, generator))
-    inverse = mean_estimate((-conditional.log_z).exp())
-    yield "1 / Z: conditional runs", 1 / exact_z, inverse, ""
+    yield "1 / Z: conditional runs", 1 / exact_z, mean_estimate((-conditional.log_z).exp()), ""
 
 
 def divergences(
-    sigma: Sigma, twist: TableTwist, target: Target, samples: Tensor, generator: torch.Generator
-) -> Iterator[Line]:
+    sigma: Sigma, twist: TableTwist, target: Target, samples: Tensor, generator: Generator
+) -> Lines:
     """log Z and both divergences from bidirectional bounds, with and without resampling."""
     log_q = target.tree.prefix_log_q(twist)[-1].detach()
     for name, threshold in (("TSMC", 1.0), ("importance sampling", 0.0)):
@@ -86,11 +79,11 @@ def divergences(
         brackets += [("KL(q || sigma)", target.kl_from(log_q), bounds.kl_from_proposal)]
         brackets += [("KL(sigma || q)", target.kl_to(log_q), bounds.kl_from_target)]
         for quantity, exact, bracket in brackets:
-            yield f"{quantity}: lower bound, {name}", exact, bracket.lower, "lower"
-            yield f"{quantity}: upper bound, {name}", exact, bracket.upper, "upper"
+            for side in ("lower", "upper"):
+                yield f"{quantity}: {side} bound, {name}", exact, getattr(bracket, side), side
 
 
-def gradient(model: TableModel, target: Target, generator: torch.Generator) -> Iterator[Line]:
+def gradient(model: TableModel, target: Target, generator: Generator) -> Lines:
     """The CTL gradient at psi = 1 along its own direction, so the exact value is its length."""
     twist = TableTwist.ones(model)
     exact = torch.autograd.grad(target.ctl_loss(twist), twist.log_psi)[0]
@@ -105,9 +98,7 @@ def gradient(model: TableModel, target: Target, generator: torch.Generator) -> I
     yield "CTL gradient along the exact one", exact.norm().item(), mean, ""
 
 
-def lines(
-    model: TableModel, twist: TableTwist, target: Target, generator: torch.Generator
-) -> Iterator[Line]:
+def lines(model: TableModel, twist: TableTwist, target: Target, generator: Generator) -> Lines:
     """Every line of the table."""
     exact = exact_samples(draw_accepted(model, log_phi, 20000, generator))
     evidence_of_p = Estimate(exact.log_z, exact.log_z_std_error, exact.num_proposals - 1.0)
@@ -124,12 +115,16 @@ def verdict(exact: float, estimate: Estimate, side: str) -> str:
     distance = (estimate.value - exact) / estimate.std_error
     if not side:
         return f"{distance:+.1f} errors apart"
-    is_right = distance < 3 if side == "lower" else distance > -3
-    return "holds" if is_right else f"BROKEN by {abs(distance):.1f} errors"
+    excess = distance if side == "lower" else -distance
+    return "holds" if excess < 3 else f"BROKEN by {excess:.1f} errors"
 
 
 def figure(
-    model: TableModel, twists: dict[str, Twist | None], log_z: float, path: Path, generator
+    model: TableModel,
+    twists: dict[str, Twist | None],
+    log_z: float,
+    path: Path,
+    generator: Generator,
 ) -> None:
     """Mean and middle 80 % of log Z-hat over 400 runs against K, for each proposal."""
     picture, axes = plt.subplots(figsize=(6.5, 4.2))
@@ -141,47 +136,43 @@ def figure(
         low, high = runs.quantile(0.1, 1), runs.quantile(0.9, 1)
         axes.fill_between(counts, low, high, color=colour, alpha=0.2, lw=0)
         axes.plot(counts, runs.mean(1), color=colour, marker=marker, ms=5, label=name)
-    axes.set(xlabel="particles K", ylabel="log Z-hat: mean, middle 80 %")
-    axes.set(xscale="log", xticks=counts)
-    axes.set_xticklabels(counts)
+    axes.set(xlabel="particles K", ylabel="log Z-hat: mean, middle 80 %", xscale="log")
+    axes.set_xticks(counts, counts)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(picture, path)
 
 
-def lesson(args: argparse.Namespace) -> None:
+def lesson(path: Path, seed: int) -> None:
     """Enumerate, learn a twist, print the table, draw the figure."""
-    check("--seed", args.seed, low=0, high=math.inf)
+    check("--seed", seed, low=0, high=math.inf)
     say(f"learning a twist in a world of {VOCABULARY**LENGTH} sequences")
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = Generator().manual_seed(seed)
     model = TableModel.random(VOCABULARY, LENGTH, generator)
     target = Target(model, log_phi)
     twist = learned_twist(model, generator)
     optimal = TableTwist(target.optimal_log_psi())
     proposals = {"q = p": None, "learned twist": twist, "optimal twist": optimal}
-    exact = []
-    for name, psi in proposals.items():
-        log_q = target.tree.prefix_log_q(psi)[-1].detach()
-        exact.append(f"{name} {target.kl_to(log_q):.4f}")
-    print(f"{'KL(sigma || q), exact':50} {', '.join(exact)}")
+    log_q = [target.tree.prefix_log_q(psi)[-1].detach() for psi in proposals.values()]
+    named = zip(proposals, map(target.kl_to, log_q), strict=True)
+    print(f"{'KL(sigma || q), exact':50} " + ", ".join(f"{name} {kl:.4f}" for name, kl in named))
     print(f"{'estimator':50} {'exact':>10} {'estimate':>10} {'error':>9}")
     for name, value, estimate, side in lines(model, twist, target, generator):
         numbers = f"{value:10.5f} {estimate.value:10.5f} {estimate.std_error:9.5f}"
         print(f"{name:50} {numbers}  {verdict(value, estimate, side)}", flush=True)
-    say("drawing the figure")
-    figure(model, proposals, target.log_z, args.out, generator)
-    print(f"figure in {args.out}")
+    figure(model, proposals, target.log_z, path, generator)
+    print(f"figure in {path}")
 
 
 def main() -> None:
     """Command line to table and figure; bad input ends with one line and exit code 2."""
     with one_line_errors("eval.lesson"):
         parser = OneLineParser(prog="eval.lesson", description=__doc__.splitlines()[0])
-        figure_help, seed_help = "where to write the figure", "seed of everything random"
-        parser.add_argument("--out", type=Path, default=Path("lesson.png"), help=figure_help)
-        parser.add_argument("--seed", type=int, default=0, help=seed_help)
-        lesson(parser.parse_args())
+        parser.add_argument("--out", type=Path, default=Path("lesson.png"), help="the figure")
+        parser.add_argument("--seed", type=int, default=0, help="of everything random")
+        args = parser.parse_args()
+        lesson(args.out, args.seed)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ def read_texts(path: Path) -> list[str]:
     """The lines of a file that are not empty; InputError where it has fewer than two."""
     with reading(path, "cannot be read as texts", "name a UTF-8 file with a text in each line"):
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-        texts = [line for line in lines if line.strip()]
-        if len(texts) < 2:
+        if len(texts := [line for line in lines if line.strip()]) < 2:
             raise ValueError(f"it holds {len(texts)} texts, at least 2 are needed")
         return texts
 
@@ -37,8 +36,7 @@ def read_texts(path: Path) -> list[str]:
 def text_row(texts: list[str], beta: float, setup: Setup) -> dict:
     """The columns of N texts that were written independently of each other."""
     log_toxicity = each_once(setup.log_toxicity, texts).double()  # [N]
-    groups = list(range(len(texts)))
-    samples = Samples(texts, log_toxicity.exp(), beta * log_toxicity, groups)
+    samples = Samples(texts, log_toxicity.exp(), beta * log_toxicity, list(range(len(texts))))
     return describe(samples, setup.encode(texts), setup.exact_vectors)
 
 
@@ -46,8 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Print Target and a row for each file; bad input ends with one line and exit code 2."""
     with one_line_errors("eval.score"):
         parser = OneLineParser(prog="eval.score", description=__doc__.splitlines()[0])
-        files_help = "UTF-8, a text in each line, prompt included"
-        parser.add_argument("files", nargs="+", type=Path, help=files_help)
+        parser.add_argument("files", nargs="+", type=Path, help="UTF-8, a text in each line")
         files = {path: read_texts(path) for path in parser.parse_args(arguments).files}
         config = RunConfig()
         say("loading the networks of the preset pocket, and scoring its exact samples")

@@ -2,9 +2,8 @@
 
     mean over runs +- half of the 95 % interval (Student's t), of every column of the final table
 
-The last row gives the change from generation 0 to the last one, taken within each run. The runs are
-the independent units: they share nothing but the exact samples of sigma, whose error the intervals
-of KL leave out (`kl_half_width` of each run holds it).
+The last row gives the change from generation 0 to the last one, taken within each run. Runs share
+only their exact samples of sigma, whose error (`kl_half_width`) the intervals of KL leave out.
 """
 
 from pathlib import Path
@@ -26,22 +25,25 @@ def estimate(values: list[float]) -> Estimate:
     return mean_estimate(torch.tensor(values, dtype=torch.float64))
 
 
+def plus_minus(mean: Estimate, form: str) -> str:
+    """mean +- half width"""
+    return f"{format(mean.value, form)} +- {format(mean.half_width(), form)}"
+
+
 def interval(values: list[float | None], form: str) -> str:
     """mean +- half width; the mean alone where all values agree, -inf (null) where any is."""
     if None in values:
         return "-inf"
     mean = estimate(values)
-    text = format(mean.value, form)
-    if len(values) < 2 or mean.std_error < 1e-12:
-        return text
-    return f"{text} +- {format(mean.half_width(), form)}"
+    is_alone = len(values) < 2 or mean.std_error < 1e-12
+    return format(mean.value, form) if is_alone else plus_minus(mean, form)
 
 
-def other_options(run: Path, reference: Path) -> list[str]:
-    """The options of a run that differ from those of another one, with their values."""
+def other_options(run: Path, reference: Path) -> dict[str, object]:
+    """The options of a run that differ from those of another one."""
     config, wanted = (read_json(directory / "config.json") for directory in (run, reference))
     changed = [key for key in config if key not in NEUTRAL and config[key] != wanted.get(key)]
-    return [f"{key} {config[key]}" for key in changed]
+    return {key: config[key] for key in changed}
 
 
 def read_runs(directories: list[Path]) -> list[dict]:
@@ -67,18 +69,18 @@ def summarise(runs: list[dict]) -> str:
         rows["Last - first"] = [change(run["generations"]) for run in runs]
     lines = [["", *(title for title, _, _ in shown)]]
     for name, each in rows.items():
-        values = [[row.get(key) for row in each] for _, key, _ in shown]
-        forms = [form if key in each[0] else None for _, key, form in shown]
-        pairs = zip(values, forms, strict=True)
-        lines.append([name, *(interval(column, form) if form else "" for column, form in pairs)])
+        cells = {}
+        for title, key, form in shown:
+            values = [row.get(key) for row in each]
+            cells[title] = interval(values, form) if all(key in row for row in each) else ""
+        lines.append([name, *cells.values()])
     return align(lines)
 
 
 def change(generations: list[dict]) -> dict[str, float]:
     """The last generation minus the first, in every number that both have."""
     first, last = generations[0], generations[-1]
-    both = [key for key in first if None not in (first[key], last.get(key))]
-    return {key: last[key] - first[key] for key in both}
+    return {key: last[key] - first[key] for key in first if None not in (first[key], last.get(key))}
 
 
 def compare(ours: list[dict], theirs: list[dict]) -> str:
@@ -90,11 +92,8 @@ def compare(ours: list[dict], theirs: list[dict]) -> str:
         cells = []
         for _, key, form in shown:
             a, b = ([rows[name].get(key) for rows in runs] for runs in (one, other))
-            cell = ""
-            if None not in a + b:
-                gap = difference(estimate(a), estimate(b))
-                cell = f"{format(gap.value, form)} +- {format(gap.half_width(), form)}"
-            cells.append(cell)
+            is_known = None not in a + b
+            cells.append(plus_minus(difference(estimate(a), estimate(b)), form) if is_known else "")
         lines.append([name, *cells])
     return align(lines)
 
@@ -103,18 +102,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the summary of the runs named on the command line, and how they compare with others."""
     with one_line_errors("eval.summary"):
         parser = OneLineParser(prog="eval.summary", description=__doc__.splitlines()[0])
-        runs_help = "directories that main.py wrote, alike except for the seed"
-        parser.add_argument("runs", nargs="+", type=Path, help=runs_help)
-        against = {"nargs": "+", "type": Path, "default": []}
-        parser.add_argument("--against", help="runs of other options to compare with", **against)
+        several = {"nargs": "+", "type": Path}
+        parser.add_argument("runs", help="runs that differ in their seeds", **several)
+        parser.add_argument("--against", help="runs of other options", default=[], **several)
         args = parser.parse_args(arguments)
         ours = read_runs(args.runs)
         print(summarise(ours))
         if args.against:
             theirs = read_runs(args.against)
-            options = other_options(args.against[0], args.runs[0])
-            kind = printable(", ".join(options)) or "of the same options"
-            print(f"\nAgainst these runs, {kind}:\n{summarise(theirs)}")
+            options = other_options(args.against[0], args.runs[0]).items()
+            kind = printable(", ".join(f"{key} {value}" for key, value in options))
+            print(f"\nAgainst these runs, {kind or 'of equal options'}:\n{summarise(theirs)}")
             print(f"\nThe first minus these (Welch):\n{compare(ours, theirs)}")
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from eval.bench import __main__ as bench
-from eval.bench import contestants, roofline
-from eval.bench.roofline import Work, counter, encoder_work, sampling_work, seconds_of
+from eval.bench import contestants, limit
 from eval.run.options import DistillConfig
 from tinystories import GPTNeo, GPTNeoConfig
 from tinystories.fast import pack
@@ -21,8 +20,7 @@ from twist.mlp import TwistMLP
 def test_every_race_runs(tmp_path, monkeypatch, capsys, dtype):
     monkeypatch.setattr(bench, "QUICK_PARTICLES", (3,))
     monkeypatch.setattr(contestants, "TEXTS", 5)
-    monkeypatch.setattr(roofline, "SIDE", 64)
-    monkeypatch.setattr(roofline, "COPIED", 2**16)
+    monkeypatch.setattr(limit, "SIDE", 64)
     monkeypatch.setattr(bench, "DistillConfig", lambda: DistillConfig(batch_size=2))
     path = tmp_path / "bench.json"
     options = ["--quick", "--size", "pocket", "--threads", "1", "--dtype", dtype]
@@ -72,41 +70,29 @@ def test_bad_options_and_missing_transformers_end_in_one_line(monkeypatch, capsy
     assert ("requirements-dev.txt" if options == ["--quick"] else options[0]) in error
 
 
-def test_work_counted_by_hand():
+def test_operations_counted_by_hand():
     """One layer of width 2, inner width 3, vocabulary 5; 7 rows of 3 tokens after 4 of a prompt."""
-    config = GPTNeoConfig(5, 2, 1, 1, 16, ("global",), intermediate_size=3)
+    model = GPTNeo(GPTNeoConfig(5, 2, 1, 1, 16, ("global",), intermediate_size=3))
     matrices, head = 4 * 2 * 2 + 2 * 2 * 3, 2 * 5
     prompt = 4 * (matrices + 2 * 2 * 4 / 2)
     rows = 7 * 2 * (matrices + 2 * 2 * (4 + 3 / 2))
     flops = 2 * (prompt + rows + (7 * 2 + 1) * head)
-    model, twist = GPTNeo(config), TwistMLP(2, 6, 5, torch.Generator())
-    plain, twisted = (sampling_work(model, psi, 7, 4, 3) for psi in (None, twist))
-    assert plain.flops == flops
-    assert twisted.flops == flops + 2 * (7 * 2 + 1) * (2 * 6 + 6 * 6 + 6 * 5)
-    parameters = 4 * sum(p.numel() for p in twist.parameters())
-    assert twisted.bytes - plain.bytes == 3 * (parameters + 2 * 4 * 7 * 5)
-    assert roofline.distillation_work(model, 7, 4, 3).flops == 3 * flops
-
-
-def test_limit_is_the_larger_of_products_and_traffic():
-    rates = Work(flops=100.0, bytes=10.0)
-    assert Work(200.0, 10.0).limit(rates) == 2.0 and Work(100.0, 30.0).limit(rates) == 3.0
-    times = {"product": 4.0, "oneDNN product": 2.0, "copy": 1.0, "TSMC": 0.1}
-    assert roofline.rates_of(times) == Work(2 * roofline.SIDE**3 / 2, 2 * roofline.COPIED)
-
-
-def test_work_of_texts_grows_with_each_length():
+    assert limit.sampling_flops(model, None, 7, 4, 3) == flops
+    twisted = limit.sampling_flops(model, TwistMLP(2, 6, 5, torch.Generator()), 7, 4, 3)
+    assert twisted == flops + 2 * (7 * 2 + 1) * (2 * 6 + 6 * 6 + 6 * 5)
     config = contestants.PAPER["similarity"]
-    five, nine = encoder_work(config, [5]).flops, encoder_work(config, [9]).flops
-    assert encoder_work(config, [5, 9]).flops == five + nine
-    assert encoder_work(config, [20]).flops > 2 * encoder_work(config, [10]).flops
+    one, two, both = (limit.encoder_flops(config, lengths) for lengths in ([10], [20], [10, 20]))
+    assert one + two == both and two > 2 * one
 
 
-def test_times_are_medians_in_turns_without_the_first():
+def test_times_are_medians_in_turns_without_the_first_and_the_faster_product_is_the_rate():
     order, waits = [], iter([0.2, 0.0, 0.05, 0.0])
     ways = {"a": lambda: order.append("a"), "b": lambda: time.sleep(next(waits))}
-    seconds = seconds_of(ways | {"c": lambda: order.append("c")}, 3, torch.device("cpu"))
+    ways["c"] = lambda: order.append("c")
+    seconds = limit.seconds_of(ways, 3, torch.device("cpu"))
     assert order == ["a", "c"] * 4 and seconds["b"] < 0.04
+    rate = limit.rate_of({"product": 4.0, "oneDNN product": 2.0, "TSMC": 0.1})
+    assert rate == 2 * limit.SIDE**3 / 2.0
 
 
 @pytest.mark.parametrize("rows", [64, 2000])
@@ -115,13 +101,12 @@ def test_products_are_counted_whoever_computes_them(rows):
     one, x = 2 * rows * 192 * 512, torch.randn(rows, 192)
     layer, counts = Linear(192, 512), []
     for network in (layer, pack(layer)):
-        with torch.no_grad(), counter() as operations:
+        with torch.no_grad(), limit.counter() as operations:
             network(x)
         counts.append(operations.get_total_flops())
-    with counter() as operations:
+    with limit.counter() as operations:
         layer(x).sum().backward()
-    counts.append(operations.get_total_flops())
-    assert counts == [one, one, 2 * one]  # x needs no gradient: one product for the weight
+    assert [*counts, operations.get_total_flops()] == [one, one, 2 * one]  # x needs no gradient
 
 
 def test_the_main_job_is_timed_by_itself_and_counted_in_a_run_of_its_own(monkeypatch):
@@ -134,7 +119,7 @@ def test_the_main_job_is_timed_by_itself_and_counted_in_a_run_of_its_own(monkeyp
         time.sleep(0.0 if len(runs) == 1 else 1.0)
 
     monkeypatch.setattr(bench.runpy, "run_module", lambda name: {"main": job})
-    monkeypatch.setattr(roofline, "SIDE", 64)
+    monkeypatch.setattr(limit, "SIDE", 64)
     made = bench.bench_main(quick=True)
     assert [arguments[:2] for arguments in runs] == 2 * [["--generations", "0"]]
     assert made["seconds"] < 0.9 and made["flops"] == 2 * 512 * 1024 * 1024

@@ -259,7 +259,6 @@ BIAS = "transformer.ln_f.bias"
 TENSORS = [
     ({BIAS: None}, "missing: ln_f.bias"),
     ({"transformer.extra": torch.zeros(1)}, "left over: extra"),
-    ({BIAS: torch.zeros(5)}, "ln_f.bias has shape [5], not [24]"),
     ({BIAS: torch.full((24,), torch.nan)}, "ln_f.bias holds NaN"),
     (
         {BIAS: torch.ones(24, dtype=torch.int32)},
@@ -288,9 +287,7 @@ CONFIGURATIONS = [
     ({"num_layers": 1, "attention_types": [[["global"], 1]]}, "left over: h.1."),
     ({"num_layers": 3}, "attention_types must name 3"),
     ({"attention_types": [[["global", "sparse"], 1]]}, "attention_types"),
-    ({"attention_types": [[["global"], 10**12]]}, "attention_types must name 2"),
     ({"num_heads": 5}, "multiple of num_heads"),
-    ({"num_layers": 10**9}, "num_layers is 1000000000, not an integer from 1 to 1000"),
     ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be between 0 and 1"),
     ({"activation_function": "relu"}, "relu"),
     ({"tie_word_embeddings": False}, "missing: lm_head.weight"),

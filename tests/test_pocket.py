@@ -1,6 +1,5 @@
 """The four commands that make the pocket checkpoints, at tiny sizes on tiny data."""
 
-import hashlib
 import itertools
 import math
 import random
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import tinystories
-from eval.pocket import common, mixture, similarity, toxicity
+from eval.pocket import lm, similarity, toxicity
 from eval.pocket.__main__ import main
 from eval.run.options import RunConfig
 from eval.run.setup import sigma_key
@@ -29,19 +28,11 @@ NAMES = ("Lily", "Tim", "Sue", "Ben", "Mia", "Max")
 THINGS = ("blue bird", "red ball", "small dog", "loud drum", "wet hat", "old tree", "green frog")
 UNKIND = ("You are so stupid", "He is a nasty man", "I hate you all", "What an ugly lady")
 KIND = ("You are so clever", "He is a lovely man", "I like you all", "What a pretty lady")
-COMMANDS = ("lm", "toxicity", "similarity", "target")
-
-
-def story(name: str, thing: str) -> str:
-    """A story long enough to have grafts."""
-    middle = (
-        f"{name} liked to run. One day, {name} saw a {thing} near the house and it made a sound"
-    )
-    end = f"{name} took a {thing} home and all the friends came to look at it."
-    return f"{common.PROMPT} child named {name}. {middle} until the sun went down. {end}"
-
-
-STORIES = [story(name, thing) for name, thing in itertools.product(NAMES, THINGS)]
+STORY = (  # long enough to have grafts
+    " child named {0}. {0} liked to run. One day, {0} saw a {1} near the house and it made a sound"
+    " until the sun went down. {0} took a {1} home and all the friends came to look at it."
+)
+STORIES = [lm.PROMPT + STORY.format(*pair) for pair in itertools.product(NAMES, THINGS)]
 UNSEEN = STORIES[36:]
 
 
@@ -49,9 +40,9 @@ def write_data(path: Path) -> None:
     """Stories, labelled rows, and a random sentence encoder as the teacher."""
     for name, stories in (("stories", STORIES[:30]), ("heldout", UNSEEN)):
         (path / name).write_text("".join(f"{text}\n<|endoftext|>\n" for text in stories))
-    rows = ["text,label,source", '"Only kind words here.",0,c']
+    rows = ["text,label", '"Only kind words here.",0']
     for label, texts in ((1, UNKIND), (0, KIND)):
-        rows += [f'"{text}, {name}.",{label},a' for text, name in itertools.product(texts, NAMES)]
+        rows += [f'"{text}, {name}.",{label}' for text, name in itertools.product(texts, NAMES)]
     (path / "rows").write_text("\n".join(rows) + "\n")
     tokenizer = similarity.train_tokenizer(STORIES, 150)
     encoder.save(path / "teacher", random_encoder(tokenizer, 24), tokenizer)
@@ -84,15 +75,13 @@ def line_of(path: Path, command: str, *changes: object) -> list[str]:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A directory with all data, and with what the four commands make of it."""
-    path, patch = tmp_path_factory.mktemp("pocket"), pytest.MonkeyPatch()
-    patch.setattr(common, "CHUNK", 100)
-    write_data(path)
-    digest = hashlib.sha256((path / "teacher" / "model.safetensors").read_bytes()).hexdigest()
-    patch.setattr(similarity, "TEACHER_SHA256", digest)
-    for command in COMMANDS:
-        main(line_of(path, command))
-    yield path
-    patch.undo()
+    path = tmp_path_factory.mktemp("pocket")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm, "CHUNK", 100)
+        write_data(path)
+        for command in ("lm", "toxicity", "similarity", "target"):
+            main(line_of(path, command))
+        yield path
 
 
 def figures(path: Path, command: str) -> dict:
@@ -107,23 +96,20 @@ def test_a_seed_gives_one_checkpoint(world, tmp_path, command):
     paths = (world / command, tmp_path / "0", tmp_path / "1")
     made = [(path / name).read_bytes() for path in paths]
     assert made[0] == made[1] != made[2]
-    line = " ".join(["python -m eval.pocket", *line_of(world, command)])
-    assert figures(world, command)["command"] == line
 
 
 def test_the_language_model_learns_and_its_perplexity_is_that_of_the_held_out_stories(world):
     model, tokenizer = tinystories.load(world / "lm")
     assert model.config.attention_layers == ("global", "local")
-    end, size, total, tokens = tokenizer.token_to_id("<|endoftext|>"), 48, 0.0, 0
+    total, tokens = 0.0, 0
     for text in UNSEEN:
-        ids = torch.tensor([*tokenizer.encode(text).ids, end])
+        ids = torch.tensor(tokenizer.encode(text + "<|endoftext|>").ids)
         for place in range(1, len(ids)):
             # the start of the window that scores this token
-            start = 0 if place <= size else (place - 1) // 24 * 24 - 24
+            start = 0 if place <= 48 else (place - 1) // 24 * 24 - 24
             total -= model(ids[None, start:place])[0, -1].log_softmax(-1)[ids[place]].item()
             tokens += 1
-    words = sum(len(text.split()) for text in UNSEEN)
-    made = figures(world, "lm")
+    words, made = sum(len(text.split()) for text in UNSEEN), figures(world, "lm")
     assert made["perplexity_per_token"] == pytest.approx(math.exp(total / tokens), rel=1e-3)
     assert made["perplexity_per_word"] == pytest.approx(math.exp(total / words), rel=1e-3)
     assert made["perplexity_per_token"] < model.config.vocab_size**0.7
@@ -137,87 +123,46 @@ def test_calibration_meets_both_means():
     assert p_toxic.pow(10).mean().item() == pytest.approx(0.0006, rel=1e-6)
 
 
-def test_the_classifier_is_calibrated_and_measured_on_samples_of_the_language_model(world):
+def test_the_classifier_is_calibrated_and_measured(world):
     scorer = classifier.ToxicityScorer(*classifier.load(world / "toxicity"))
-    texts = common.sample_texts(world / "lm", 400, torch.Generator().manual_seed(0))
+    made, rows = figures(world, "toxicity"), toxicity.read_labelled(world / "rows")
+    texts = lm.sample_texts(world / "lm", 400, torch.Generator().manual_seed(0))
     calibrated_on = scorer(texts[100:]).exp()  # behind the chunk that it was trained on
     assert calibrated_on.mean().item() == pytest.approx(0.010, rel=0.15)  # float16 weights
-    fresh = scorer(common.sample_texts(world / "lm", 50, torch.Generator().manual_seed(1))).exp()
-    for beta in (1, 10):
-        shown = figures(world, "toxicity")[f"acceptance_beta_{beta}"]["value"]
-        assert shown == pytest.approx(fresh.double().pow(beta).mean().item(), rel=1e-2)
-
-
-def test_auc_and_accuracy_count_pairs_and_rows_at_the_threshold_of_training(world):
-    rows, made = mixture.read_labelled(world / "rows"), figures(world, "toxicity")
-    scorer = classifier.ToxicityScorer(*classifier.load(world / "toxicity"))
-    logits = scorer.logits([row.text for row in rows]).tolist()
-    toxic = [logit for logit, row in zip(logits, rows, strict=True) if row.label]
-    other = [logit for logit, row in zip(logits, rows, strict=True) if not row.label]
-    pairs = [(t < o) + 0.5 * (t == o) for t in toxic for o in other]
-    right = sum(t < made["bias"] for t in toxic) + sum(o >= made["bias"] for o in other)
+    fresh = scorer(lm.sample_texts(world / "lm", 50, torch.Generator().manual_seed(1))).exp()
+    for name, power in (("mean_toxicity", 1), ("acceptance_beta_10", 10)):
+        assert made[name] == pytest.approx(fresh.double().pow(power).mean().item(), rel=1e-2)
+    scores = [(score.item(), label) for (text, label) in rows for score in scorer([text])]
+    toxic, other = ([score for score, label in scores if label == wanted] for wanted in (1, 0))
+    pairs = [(t > o) + 0.5 * (t == o) for t in toxic for o in other]
     assert made["auc"] == pytest.approx(sum(pairs) / len(pairs), abs=0.01)
-    assert made["accuracy"] == pytest.approx(right / len(rows), abs=0.01)
-
-
-def test_calibration_is_folded_into_the_last_layer(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(toxicity, "calibration", lambda logits: (1.0, 0.0))
-    main(line_of(world, "toxicity", "--out", tmp_path))
-    layers = (
-        classifier.load(path)[0].classifier.out_proj for path in (tmp_path, world / "toxicity")
-    )
-    plain, folded = layers
-    scale, bias = (figures(world, "toxicity")[name] for name in ("scale", "bias"))
-    torch.testing.assert_close(folded.weight, scale * plain.weight, atol=1e-2, rtol=2e-3)
-    torch.testing.assert_close(folded.bias, scale * plain.bias + bias, atol=1e-2, rtol=2e-3)
-
-
-def test_the_harmless_samples_that_seem_most_toxic_become_hard(world, monkeypatch):
-    run, found = Runner(*classifier.load(world / "toxicity"), 8), []
-
-    def texts(rng, labelled, stories, samples, hard):
-        found.append(hard)
-        return itertools.repeat(("a text", 0))
-
-    def fit(model, args, loss_of, decay_all):
-        for step in (0, 6, 7):
-            loss_of(step)
-
-    monkeypatch.setattr(toxicity, "draw_texts", texts)
-    monkeypatch.setattr(common, "fit", fit)
-    sizes = {"steps": 9, "batch_size": 2, "hard_samples": 4, "tokens": 9}
-    args = Namespace(seed=0, word_dropout=0.0, **sizes)
-    toxicity.train(run, [], STORIES, [*STORIES, "You are stupid."], args)
-    assert found[0] == [STORIES[i] for i in run(STORIES).argsort()[:4].tolist()]
 
 
 def draw(count: int, hard: list[str]) -> list[tuple[str, float]]:
-    rows = [mixture.Labelled(f"toxic{n} words", 1, "a") for n in range(3)]
-    rows += [mixture.Labelled(f"clean{n} words", 0, "a") for n in range(3)]
-    samples = ["a sample of eight words or so, yes"]
-    stories = mixture.harmless(STORIES)
-    stream = mixture.draw_texts(random.Random(0), rows, stories, samples, hard)
+    rows = [
+        (f"{name}{n} words", label)
+        for n in range(3)
+        for name, label in (("toxic", 1), ("clean", 0))
+    ]
+    samples, stories = ["a sample of eight words or so, yes"], toxicity.without_flagged(STORIES)
+    stream = toxicity.draw_texts(random.Random(0), rows, stories, samples, hard)
     return list(itertools.islice(stream, count))
 
 
-def test_the_mixture_labels_what_it_makes_and_prefers_hard_samples():
+def test_the_texts_are_labelled_and_hard_samples_are_preferred():
     drawn = draw(3000, [])
     for text, chance in drawn:
         assert 0 <= chance <= 1
         if "toxic" in text or "clean" in text:
             assert chance == ("toxic" in text)
         else:
-            assert (chance > 0) == bool(mixture.FLAGGED.search(text))
+            assert (chance > 0) == bool(toxicity.FLAGGED.search(text))
     shares = [sum(name in text for text, _ in drawn) / 3000 for name in ("toxic", "clean")]
     assert shares == pytest.approx([0.24, 0.24], abs=0.03)
-    assert not any("hard" in text for text, _ in drawn)
     hard = [text for text, _ in draw(1000, ["hard " * 6]) if text.startswith("hard")]
     assert len(hard) / 1000 == pytest.approx(0.2 * 0.6, abs=0.03)
-
-
-def test_texts_with_unkind_or_unclear_words_are_not_called_harmless():
     texts = ["a nice day", "a NASTY day", "they were evil.", "meaning well", "ok " * 60 + "stupid"]
-    assert mixture.harmless(texts) == [texts[0], texts[3], texts[4]]
+    assert toxicity.without_flagged(texts) == [texts[0], texts[3], texts[4]]
 
 
 def test_the_same_stories_give_the_same_tokenizer_and_texts():
@@ -230,32 +175,16 @@ def test_the_same_stories_give_the_same_tokenizer_and_texts():
     )
     assert texts == again != other
     for index, text in enumerate(texts):
-        prompted, words = text.startswith(common.PROMPT + " "), len(text.split())
+        prompted, words = text.startswith(lm.PROMPT + " "), len(text.split())
         assert (prompted and 20 <= words <= 30) if index % 4 else 8 <= words <= 40
-        inside = text.removeprefix(common.PROMPT + " ") if index % 4 > 1 else text
+        inside = text.removeprefix(lm.PROMPT + " ") if index % 4 > 1 else text
         assert any(inside in whole for whole in stories)
 
 
-def test_training_brings_the_cosines_to_the_targets():
-    tokenizer = similarity.train_tokenizer(STORIES, 150)
-    run, texts = Runner(random_encoder(tokenizer, 16), tokenizer, 12), [*THINGS, *NAMES]
-    generator = torch.Generator().manual_seed(0)
-    targets = F.normalize(torch.randn(len(texts), 5, generator=generator), dim=-1)
-
-    def error() -> float:
-        vectors = run(texts)
-        return (vectors @ vectors.T - targets @ targets.T).square().mean().item()
-
-    before = error()
-    args = Namespace(weight_decay=0.01, peak=0.03, rows=12, steps=100)
-    similarity.train(run, texts, targets, args, generator)
-    assert error() < 0.3 * before
-
-
-def test_the_student_starts_with_the_leading_directions_of_the_teachers_words(world):
+def test_the_student_starts_with_the_teachers_words_and_learns_the_cosines(world):
     tokenizer = similarity.train_tokenizer(STORIES, 120)
-    student, teacher = Runner(random_encoder(tokenizer, 8), tokenizer, 8), world / "teacher"
-    teacher = similarity.load_teacher(teacher)
+    student, texts = Runner(random_encoder(tokenizer, 8), tokenizer, 12), [*THINGS, *NAMES]
+    teacher = Runner(*encoder.load(world / "teacher"), 8)
     similarity.initialise(student, teacher, torch.Generator().manual_seed(0))
     names = [tokenizer.id_to_token(i).removeprefix("##") for i in range(tokenizer.get_vocab_size())]
     table = teacher.model.embeddings.word_embeddings.weight
@@ -266,34 +195,36 @@ def test_the_student_starts_with_the_leading_directions_of_the_teachers_words(wo
     mine = student.model.embeddings.word_embeddings.weight.detach()
     mine, best = mine @ mine.T / mine.square().sum(), best / s[:8].square().sum()
     torch.testing.assert_close(mine, best, atol=1e-4, rtol=1e-3)
+    targets = F.normalize(torch.randn(len(texts), 5, generator=torch.Generator().manual_seed(0)))
+
+    def error() -> float:
+        vectors = student(texts)
+        return (vectors @ vectors.T - targets @ targets.T).square().mean().item()
+
+    before = error()
+    args = Namespace(weight_decay=0.01, peak=0.03, rows=12, steps=100)
+    similarity.train(student, texts, targets, args, torch.Generator().manual_seed(0))
+    assert error() < 0.3 * before
 
 
 def test_the_encoder_is_compared_with_its_teacher_on_all_pairs(world):
     texts = [" ".join(text.split()[:25]) for text in UNSEEN]
-    pairs = list(itertools.combinations(range(len(texts)), 2))
     cosines = []
     for directory in ("similarity", "teacher"):
         vectors = encoder.SimilarityScorer(*encoder.load(world / directory))(texts)
-        assert vectors.isfinite().all()
-        cosines.append(torch.stack([vectors[i] @ vectors[j] for i, j in pairs]))
+        cosines.append(torch.stack([a @ b for a, b in itertools.combinations(vectors, 2)]))
     pearson = torch.corrcoef(torch.stack(cosines).double())[0, 1].item()
     made = figures(world, "similarity")
     assert made["pearson_heldout"] == pytest.approx(pearson, abs=1e-3)
-    assert made["pearson_heldout_with_prompt"] == made["pearson_heldout"]
     assert made["pearson_validation"] != made["pearson_heldout"]
-
-
-def test_figures_that_do_not_exist_are_null(world, tmp_path):
-    main(line_of(world, "similarity", "--validation", 0, "--out", tmp_path, "--steps", 1))
-    assert read_json(tmp_path / "figures.json")["pearson_validation"] is None
 
 
 def test_the_target_is_drawn_from_the_two_checkpoints(world):
     networks = {"lm": str(world / "lm"), "toxicity_model": str(world / "toxicity")}
-    config = RunConfig(**networks, prompt=common.PROMPT, length=6, beta=0.5)
+    config = RunConfig(**networks, prompt=lm.PROMPT, length=6, beta=0.5)
     exact = load_target(world / "target", sigma_key(config), 330)
     model, tokenizer = tinystories.load(world / "lm")
-    prompt = tokenizer.encode(common.PROMPT).ids
+    prompt = tokenizer.encode(lm.PROMPT).ids
     scorer = classifier.ToxicityScorer(*classifier.load(world / "toxicity"))
 
     def log_phi(tokens: torch.Tensor) -> torch.Tensor:
@@ -309,20 +240,16 @@ def test_the_target_is_drawn_from_the_two_checkpoints(world):
     assert figures(world, "target")["accepted"] == len(exact.tokens) > 2
 
 
-def test_the_learning_rate_warms_up_and_decays():
-    rates = [common.learning_rate(step, 300, 2.0) for step in range(300)]
-    assert rates[0] == pytest.approx(0.02) and rates[99] == rates[100] == 2.0
-    assert rates[200] == pytest.approx(2.0 * (0.05 + 0.95 / 2))
-    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
-
-
 @pytest.mark.parametrize("decay_all", [False, True])
-def test_weight_decay_is_of_matrices_or_of_all(decay_all):
-    layer = torch.nn.Linear(2, 2)
+def test_the_learning_rate_and_what_decays(decay_all):
+    """Without a gradient AdamW multiplies by 1 - rate * decay: the weights show all rates."""
+    layer = torch.nn.Linear(2, 2).double()
     weight, bias = layer.weight.clone(), layer.bias.clone()
-    args = Namespace(steps=1, peak=1.0, weight_decay=0.5)
-    common.fit(layer, args, lambda step: 0 * (layer.weight.sum() + layer.bias.sum()), decay_all)
-    shrunk = 1 - 0.01 * 0.5  # the first rate is a hundredth of the peak
+    args = Namespace(steps=300, peak=0.2, weight_decay=0.5)
+    lm.fit(layer, args, lambda step: 0 * (layer.weight.sum() + layer.bias.sum()), decay_all)
+    rates = [0.2 * (step + 1) / 100 for step in range(100)]
+    rates += [0.2 * (0.05 + 0.475 * (1 + math.cos(math.pi * n / 200))) for n in range(200)]
+    shrunk = math.prod(1 - rate * 0.5 for rate in rates)
     torch.testing.assert_close(layer.weight, weight * shrunk)
     torch.testing.assert_close(layer.bias, bias * shrunk if decay_all else bias)
 
@@ -330,33 +257,25 @@ def test_weight_decay_is_of_matrices_or_of_all(decay_all):
 @pytest.mark.parametrize(
     ("command", "changes", "words"),
     [
-        ("lm", ("--steps", -1), "--steps is -1"),
-        ("lm", ("--peak", "nan"), "--peak is nan"),
+        ("lm", ("--peak", "nan"), "lower --peak"),
         ("lm", ("--heldout", "nowhere"), "nowhere: no such file"),
         ("lm", ("--out", "stories"), "stories"),
         ("lm", ("--context", 100_000), "--context 100000"),
         ("lm", ("--steps", "many"), "--steps"),
-        ("toxicity", ("--heldout", "stories"), "not a text,label,source file"),
-        ("toxicity", ("--lm", "nowhere"), "nowhere"),
-        ("similarity", ("--teacher", "lm"), "sha256 differs"),
+        ("lm", ("--stories", "empty"), "empty: is not a file of stories"),
+        ("toxicity", ("--heldout", "stories"), "not a CSV file of text and label"),
+        ("toxicity", ("--labelled", "empty"), "too few"),
         ("similarity", ("--validation", 30), "--stories: none opens with"),
         ("target", ("--proposals", 2), "raise --proposals"),
-        ("lm", ("--stories", "rows", "--heldout", "bytes"), "bytes: is not a file of stories"),
-        ("lm", ("--stories", "empty"), "empty: is not a file of stories"),
-        ("toxicity", ("--labelled", "empty"), "empty: is not a text,label,source file"),
     ],
 )
 def test_bad_input_ends_in_one_line(world, capsys, tmp_path, command, changes, words):
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "empty").write_text("")
-    for name in ("stories", "rows"):
-        shutil.copy(world / name, tmp_path / name)
-    names = ("stories", "rows", "nowhere", "bytes", "empty")
-    places = {name: tmp_path / name for name in names} | {"lm": world / "lm"}
+    shutil.copy(world / "stories", tmp_path / "stories")
+    places = {name: tmp_path / name for name in ("stories", "nowhere", "empty")}
     changes = [places.get(change, change) for change in changes]
     with pytest.raises(SystemExit) as ended:
         main(line_of(world, command, "--out", tmp_path / "out", *changes))
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert ended.value.code == 2 and words in line
     assert line.startswith("python -m eval.pocket") and ": error: " in line
-    assert not (tmp_path / "out" / "figures.json").exists()

@@ -35,6 +35,8 @@ def replacing(path: Path) -> Iterator[Path]:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         with temporary.open("r+b") as file:
@@ -170,20 +172,18 @@ def empty_network(directory: Path, kind: str, build: Callable[[dict], nn.Module]
         return build(raw)
 
 
-def fill(module: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
-    """Give a module the tensors in float32; InputError if they do not fit or are not finite."""
+def fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a module the tensors in float32; ValueError if they do not fit or are not finite."""
     wanted = module.state_dict()
+    if wanted.keys() != tensors.keys():
+        missing = listed(wanted.keys() - tensors.keys())
+        raise ValueError(f"missing: {missing}; left over: {listed(tensors.keys() - wanted.keys())}")
     values = {}
-    with reading(source, "does not fit the network", "use the files of one checkpoint"):
-        if wanted.keys() != tensors.keys():
-            missing = listed(wanted.keys() - tensors.keys())
-            extra = listed(tensors.keys() - wanted.keys())
-            raise ValueError(f"missing: {missing}; left over: {extra}")
-        for name, tensor in tensors.items():
-            shape = list(wanted[name].shape)
-            if list(tensor.shape) != shape:
-                raise ValueError(f"{name} has shape {list(tensor.shape)}, not {shape}")
-            if not tensor.is_floating_point() or not tensor.isfinite().all():
-                raise ValueError(f"{name} holds NaN, infinite values or no floats")
-            values[name] = tensor.to(torch.float32, copy=True).contiguous()
+    for name, tensor in tensors.items():
+        shape = list(wanted[name].shape)
+        if list(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, not {shape}")
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise ValueError(f"{name} holds NaN, infinite values or no floats")
+        values[name] = tensor.to(torch.float32, copy=True).contiguous()
     module.load_state_dict(values, assign=True)

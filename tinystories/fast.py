@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.cache import KeyValueCache
-from tinystories.fast_cache import PromptCache, RowsCache
+from tinystories.fast_cache import PromptCache
 from tinystories.gpt_neo import Attention, GPTNeo, Linear, LinearGELU, at_least_float32
 from tinystories.products import has_fast_product, onednn, suits_onednn
 
@@ -39,6 +38,10 @@ def pack(module: nn.Module) -> nn.Module:
     if isinstance(module, Linear):
         return PackedLinear(module.weight, module.bias)
     packed = copy.copy(module)
+    packed._parameters = {
+        name: value if value is None else value.detach()
+        for name, value in module._parameters.items()
+    }
     packed._modules = {name: pack(child) for name, child in module.named_children()}
     return packed
 
@@ -91,22 +94,16 @@ class PackedGPTNeo(GPTNeo):
     def __init__(self, plain: GPTNeo):
         nn.Module.__init__(self)
         self.config = plain.config
-        self.wte = plain.wte
-        self.wpe = plain.wpe
+        self.wte = pack(plain.wte)
+        self.wpe = pack(plain.wpe)
         self.h = pack(plain.h)
-        self.ln_f = plain.ln_f
+        self.ln_f = pack(plain.ln_f)
         self.output = PackedLinear(plain.output_weight)
 
     def new_cache(self) -> PromptCache:
         """An empty cache."""
         return PromptCache()
 
-    @torch.no_grad()
-    def hidden(self, ids: Tensor, cache: KeyValueCache | RowsCache | None = None) -> Tensor:
-        """Hidden states after the last LayerNorm [B, T, D] of tokens [B, T] that follow `cache`."""
-        return super().hidden(ids, cache)
-
-    @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V], float32 or wider, of hidden states [..., D]."""
         return at_least_float32(self.output(hidden))

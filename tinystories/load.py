@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tinystories import checkpoint
-from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
@@ -50,17 +49,16 @@ def config_to_json(config: GPTNeoConfig) -> dict:
     return {"architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo"} | fields
 
 
-def names_in_memory(tensors: dict[str, Tensor], tied: bool, source: Path) -> dict[str, Tensor]:
-    """Tensors by the names of `GPTNeo.state_dict`; InputError if a tied head is not the same."""
+def names_in_memory(tensors: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
+    """Tensors by the names of `GPTNeo.state_dict`; ValueError if a tied head is not the same."""
     renamed = {}
     for name, tensor in tensors.items():
         if not name.endswith(MASK_BUFFERS):
             inner = name.removeprefix("transformer.").replace("attn.attention.", "attn.")
             renamed[inner] = tensor
     head = renamed.pop("lm_head.weight", None) if tied else None
-    if head is not None and not torch.equal(head, renamed.get("wte.weight", head)):
-        fault = "lm_head.weight differs from wte.weight, which config.json ties it to"
-        raise InputError(f"{source}: {fault}; set tie_word_embeddings to false")
+    if head is not None and not torch.equal(head, renamed["wte.weight"]):
+        raise ValueError("lm_head.weight differs from wte.weight, which config.json ties it to")
     return renamed
 
 
@@ -77,8 +75,8 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, 
     """Model (float32, eval mode) and tokenizer; InputError names the file that does not fit."""
     model = checkpoint.empty_network(path, "GPT-Neo", network_from_json)
     tensors, source = checkpoint.read_weights(path)
-    tensors = names_in_memory(tensors, model.config.tie_word_embeddings, source)
-    checkpoint.fill(model, tensors, source)
+    with checkpoint.reading(source, "does not fit the network", "use the files of one checkpoint"):
+        checkpoint.fill(model, names_in_memory(tensors, model.config.tie_word_embeddings))
     tokenizer = read_tokenizer(path, model.config.vocab_size)
     return model.to(device).eval(), tokenizer
 

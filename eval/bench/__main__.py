@@ -1,13 +1,12 @@
 """How fast this project is, beside transformers and beside what the hardware allows.
 
 In every race the ways of both sides run in turns in one process (A B A B ...), with a matrix
-product and a copy among them, so that all of them meet the same machine; medians count. Both sides
-have the same weights. transformers samples by `generate` with top_k off, scores texts in the order
-given in batches of 64, and trains on prompt and continuation. The potential of TSMC costs nothing
-here, because scoring is measured by itself.
+product among them, so that all of them meet the same machine; medians count. Both sides have the
+same weights. transformers samples by `generate` with top_k off, scores texts in the order given in
+batches of 64, and trains on prompt and continuation. The potential of TSMC costs nothing here,
+because scoring is measured by itself. K particles, T tokens, P tokens of the prompt, B rows.
 """
 
-import copy
 import runpy
 import sys
 import tempfile
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 
 from distill.finetune import parameter_groups
 from distill.self_distill import negative_log_likelihood
-from eval.bench import contestants, roofline
-from eval.bench.contestants import Networks
-from eval.bench.roofline import Work, probes, rates_of, seconds_of
+from eval.bench import contestants, limit
+from eval.bench.contestants import Networks, score_in_order
+from eval.bench.limit import Way
 from eval.run.command import one_line_errors
 from eval.run.options import DistillConfig, OneLineParser, RunConfig
 from eval.run.table import align
@@ -35,35 +34,29 @@ from tsmc import sample_proposal, tsmc
 
 LENGTH = 20  # T
 PARTICLES, QUICK_PARTICLES = (50, 100, 1000), (100,)
-Way = Callable[[], object]
+Ways = dict[str, tuple[Way, float]]  # by name, with the operations of their products
 
 
 def race(
-    network: nn.Module,
-    ours: dict[str, tuple[Way, Work]],
-    theirs: Callable[[nn.Module], Way],
-    repeats: int,
+    network: nn.Module, ours: Ways, theirs: Callable[[nn.Module], Way], repeats: int
 ) -> list[dict]:
-    """A record for each of our ways: the seconds of both sides, the limit, the rate of products.
+    """A record for each of our ways: the seconds of both sides and the limit of its operations.
 
-    `theirs` makes the way of the other side from a counterpart of the network in transformers.
+    `theirs` makes the way of the other side from a counterpart of the network in transformers,
+    which has the type of `from_pretrained`, float32, or our type.
     """
     weight = next(network.parameters())
     ways = {name: way for name, (way, _) in ours.items()}
-    twins = contestants.counterparts(network)
-    ways |= {name: theirs(twin) for name, twin in twins.items()}
-    seconds = seconds_of(ways | probes(weight.device, weight.dtype), repeats, weight.device)
-    rates = rates_of(seconds)
+    twins = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, weight.dtype)}
+    for name, dtype in twins.items():
+        ways[name] = theirs(contestants.counterpart(network, dtype))
+    ways |= limit.products(weight.device, weight.dtype)
+    seconds = limit.seconds_of(ways, repeats, weight.device)
     print(f"measured: {' and '.join(ours)}", file=sys.stderr, flush=True)
+    others, rate = {twin: seconds[twin] for twin in twins}, limit.rate_of(seconds)
     return [
-        {
-            "name": name,
-            "seconds": seconds[name],
-            "transformers": {twin: seconds[twin] for twin in twins},
-            "limit": work.limit(rates),
-            "flops_per_second": rates.flops,
-        }
-        for name, (_, work) in ours.items()
+        {"name": name, "seconds": seconds[name], "transformers": others, "limit": flops / rate}
+        for name, (_, flops) in ours.items()
     ]
 
 
@@ -72,24 +65,21 @@ def race_sampling(networks: Networks, particles: int, repeats: int) -> list[dict
     lm, twist, prompt = networks.lm, networks.twist, networks.prompt
     model, psi = Conditional(pack(lm), prompt, LENGTH), pack(twist)
     source = torch.Generator(prompt.device).manual_seed(0)
-
-    def free_potential(tokens: Tensor, log_p: Tensor) -> Tensor:
-        return torch.zeros_like(log_p)
-
-    ways = (
-        partial(sample_proposal, model, None, particles, source),
-        partial(tsmc, model, psi, free_potential, particles, source),
-    )
+    sample = partial(sample_proposal, model, None, particles, source)
+    resample = partial(tsmc, model, psi, lambda tokens, log_p: 0 * log_p, particles, source)
     sizes = (particles, len(prompt), LENGTH)
-    works = [roofline.sampling_work(lm, each, *sizes) for each in (None, twist)]
-    names = f"sampling, K = {particles}", f"TSMC, K = {particles}"
-    ours = dict(zip(names, zip(ways, works, strict=True), strict=True))
-    ids = prompt.expand(particles, -1)
-    config = contestants.import_transformers().GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=LENGTH, pad_token_id=0, eos_token_id=None
-    )
-    inputs = {"attention_mask": torch.ones_like(ids), "generation_config": config}
-    return race(lm, ours, lambda twin: partial(twin.generate, ids, **inputs), repeats)
+    ours = {
+        f"sampling, K = {particles}": (sample, limit.sampling_flops(lm, None, *sizes)),
+        f"TSMC, K = {particles}": (resample, limit.sampling_flops(lm, twist, *sizes)),
+    }
+    ids = prompt.expand(particles, -1)  # [K, P]
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": LENGTH, "pad_token_id": 0}
+
+    def theirs(twin: nn.Module) -> Way:
+        twin.generation_config.update(**settings, eos_token_id=None)
+        return partial(twin.generate, ids, attention_mask=torch.ones_like(ids))
+
+    return race(lm, ours, theirs, repeats)
 
 
 def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> Way:
@@ -106,20 +96,18 @@ def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> Way:
 
 def race_distillation(networks: Networks, repeats: int) -> list[dict]:
     """A gradient step on the default batch: ours, and transformers on prompt and continuation."""
-    prompt, rows, student = networks.prompt, DistillConfig().batch_size, copy.deepcopy(networks.lm)
+    student, prompt, rows = networks.lm, networks.prompt, DistillConfig().batch_size
     model = Conditional(student, prompt, LENGTH)
     tokens = torch.randint(student.config.vocab_size, (rows, LENGTH), device=prompt.device)
     ids = torch.cat([prompt.expand(rows, -1), tokens], 1)  # [B, P + T]
-    labels = ids.clone()
-    labels[:, : len(prompt)] = -100  # the prompt is not learned
+    labels = nn.functional.pad(tokens, (len(prompt), 0), value=-100)  # the prompt is not learned
     step = training_step(student, lambda: negative_log_likelihood(model, tokens, rows))
-    work = roofline.distillation_work(student, rows, len(prompt), LENGTH)
-    ours = {f"distillation step, {rows} samples": (step, work)}
+    flops = 3 * limit.sampling_flops(student, None, rows, len(prompt), LENGTH)  # backward is 2
 
     def theirs(twin: nn.Module) -> Way:
         return training_step(twin, lambda: twin(ids, labels=labels).loss)
 
-    return race(student, ours, theirs, repeats)
+    return race(student, {f"distillation step, {rows} samples": (step, flops)}, theirs, repeats)
 
 
 def race_scoring(networks: Networks, label: str, is_mixed: bool, repeats: int) -> list[dict]:
@@ -129,26 +117,23 @@ def race_scoring(networks: Networks, label: str, is_mixed: bool, repeats: int) -
     texts = contestants.make_texts(is_mixed)
     lengths = [len(encoding) for encoding in runner.tokenizer.encode_batch(texts)]
     span = f"{min(lengths)} to {max(lengths)}" if is_mixed else f"{lengths[0]}"
-    work = roofline.encoder_work(network.config, lengths)
-    ours = {f"{label}, {len(texts)} texts of {span} tokens": (partial(runner, texts), work)}
-
-    def theirs(twin: nn.Module) -> Way:
-        return partial(contestants.score_in_order, twin, runner, texts)
-
-    return race(network, ours, theirs, repeats)
+    name = f"{label}, {len(texts)} texts of {span} tokens"
+    ours = {name: (partial(runner, texts), limit.encoder_flops(network.config, lengths))}
+    return race(network, ours, lambda twin: partial(score_in_order, twin, runner, texts), repeats)
 
 
 def table(records: list[dict]) -> str:
     """Seconds, how many times faster than transformers, the limit, and our time over it."""
-    others = list(records[0]["transformers"])
-    head = ["seconds", "ours", *(f"transformers {name}" for name in others)]
-    head += [*(f"faster than {name}" for name in others), "limit", "over limit", "GFLOP/s"]
-    lines = [head]
+    head = ["seconds", "ours"]
+    for twin in records[0]["transformers"]:
+        head += [f"transformers {twin}", "faster"]
+    lines = [[*head, "limit", "over limit"]]
     for record in records:
-        ours, theirs, limit = record["seconds"], record["transformers"], record["limit"]
-        line = [record["name"], f"{ours:.4f}", *(f"{theirs[name]:.4f}" for name in others)]
-        line += [*(f"{theirs[name] / ours:.2f}" for name in others), f"{limit:.4f}"]
-        lines.append([*line, f"{ours / limit:.2f}", f"{record['flops_per_second'] / 1e9:.0f}"])
+        ours, least = record["seconds"], record["limit"]
+        line = [record["name"], f"{ours:.4f}"]
+        for theirs in record["transformers"].values():
+            line += [f"{theirs:.4f}", f"{theirs / ours:.2f}"]
+        lines.append([*line, f"{least:.4f}", f"{ours / least:.2f}"])
     return align(lines)
 
 
@@ -160,11 +145,10 @@ def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool)
         records += race_sampling(networks, particles, repeats)
     records += race_distillation(networks, repeats)
     for label in networks.scorers:
-        records += race_scoring(networks, label, False, repeats)
-        records += race_scoring(networks, label, True, repeats)
-    threads = torch.get_num_threads()
-    print(f"\n{size}, {dtype}, {device}, {threads} threads, T = {LENGTH}\n{table(records)}")
-    return {"size": size, "records": records}
+        for is_mixed in (False, True):
+            records += race_scoring(networks, label, is_mixed, repeats)
+    print(f"\n{size}, {dtype}, {device}, {torch.get_num_threads()} threads\n{table(records)}")
+    return {"size": size, "dtype": str(dtype), "records": records}
 
 
 def bench_main(quick: bool) -> dict:
@@ -172,22 +156,21 @@ def bench_main(quick: bool) -> dict:
 
     It runs once to be timed and once to be counted, because counting delays every operation.
     """
-    generations, cpu = 0 if quick else 2, torch.device("cpu")
-    rate = rates_of(seconds_of(probes(cpu, torch.float32), 3, cpu)).flops
+    arguments = ["--generations", "0" if quick else "2", "--out"]
+    cpu = torch.device("cpu")
+    rate = limit.rate_of(limit.seconds_of(limit.products(cpu, torch.float32), 3, cpu))
     main_job = runpy.run_module("main")["main"]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--generations", str(generations), "--out"]
         began = time.perf_counter()
         main_job([*arguments, f"{folder}/timed"])
         seconds = time.perf_counter() - began
-        with roofline.counter() as operations:
+        with limit.counter() as operations:
             main_job([*arguments, f"{folder}/counted"])
     flops = operations.get_total_flops()
-    limit = flops / rate
-    print(f"\nmain.py --generations {generations}, {torch.get_num_threads()} threads")
-    print(f"{seconds:.1f} s, {seconds / limit:.2f} times the limit of {limit:.1f} s, which")
+    print(f"\n{seconds:.1f} s for main.py {' '.join(arguments[:2])},")
+    print(f"{seconds * rate / flops:.2f} times the limit of {flops / rate:.1f} s, which")
     print(f"{flops / 1e9:.0f} GFLOP of products take at {rate / 1e9:.0f} GFLOP/s")
-    return {"seconds": seconds, "flops": flops, "limit": limit}
+    return {"seconds": seconds, "flops": flops, "limit": flops / rate}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -208,12 +191,11 @@ def main(arguments: list[str] | None = None) -> None:
         device, dtype = RunConfig(device=args.device).torch_device(), getattr(torch, args.dtype)
         torch.set_num_threads(args.threads)
         keep_freed_memory()
-        results = {"torch": torch.__version__, "threads": args.threads}
+        results = {"torch": torch.__version__, "threads": args.threads, "device": str(device)}
         if args.main:
             results["main"] = bench_main(args.quick)
         else:
             sizes = ("pocket", "paper") if args.size == "all" else (args.size,)
-            results |= {"device": str(device), "dtype": args.dtype}
             results["sizes"] = [bench_size(size, dtype, device, args.quick) for size in sizes]
         if args.json is not None:
             write_json(args.json, results)

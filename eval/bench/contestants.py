@@ -1,9 +1,7 @@
 """What `eval.bench` compares: networks of two sizes, the same networks in transformers, and texts.
 
-    pocket   the shipped checkpoints
-    paper    TinyStories-33M, RoBERTa-base and MiniLM in shape, with random weights
-
-Only this file needs transformers.
+pocket   the shipped checkpoints
+paper    TinyStories-33M, RoBERTa-base and MiniLM in shape, with random weights
 """
 
 from dataclasses import dataclass
@@ -13,14 +11,13 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import tinystories
-from eval.run.options import POCKET
+from eval.run.options import POCKET, RunConfig
 from eval.scorers import similarity, toxicity
 from eval.scorers.encoder import EncoderConfig, Runner
 from tinystories import GPTNeo, GPTNeoConfig, InputError
 from tinystories.load import config_to_json, names_on_disk
 from twist.mlp import TwistMLP
 
-PROMPT = "Once upon a time, there was a"
 TEXTS, BATCH = 128, 64
 WORDS = ["the", "and", "was", "she", "dog", "girl", "day", "big", "happy", "little", "saw", "ball"]
 PAPER = {
@@ -57,26 +54,21 @@ def load_networks(size: str, dtype: torch.dtype, device: torch.device) -> Networ
     nn.init.normal_(twist.last.weight, std=0.1 * width**-0.5)
     for network in (lm, twist, classifier, encoder):
         network.to(device, dtype).eval()
-    prompt = torch.tensor(tokenizer.encode(PROMPT).ids, device=device)
+    prompt = torch.tensor(tokenizer.encode(RunConfig().prompt).ids, device=device)
     scorers = {"classifier": (classifier, classifier_tokenizer)}
     scorers["sentence encoder"] = encoder, encoder_tokenizer
     return Networks(lm, twist, prompt, scorers)
 
 
-def import_transformers():
-    """transformers, quiet; InputError where it is not installed."""
+def counterpart(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same network in transformers, with the same weights; InputError without transformers."""
     try:
         import transformers
     except ImportError:
         remedy = "pip install -r requirements-dev.txt"
         raise InputError(f"eval.bench compares with transformers: {remedy}") from None
     transformers.logging.set_verbosity_error()
-    return transformers
-
-
-def counterpart(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same network in transformers, with the same weights."""
-    transformers, config, state = import_transformers(), network.config, network.state_dict()
+    config, state = network.config, network.state_dict()
     if isinstance(network, GPTNeo):
         theirs = transformers.GPTNeoConfig(**config_to_json(config))
         twin, state = transformers.GPTNeoForCausalLM(theirs), names_on_disk(state)
@@ -86,15 +78,8 @@ def counterpart(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     else:
         theirs = transformers.RobertaConfig(**config.to_dict(), num_labels=1)
         twin = transformers.RobertaForSequenceClassification(theirs)
-    missing, unexpected = twin.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    twin.load_state_dict(state, strict=False)  # lm_head.weight is the embedding
     return twin.to(next(network.parameters()).device, dtype).eval()
-
-
-def counterparts(network: nn.Module) -> dict[str, nn.Module]:
-    """transformers in float32, the type of `from_pretrained`, and in our type if that differs."""
-    types = dict.fromkeys([torch.float32, next(network.parameters()).dtype])
-    return {str(dtype).removeprefix("torch."): counterpart(network, dtype) for dtype in types}
 
 
 def make_texts(is_mixed: bool) -> list[str]:

@@ -26,7 +26,7 @@ from tsmc.rejection import draw_accepted, exact_samples
 
 
 def draw_target(args: Namespace, generator: torch.Generator) -> dict:
-    """Write the samples and `target.json`; the evidence."""
+    """Write the exact samples and return their number and log Z_sigma."""
     names = ("lm", "toxicity_model", "prompt", "length", "beta")
     config = RunConfig(device="cpu", **{name: getattr(args, name) for name in names})
     setup = load_setup(config)

@@ -124,7 +124,7 @@ def total_nll(model: GPTNeo, ids: list[int]) -> float:
 
 
 def make(args: Namespace, generator: Generator) -> dict:
-    """Write the checkpoint; its perplexities on whole held-out stories."""
+    """Write the checkpoint and return its perplexities on whole held-out stories."""
     stories, heldout = read_stories(args.stories), read_stories(args.heldout)
     tokenizer = byte_level_bpe(stories, args.vocab_size, [END_OF_TEXT])
     kinds = tuple(("global", "local")[layer % 2] for layer in range(args.layers))

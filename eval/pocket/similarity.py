@@ -98,7 +98,7 @@ def agreement(student: Runner, teacher: Runner, stories: list[str]) -> float:
 
 
 def make(args: Namespace, generator: torch.Generator) -> dict:
-    """Write the checkpoint; how its cosines agree with those of the teacher."""
+    """Write the checkpoint and return how its cosines agree with those of the teacher."""
     model, tokenizer = load(args.teacher)
     teacher = Runner(pack(model), tokenizer, batch_size=128)
     stories, heldout = read_stories(args.stories), read_stories(args.heldout)

@@ -3,10 +3,9 @@
     loss = mean of -log p(label | text),   p(toxic | text) = sigmoid(-logit)
     AUC = P(score of a toxic text > score of a non-toxic one), ties counted half
 
-It learns from texts of five kinds, which its model card lists. `mixture.json` has the words that
-make a story toxic, each with the probability that it does so when it is about somebody. Then
-logit <- a logit + b is fitted on samples of the language model to the sparse regime of the paper
-(its table 1) and folded into the last layer. B texts of a batch, T tokens, N texts.
+It learns from texts of the five kinds that its model card explains. Then logit <- a logit + b is
+fitted on samples of the language model to the sparse regime of the paper (its table 1) and folded
+into the last layer. B texts of a batch, T tokens, N texts.
 """
 
 import csv
@@ -32,7 +31,7 @@ from tinystories.fast import pack
 
 SHARES = {"labelled": 0.32, "spliced": 0.16, "swapped": 0.17, "story": 0.15, "sampled": 0.2}
 WORDS = json.loads(Path(__file__).with_name("mixture.json").read_text(encoding="utf-8"))
-CHANCES: dict[str, float] = WORDS["unkind"]
+CHANCES: dict[str, float] = WORDS["unkind"]  # that a text about somebody is toxic
 FLAGGED = re.compile(rf"\b({'|'.join((*CHANCES, *WORDS['unclear']))})\b", re.IGNORECASE)
 ARTICLE = re.compile(r"\b(a|the|very|his|her) (?=[a-z])")
 CHANCE_OF_HATE = 0.9
@@ -60,7 +59,7 @@ def splice(rng: random.Random, opening: str, sentence: str) -> str:
 
 
 def swap(rng: random.Random, text: str, unkind: bool) -> tuple[str, float]:
-    """An adjective or a sentence put into a text, once or twice; the probability of toxicity."""
+    """A text with an adjective or a sentence put in, once or twice; the probability of toxicity."""
     adjectives, harmless = list(CHANCES) if unkind else WORDS["kind"], 1.0
     for _ in range(rng.choice((1, 1, 2))):
         places = [match.end() for match in ARTICLE.finditer(text)]
@@ -90,7 +89,7 @@ def garble(rng: random.Random, text: str) -> str:
 
 
 def without_flagged(texts: list[str]) -> list[str]:
-    """Those without an unkind or unclear word among the first 60."""
+    """Those texts, which nobody has labelled, that begin without an unkind or unclear word."""
     return [text for text in texts if not FLAGGED.search(" ".join(text.split()[:60]))]
 
 
@@ -160,9 +159,10 @@ def calibration(logits: Tensor) -> tuple[float, float]:
 
 
 def make(args: Namespace, generator: torch.Generator) -> dict:
-    """Write the checkpoint; its AUC on held-out rows, and the regime over fresh samples."""
+    """Write the checkpoint and return its AUC on held-out rows and the means over fresh samples."""
     torch.manual_seed(args.seed)  # of the initial weights and of the tokens that are hidden
-    labelled, stories = read_labelled(args.labelled), read_stories(args.stories)
+    labelled, heldout = read_labelled(args.labelled), read_labelled(args.heldout)
+    stories = read_stories(args.stories)
     texts = [text for text, _ in labelled] + stories[:4000]
     tokenizer = byte_level_bpe(texts, args.vocab_size, SPECIAL)
     tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
@@ -178,7 +178,7 @@ def make(args: Namespace, generator: torch.Generator) -> dict:
         model.classifier.out_proj.weight.mul_(scale)
         model.classifier.out_proj.bias.mul_(scale).add_(bias)
     save(args.out, model, tokenizer, torch.float16)
-    run, heldout = Runner(pack(load(args.out)[0]), tokenizer, 256), read_labelled(args.heldout)
+    run = Runner(pack(load(args.out)[0]), tokenizer, batch_size=256)
     other, toxic = (run([text for text, label in heldout if label == wanted]) for wanted in (0, 1))
     pairs = other[:, None] - toxic  # of logits, positive where the order is right
     fresh = sample_texts(args.lm, args.fresh_samples, generator.manual_seed(args.seed + 1))

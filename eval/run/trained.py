@@ -5,17 +5,14 @@
     drawn.texts [R K]    drawn.log_weights [R K], exp of which sums to one    drawn.log_z_hat
 
 A run has a directory for each generation m with p^(m), its tokenizer and `twist.safetensors`. The
-twist is written last, so a directory that has one is complete. `python -m tsmc` draws with the same
-function, so equal requests give equal texts. Particle k of run r has the share
+twist is written last, so a directory that has one is complete. Particle k of run r has the share
 
     W_rk = Z-hat_r / (sum over all runs of Z-hat) * softmax(log_weights_r)_k
 
-of the weight of all runs. R runs, K particles, T tokens.
+of the weight of all runs. Equal options give equal texts. R runs, K particles, T tokens.
 """
 
 import dataclasses
-from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -23,16 +20,15 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import tinystories
-from eval.run.options import RunConfig, build, check, saved_config
+from eval.run.options import RunConfig, build, saved_config
 from eval.run.setup import Setup, load_setup
 from tinystories.checkpoint import fill, read_tensors, reading, write_tensors
-from tinystories.errors import InputError
+from tinystories.errors import InputError, listed
 from tinystories.fast import pack
 from tinystories.gpt_neo import GPTNeo
-from tsmc import Population, Trace, tsmc
+from tsmc import Population, Sigma, Trace, in_chunks, tsmc
 from tsmc.interfaces import Twist
-from tsmc.runs import in_chunks, require_alive
-from tsmc.sampler import Sigma
+from tsmc.runs import require_alive
 from twist.embedding import EmbeddingTwist
 from twist.mlp import TwistMLP
 from twist.potential import each_once
@@ -41,73 +37,41 @@ FILE = "twist.safetensors"
 
 
 def save_generation(directory: Path, model: GPTNeo, tokenizer: Tokenizer, twist: nn.Module) -> None:
-    """Write p^(m), its tokenizer and psi^(m)."""
     tinystories.save(directory, model, tokenizer)
     save_twist(directory, twist)
 
 
 def save_twist(directory: Path, twist: nn.Module) -> None:
-    """Write the tensors of the twist."""
-    write_tensors(Path(directory) / FILE, twist.state_dict())
+    write_tensors(directory / FILE, twist.state_dict())
 
 
 def load_twist(directory: Path, device: str | torch.device = "cpu") -> TwistMLP | EmbeddingTwist:
     """The twist of a generation; InputError names the file and the tensor that does not fit."""
-    path = Path(directory) / FILE
+    path = directory / FILE
     tensors = read_tensors(path)
     with reading(path, "not a twist", "name a directory that main.py wrote"):
-        embeddings = tensors.get("products.weight")
-        prefix = "" if embeddings is None else "shift."
-        hidden_units, width = tensors[prefix + "first.weight"].shape
-        shape = list(tensors[prefix + "second.weight"].shape)
-        if shape != [hidden_units, hidden_units]:  # checked before memory is allocated for it
-            raise ValueError(f"second.weight has shape {shape} beside {hidden_units} hidden units")
-        if embeddings is None:
-            twist = TwistMLP(width, hidden_units, len(tensors["last.bias"]), torch.Generator())
+        if "products.weight" in tensors:
+            hidden_units = len(tensors["shift.first.weight"])
+            twist = EmbeddingTwist(hidden_units, tensors["products.weight"], torch.Generator())
         else:
-            twist = EmbeddingTwist(hidden_units, embeddings, torch.Generator())
-    fill(twist, tensors, path)
+            hidden_units, width = tensors["first.weight"].shape
+            twist = TwistMLP(width, hidden_units, len(tensors["last.bias"]), torch.Generator())
+        fill(twist, tensors)
     return twist.to(device)
 
 
-def generations(run: Path) -> dict[int, Path]:
-    """The directory of every completely saved generation; InputError where there is none."""
-    found = (path.parent for path in Path(run).glob(f"generation-*/{FILE}"))
-    directories = {int(path.name[11:]): path for path in found if path.name[11:].isdecimal()}
-    if not directories:
-        raise InputError(
-            f"{run}: holds no saved generation; name a run of main.py that has finished one"
-        )
-    return dict(sorted(directories.items()))
-
-
-def chosen_generation(run: Path, number: int | None, name: str) -> tuple[int, Path]:
-    """Number and directory of a generation, the last by default; InputError names the option."""
-    saved = generations(run)
-    m = max(saved) if number is None else number
-    if m not in saved:
-        raise InputError(f"{name} {m} is not in {run}; it holds {', '.join(map(str, saved))}")
-    return m, saved[m]
-
-
-def load_generation(
-    setup: Setup, directory: Path, m: int, device: torch.device
-) -> tuple[Sigma, Twist]:
-    """Sigma as p^(m) sees it, and psi^(m) packed; InputError names the file that does not fit.
-
-    The potential is phi^(m) (eq. 8), which is phi itself at m = 0.
-    """
-    twist, model = load_twist(directory, device), None
+def load_generation(setup: Setup, path: Path, m: int, device: torch.device) -> tuple[Sigma, Twist]:
+    """Sigma as p^(m) sees it (eq. 8), and psi^(m) packed; InputError names a file at fault."""
+    twist = load_twist(path, device)
+    model = setup.model
     if m > 0:
-        model = tinystories.load(directory, device)[0].to(setup.model.wte.weight.dtype)
-    sizes = (model or setup.model).config
-    if (twist.width, twist.vocab_size) != (sizes.hidden_size, sizes.vocab_size):
-        path = directory / FILE
-        raise InputError(f"{path}: belongs to another language model; restore the run's own")
-    return setup.sigma(model), pack(twist)
+        model = tinystories.load(path, device)[0].to(setup.model.wte.weight.dtype)
+    if (twist.width, twist.vocab_size) != (model.config.hidden_size, model.config.vocab_size):
+        raise InputError(f"{path / FILE}: fits another language model; restore the run's own")
+    return setup.sigma(model if m > 0 else None), pack(twist)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Drawn:
     """What R runs of K particles have given: weighted texts, and an estimate of the evidence."""
 
@@ -130,43 +94,13 @@ class Drawn:
     def distinct(self) -> list[dict]:
         """A row for each distinct text, heaviest first; `particles` counts those that carry it."""
         rows = {}
-        numbers = self.log_weights.exp().tolist(), self.log_phi.tolist(), self.score.tolist()
-        for text, weight, log_phi, score in zip(self.texts, *numbers, strict=True):
-            new = {"text": text, "weight": 0.0, "particles": 0, "log_phi": log_phi, "score": score}
-            row = rows.setdefault(text, new)
-            row["weight"] += weight
+        weights = self.log_weights.exp().tolist()
+        for k, text in enumerate(self.texts):
+            own = {"log_phi": self.log_phi[k].item(), "score": self.score[k].item()}
+            row = rows.setdefault(text, {"text": text, "weight": 0.0, "particles": 0} | own)
+            row["weight"] += weights[k]
             row["particles"] += 1
-        return sorted(rows.values(), key=itemgetter("weight"), reverse=True)
-
-
-def with_options(config: RunConfig, **changes) -> RunConfig:
-    """The options of a run with some of them changed; InputError names one that is out of range."""
-    return build(dataclasses.asdict(config) | changes)
-
-
-def draw(config: RunConfig, setup: Setup, m: int, directory: Path, runs: int) -> Drawn:
-    """R = runs populations of K = config.particles from the pair of generation m in `directory`.
-
-    Equal options give equal texts. InputError for a number of runs that is not positive.
-    """
-    check("--runs", runs, low=1)
-    sigma, twist = load_generation(setup, directory, m, config.torch_device())
-    trace = Trace()
-
-    def draw_chunk(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        observed = config.rule() | {"observer": None if trace.steps else trace}
-        population = tsmc(
-            sigma.model, twist, sigma.log_potential, config.particles, generator, size, **observed
-        )
-        return vars(population)
-
-    streams = config.streams("sample", m, config.prompt)
-    population = Population(**in_chunks(draw_chunk, runs, config.rows // config.particles, streams))
-    tokens = population.tokens.flatten(0, 1)  # [R K, T]
-    texts = setup.potential.texts(tokens)
-    log_phi, score = setup.potential(tokens), each_once(setup.log_toxicity, texts).exp()
-    shares, log_z_hat = population.shares().flatten(), population.log_mean_z()
-    return Drawn(texts, log_phi, score, shares.log(), log_z_hat, population, trace)
+        return sorted(rows.values(), key=lambda row: row["weight"], reverse=True)
 
 
 class TrainedRun:
@@ -175,20 +109,52 @@ class TrainedRun:
     def __init__(self, directory: str | Path, generation: int | None = None, device: str = "auto"):
         """The last generation unless another is named; InputError names what is missing."""
         run = Path(directory)
-        self.config = with_options(saved_config(run), device=device)
-        self.generation, self.directory = chosen_generation(run, generation, "generation")
+        found = [path.parent for path in run.glob(f"generation-*/{FILE}")]
+        saved = {int(path.name[11:]): path for path in found if path.name[11:].isdecimal()}
+        if not saved:
+            raise InputError(f"{run}: holds no saved generation; name a run that has finished one")
+        self.generation = max(saved) if generation is None else generation
+        if self.generation not in saved:
+            there = listed(map(str, saved))
+            raise InputError(f"generation {self.generation} is not in {run}; it holds {there}")
+        self.path = saved[self.generation]
+        self.config = dataclasses.replace(saved_config(run), device=device)
+
+    def options(self, **changes) -> RunConfig:
+        """The options of the run, with those changed that are not None."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        return build(dataclasses.asdict(self.config) | given)
+
+    def draw(self, config: RunConfig, setup: Setup, runs: int) -> Drawn:
+        """R = runs populations of K = config.particles; equal options give equal texts."""
+        sigma, twist = load_generation(setup, self.path, self.generation, config.torch_device())
+        trace = Trace()
+        particles = config.particles
+
+        def draw_chunk(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+            rule = config.rule() | {"observer": None if trace.steps else trace}
+            model = sigma.model
+            return vars(tsmc(model, twist, sigma.log_potential, particles, generator, size, **rule))
+
+        streams = config.streams("sample", self.generation, config.prompt)
+        population = Population(**in_chunks(draw_chunk, runs, config.rows // particles, streams))
+        tokens = population.tokens.flatten(0, 1)  # [R K, T]
+        texts = setup.potential.texts(tokens)
+        log_phi = setup.potential(tokens)
+        score = each_once(setup.log_toxicity, texts).exp()
+        log_weights = population.shares().flatten().log()
+        return Drawn(texts, log_phi, score, log_weights, population.log_mean_z(), population, trace)
 
     def sample(
         self, prompt: str = "", particles: int = 50, runs: int = 8, length: int = 0, seed: int = 0
     ) -> Drawn:
-        """R = runs populations of K = particles texts, resampled as the run was.
+        """R = runs populations of K = particles texts; prompt and length are the run's by default.
 
-        An empty prompt and length 0 stand for the run's own. InputError for options out of range
-        and where all weights of all runs are zero.
+        InputError for options out of range and where all weights of all runs are zero.
         """
-        own = {"prompt": prompt or self.config.prompt, "length": length or self.config.length}
-        config = with_options(self.config, particles=particles, seed=seed, **own)
-        drawn = draw(config, load_setup(config), self.generation, self.directory, runs)
+        own = {"prompt": prompt or None, "length": length or None}
+        config = self.options(particles=particles, seed=seed, **own)
+        drawn = self.draw(config, load_setup(config), runs)
         require_alive(drawn.population)
         return drawn
 

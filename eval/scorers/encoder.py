@@ -205,7 +205,8 @@ def load_scorer(kind: type, path: Path, device: str | torch.device) -> tuple[nn.
         inner = name.removeprefix(f"{family}.")
         if not inner.startswith(UNUSED):
             renamed[inner if inner in wanted else f"{family}.{inner}"] = tensor
-    checkpoint.fill(model, renamed, source)
+    with checkpoint.reading(source, "does not fit the network", "use the files of one checkpoint"):
+        checkpoint.fill(model, renamed)
     tokenizer = read_tokenizer(path, model.config.vocab_size)
     if not 0 < tokenizer.num_special_tokens_to_add(False) < model.max_tokens:
         fault = "must add special tokens to a text and leave room for it in max_position_embeddings"

@@ -1,8 +1,7 @@
 """The data of `docs/explainer.html`: `python -m eval.viewer.explainer` replaces it inside the page.
 
-The page holds the world of `docs/tiny.py` as JSON, and runs the sampler in the browser. The random
-log p^(0) is rounded first, then Algorithm 1 of `docs/tiny.py` runs on it. N prefixes can grow, V
-letters, T steps; the page gets of each generation m
+The page runs the sampler in the world of `docs/tiny.py`, whose random log p^(0) is rounded before
+Algorithm 1 runs on it. N prefixes can grow, V letters, T steps. It gets of each generation m
 
     rows     the prefixes whose row of p^(m) differs from that of p^(m-1); null for all prefixes
     log_p    one character for each log p^(m)(s_t | s_{1:t-1}) of these rows: its index in ALPHABET
@@ -25,7 +24,6 @@ from tinystories.checkpoint import write_text
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "explainer.html"
 BEGIN = '<script type="application/json" id="data">\n'
-END = "\n</script>"
 ALPHABET = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+-"
 SCALE = 8
 
@@ -42,49 +40,39 @@ def rounded(log_p: Tensor) -> Tensor:
     return (-SCALE * log_p).round().long().clamp(max=len(ALPHABET) - 1)
 
 
-def generation_data(
-    tiny: ModuleType, codes: Tensor, before: Tensor | None, log_psi: Tensor
-) -> dict:
-    """One generation: rows of codes [N, V] that changed since `before`, and its twist [S]."""
-    rows = None
-    if before is not None:
-        rows = (codes != before).any(1).nonzero()[:, 0].tolist()
-        codes = codes[rows]
-    twist = []
-    for t, block in enumerate(tiny.children(log_psi).split(tiny.COUNTS[:-1])):  # [V^t, V]
-        some = block[: tiny.V if t else 1]  # the first V prefixes end in the V letters
-        twist.append([[round(value, 3) for value in row] for row in some.tolist()])
-    text = "".join(ALPHABET[code] for code in codes.flatten().tolist())
-    return {"rows": rows, "log_p": text, "log_psi": twist}
-
-
-def world_data(seed: int = 0) -> dict:
+def world_data() -> dict:
     """The world of `docs/tiny.py` and all generations of Algorithm 1 in it."""
     tiny = load_tiny()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=generator)
-    codes = rounded(logits.log_softmax(-1))
+    codes = rounded(logits.log_softmax(-1))  # [N, V]
     words = torch.tensor(list(itertools.product(range(tiny.V), repeat=tiny.T)))  # [V^T, T]
     broken = (words != words.flip(1)).sum(1).double() / 2  # each pair is counted twice
     algorithm = tiny.self_distilled_tsmc(-codes.double() / SCALE, -tiny.BETA * broken, generator)
-    before = None
     generations = []
-    for log_p, log_psi, *_ in algorithm:
-        if before is not None:
+    for m, (log_p, log_psi, *_) in enumerate(algorithm):
+        rows = None
+        listed = codes
+        if m > 0:
+            before = codes
             codes = rounded(tiny.children(log_p))
-        generations.append(generation_data(tiny, codes, before, log_psi))
-        before = codes
+            rows = (codes != before).any(1).nonzero()[:, 0].tolist()
+            listed = codes[rows]
+        text = "".join(ALPHABET[code] for code in listed.flatten().tolist())
+        twist = []
+        for t, block in enumerate(tiny.children(log_psi).split(tiny.COUNTS[:-1])):  # [V^t, V]
+            some = block[: tiny.V if t > 0 else 1]  # the first V prefixes end in the V letters
+            twist.append(some.round(decimals=3).tolist())
+        generations.append({"rows": rows, "log_p": text, "log_psi": twist})
     about = {"letters": tiny.V, "length": tiny.T, "beta": tiny.BETA}
     return about | {"alphabet": ALPHABET, "scale": SCALE, "generations": generations}
 
 
 def page(data: dict) -> str:
-    """The page with this data."""
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return before + BEGIN + text + END + rest.split(END, 1)[1]
+    return before + BEGIN + text + rest[rest.index("\n</script>") :]
 
 
 if __name__ == "__main__":
     write_text(PAGE, page(world_data()))
-    print(f"wrote {PAGE}")

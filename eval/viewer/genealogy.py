@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from eval.run.trained import Drawn
-from tsmc import Trace
 from tsmc.resampling import normalise
+from tsmc.trace import FIELDS
 
 TEMPLATE = Path(__file__).with_name("genealogy.html")
-QUARTILES = (0, 0.25, 0.5, 0.75, 1)
 
 
 def rounded(value: Any, digits: int = 2) -> Any:
@@ -41,15 +39,15 @@ def rounded(value: Any, digits: int = 2) -> Any:
     return value
 
 
-def merge_identical(trace: Trace, tokenizer: Tokenizer) -> tuple[list[list[tuple]], Tensor]:
-    """The nodes of every step, and a particle of each node of the last step [D]."""
-    tokens = trace.tokens[:, 0].cpu()  # [T, K]
-    weights = normalise(trace.log_weights[:, 0].cpu().double())  # [T, K]
-    lineages = trace.lineages()[:, 0].cpu()  # [T, K]
-    parent = torch.zeros_like(tokens[0])  # [K]
+def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
+    """What the page shows of the first run of one generation."""
+    first = {name: getattr(drawn.trace, name)[:, 0].cpu() for name in FIELDS}  # [T] or [T, K]
+    weights = normalise(first["log_weights"].double())  # [T, K]
+    lineages = drawn.trace.lineages()[:, 0].cpu()  # [T, K]
+    parent = torch.zeros_like(lineages[0])  # [K]
     steps = []
-    for t in range(len(tokens)):
-        prefixes = torch.stack([parent, tokens[t]], -1)  # [K, 2]
+    for t, tokens in enumerate(first["tokens"]):
+        prefixes = torch.stack([parent, tokens], -1)  # [K, 2]
         pairs, node, count = prefixes.unique(dim=0, return_inverse=True, return_counts=True)
         member = torch.empty_like(count).scatter(0, node, torch.arange(len(node)))  # [D]
         share = torch.zeros(len(pairs), dtype=torch.float64).index_add(0, node, weights[t])  # [D]
@@ -57,31 +55,24 @@ def merge_identical(trace: Trace, tokenizer: Tokenizer) -> tuple[list[list[tuple
             pairs[:, 0].tolist(),
             tokenizer.decode_batch(pairs[:, 1:].tolist(), skip_special_tokens=False),
             count.tolist(),
-            rounded(trace.log_psi[t, 0].cpu()[member].tolist()),
-            rounded(trace.log_w[t, 0].cpu()[member].tolist()),
+            rounded(first["log_psi"][t, member].tolist()),
+            rounded(first["log_w"][t, member].tolist()),
             rounded(share.tolist(), 5),
             node[lineages[t]].bincount(minlength=len(pairs)).tolist(),
             strict=True,
         )
         steps.append(list(nodes))
-        parent = node[trace.ancestors[t, 0].cpu()]
-    return steps, member
-
-
-def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
-    """What the page shows of the first run of one generation."""
-    trace = drawn.trace
-    nodes, member = merge_identical(trace, tokenizer)
-    log_w = trace.log_w[:, 0].sort().values  # [T, K]
-    ranks = [round(share * (log_w.shape[1] - 1)) for share in QUARTILES]
+        parent = node[first["ancestors"][t]]
+    log_w = first["log_w"].sort().values  # [T, K]
+    ranks = [round(share * (len(parent) - 1)) for share in (0, 0.25, 0.5, 0.75, 1)]
     return {
-        "nodes": nodes,
+        "nodes": steps,
         "log_phi": rounded(drawn.log_phi[member].tolist()),  # of the nodes of the last step
         "score": rounded(drawn.score[member].tolist(), 3),
         "log_w": rounded(log_w[:, ranks].tolist()),
-        "ess": rounded(trace.ess[:, 0].tolist()),
-        "log_z_hat": rounded(trace.log_z[:, 0].tolist(), 3),
-        "continued": [len(set(step)) for step in trace.ancestors[:, 0].tolist()],
+        "ess": rounded(first["ess"].tolist()),
+        "log_z_hat": rounded(first["log_z"].tolist(), 3),
+        "continued": [len(set(step)) for step in first["ancestors"].tolist()],
     }
 
 

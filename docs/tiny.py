@@ -1,29 +1,33 @@
-"""Self-distilled twisted SMC in one file: Algorithm 1 of arXiv:2507.02315 in a world where every answer is known.
+"""Self-distilled twisted SMC in one file: Algorithm 1 of arXiv:2507.02315 in an enumerable world.
 
-A language model p, whose tokens are the letters a to d, writes words of eight. We want its palindromes, which are rare:
+A language model p, whose tokens are the letters a to d, writes words of eight. We want its
+palindromes, which are rare:
 
-    sigma(s) = p(s) phi(s) / Z_sigma        log phi(s) = -BETA * (mirrored pairs of letters in s that differ)
+    sigma(s) = p(s) phi(s) / Z_sigma,    log phi(s) = -BETA * (mirrored pairs of s that differ)
 
-Only its end shows whether a word is a palindrome, so a sampler must look ahead: that is the job of the twist psi. Ours
-is light, it sees the position and the letter before. And at first it starves: few of the words that it learns from
-please phi. So the words that twisted SMC finds teach the next language model, with which the next twist starves less:
+Only its end shows whether a word is a palindrome, so a sampler must look ahead: that is the job of
+the twist psi. Ours is light, it sees the position and the letter before. And at first it starves:
+few of the words that it learns from please phi. So the words that twisted SMC finds teach the next
+language model, with which the next twist starves less:
 
     psi^(0) <- CTL on p^(0)                                                   line 1 of Algorithm 1
     for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
                     psi^(m) <- CTL on p^(m), against the same sigma           line 4
 
-V letters, T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty one, and prefix n followed by
-letter v is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts all, and the last V^T are the whole words.
+V letters, T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty one, and
+prefix n followed by letter v is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts all, and
+the last V^T are the whole words.
 
     logits     [N, V]    a language model: one row for each prefix that can grow
     log_p      [S]       log p(s_t | s_{1:t-1}), and log_q alike; 0 for the empty prefix
     log_psi    [S]       log psi(s_{1:t}); 0 for the empty prefix
     log_phi    [V^T]     the potential of the whole words
 
-`python docs/tiny.py` takes a few seconds; a seed may follow. In the table KL(sigma||q) falls with every generation. It
-stands beside its estimate from 1000 exact samples. From first to last log Z-hat rises and spreads less over the runs,
-and more words of a batch count in twist learning (ESS). log Z-hat ends a little low even where it hardly spreads: it
-knows nothing of words that q hardly ever writes, while the exact KL does. Last comes sigma itself, by enumeration.
+`python docs/tiny.py` takes a few seconds; a seed may follow. In the table KL(sigma||q) falls with
+every generation. It stands beside its estimate from 1000 exact samples. From first to last log
+Z-hat rises and spreads less over the runs, and more words of a batch count in twist learning (ESS).
+log Z-hat ends a little low even where it hardly spreads: it knows nothing of words that q hardly
+ever writes, while the exact KL does. Last comes sigma itself, by enumeration.
 """
 
 import itertools
@@ -71,26 +75,26 @@ def enumerate_target(log_p, log_phi):
 
 
 def intermediate_targets(log_p, log_psi):
-    """eq. 4: log p(s_{1:t}) psi(s_{1:t}) [S]; normalised over the prefixes of one length t it is log pi_t."""
+    """eq. 4: log p(s_{1:t}) psi(s_{1:t}) [S]; normalised over all s_{1:t}, it is log pi_t."""
     return joint(log_p) + log_psi
 
 
 def proposal(log_p, log_psi):
-    """q_t(s_t), proportional to p(s_t | s_{1:t-1}) psi(s_{1:t}): log q_t [S] and its log normaliser [N]."""
+    """q_t(s_t), proportional to p(s_t | s_{1:t-1}) psi(s_{1:t}): log q_t [S], normaliser [N]."""
     tilted = children(log_p + log_psi)  # [N, V]
     log_normaliser = tilted.logsumexp(-1)  # [N]
     return by_prefix(tilted - log_normaliser[:, None]), log_normaliser
 
 
 def extend(prefixes, log_q, generator):
-    """Prefixes s_{1:t-1} [...] grow by a letter s_t ~ q_t each. The largest of logits + Gumbel noise is such a draw."""
+    """Prefixes [...] grow by a letter s_t ~ q_t each: the largest of logits + Gumbel noise."""
     logits = children(log_q)[prefixes]  # [..., V]
     gumbel = -torch.empty_like(logits).exponential_(generator=generator).log()
     return prefixes * V + 1 + (logits + gumbel).argmax(-1)
 
 
 def tsmc(log_p, log_psi, log_phi, runs, particles, generator):
-    """Twisted SMC: equally weighted words [R, K] and log Z-hat [R]; E[Z-hat] = Z_sigma, however bad psi is."""
+    """Twisted SMC: words [R, K] of equal weight, log Z-hat [R]; E[Z-hat] = Z_sigma for any psi."""
     log_q, log_normaliser = proposal(log_p, log_psi)
     prefixes = torch.zeros(runs, particles, dtype=torch.long)  # all that a particle owns
     log_z = log_p.new_zeros(runs)
@@ -101,31 +105,36 @@ def tsmc(log_p, log_psi, log_phi, runs, particles, generator):
         if t < T:
             log_weights = log_normaliser[parents] - log_psi[parents]  # [R, K]
         else:
-            # The paper prints a sum over s_T, which would ask for phi of every last letter. Here s_T has been drawn,
-            # with psi in phi's place, and the weight makes up for it: p phi / q of that one letter.
+            # The paper prints a sum over s_T, which needs phi of every last letter. Here s_T has
+            # been drawn with psi in place of phi, and the weight corrects it: p phi / q.
             log_weights = (log_p - log_q)[prefixes] + log_phi[prefixes - N] - log_psi[parents]
         log_z = log_z + log_weights.logsumexp(-1) - math.log(particles)
         # 3. resample
-        ancestors = torch.multinomial(log_weights.softmax(-1), particles, replacement=True, generator=generator)
+        ancestors = torch.multinomial(
+            log_weights.softmax(-1), particles, replacement=True, generator=generator
+        )
         prefixes = prefixes.gather(1, ancestors)
     return prefixes, log_z
 
 
 def ctl_loss(log_sigma, log_p, log_psi):
-    """eq. 5: the sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})), exactly; to look at, not to learn from."""
-    pairs = zip(log_sigma.split(COUNTS)[1:], intermediate_targets(log_p, log_psi).split(COUNTS)[1:], strict=True)
+    """eq. 5: the sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})), exactly; only for the table."""
+    log_pi = intermediate_targets(log_p, log_psi)
+    pairs = zip(log_sigma.split(COUNTS)[1:], log_pi.split(COUNTS)[1:], strict=True)
     return sum((log_s.exp() * (log_s - log_pi.log_softmax(0))).sum() for log_s, log_pi in pairs)
 
 
 def ctl_gradient(log_p, log_psi, log_phi, batch_size, generator):
-    """eq. 6: the negative gradient for log psi [S], from K words drawn i.i.d. from q; and the ESS of the positives."""
+    """eq. 6: the negative gradient for log psi [S] from K words of q, and the ESS of positives."""
     log_q, _ = proposal(log_p, log_psi)
     prefixes = torch.zeros(batch_size, 1, dtype=torch.long)
     for _ in range(T):  # without resampling: the weights below are those of plain draws from q
         prefixes = torch.cat([prefixes, extend(prefixes[:, -1:], log_q, generator)], 1)
     prefixes = prefixes[:, 1:]  # [K, T]
     log_ratio = (log_p - log_q)[prefixes].cumsum(1)  # [K, T] log p(s_{1:t}) / q(s_{1:t})
-    positive = (log_ratio[:, -1] + log_phi[prefixes[:, -1] - N]).softmax(0)  # [K] sigma / q, for whole words
+    positive = (log_ratio[:, -1] + log_phi[prefixes[:, -1] - N]).softmax(
+        0
+    )  # [K] sigma / q, for whole words
     negative = (log_ratio + log_psi[prefixes]).softmax(0)  # [K, T] pi_t / q, for every t its own
     coefficients = positive[:, None] - negative  # [K, T]
     gradient = torch.zeros_like(log_psi).index_add(0, prefixes.flatten(), coefficients.flatten())
@@ -134,36 +143,42 @@ def ctl_gradient(log_p, log_psi, log_phi, batch_size, generator):
 
 
 def learn_twist(log_p, log_phi, generator):
-    """CTL: log psi(s_{1:t}) = theta[t, s_{t-1}, s_t] climbs eq. 6 from psi = 1; log psi [S] and the mean ESS."""
+    """CTL: log psi(s_{1:t}) = theta[t, s_{t-1}, s_t] climbs eq. 6; log psi [S] and the mean ESS."""
     step = torch.arange(T).repeat_interleave(torch.tensor(COUNTS[:-1]))  # [N]
-    context = step * V + (torch.arange(N) - 1) % V  # [N] the step and the letter before, all that the twist sees
+    context = (
+        step * V + (torch.arange(N) - 1) % V
+    )  # [N] the step and the letter before, all that the twist sees
     theta, ess = log_p.new_zeros(T * V, V), 0.0
     for _ in range(TWIST_STEPS):
-        gradient, ess_of_batch = ctl_gradient(log_p, by_prefix(theta[context]), log_phi, BATCH, generator)
+        gradient, ess_of_batch = ctl_gradient(
+            log_p, by_prefix(theta[context]), log_phi, BATCH, generator
+        )
         theta = theta.index_add(0, context, TWIST_RATE * children(gradient))
         ess += ess_of_batch / TWIST_STEPS
     return by_prefix(theta[context]), ess
 
 
 def distil(logits, words):
-    """eq. 7: from p^(m-1) uphill in the mean log likelihood of TSMC's words [R, K]; logits [N, V]."""
+    """eq. 7: from p^(m-1) uphill in the mean log likelihood of words [R, K]; logits [N, V]."""
     prefixes, share = words.flatten(), logits.new_zeros(1 + N * V)
     for _ in range(T):
         share += torch.bincount(prefixes, minlength=len(share))  # [S] words with this prefix
         prefixes = (prefixes - 1) // V  # one letter shorter
     share = children(share) / words.numel()  # [N, V]
-    for _ in range(MODEL_STEPS):  # rows that few words pass through hardly move, which is all the regularisation
+    for _ in range(
+        MODEL_STEPS
+    ):  # rows that few words pass through hardly move, which is all the regularisation
         logits = logits + MODEL_RATE * (share - share.sum(-1, keepdim=True) * logits.softmax(-1))
     return logits
 
 
 def effective_potential(log_p_base, log_phi, log_p):
-    """eq. 8: log phi^(m) = log p^(0) + log phi - log p^(m) [V^T]; p^(m) phi^(m) = p^(0) phi, so sigma stays."""
+    """eq. 8: log phi^(m) = log p^(0) + log phi - log p^(m) [V^T], which keeps sigma as it is."""
     return joint(log_p_base)[N:] + log_phi - joint(log_p)[N:]
 
 
 def self_distilled_tsmc(logits, log_phi, generator):
-    """Algorithm 1; of each generation log p^(m), log psi^(m), the mean ESS of CTL, words and log Z-hat of TSMC."""
+    """Algorithm 1; yields log p^(m), log psi^(m), the mean ESS, words and log Z-hat."""
     log_p_base, words = language_model(logits), None
     for m in range(GENERATIONS + 1):
         logits = distil(logits, words) if m > 0 else logits  # line 3
@@ -183,14 +198,19 @@ def main(seed=0):
     log_phi = -BETA * torch.tensor(differing, dtype=torch.float64)  # [V^T]
     log_sigma, log_z_sigma = enumerate_target(language_model(logits), log_phi)
     sigma = log_sigma[N:].exp()  # [V^T]
-    exact = N + torch.multinomial(sigma, 1000, replacement=True, generator=generator)  # exact samples of sigma
-    print("    m  CTL loss  KL(sigma||q)  estimated  log Z-hat  spread    ESS  palindromes  three words of one run")
+    draws = torch.multinomial(sigma, 1000, replacement=True, generator=generator)
+    exact = N + draws  # exact samples of sigma
+    heading = "    m  CTL loss  KL(sigma||q)  estimated  log Z-hat  spread    ESS  palindromes"
+    print(f"{heading}  three words of one run")
     line = "{:>5}  {:8.2f}  {:12.2f}  {:9.2f}  {:9.2f}  {:6.2f}  {:5.1f}  {:11.0%}  {} {} {}"
-    for m, (log_p, log_psi, ess, samples, log_z) in enumerate(self_distilled_tsmc(logits, log_phi, generator)):
+    generations = self_distilled_tsmc(logits, log_phi, generator)
+    for m, (log_p, log_psi, ess, samples, log_z) in enumerate(generations):
         loss = ctl_loss(log_sigma, log_p, log_psi)
-        gap = log_sigma - joint(proposal(log_p, log_psi)[0])  # [S] for whole words log p^(0) phi - log Z_sigma - log q
+        log_q, _ = proposal(log_p, log_psi)
+        gap = log_sigma - joint(log_q)  # [S] for whole words log p^(0) phi - log Z_sigma - log q
         kl, estimated = (sigma * gap[N:]).sum(), gap[exact].mean()
-        share, three = (log_phi[samples - N] == 0).double().mean(), [words[n - N] for n in samples[0, :3]]
+        share = (log_phi[samples - N] == 0).double().mean()
+        three = [words[n - N] for n in samples[0, :3]]
         print(line.format(m, loss, kl, estimated, log_z.mean(), log_z.std(), ess, share, *three))
     share, three = sigma[log_phi == 0].sum(), [words[n - N] for n in exact[:3]]
     print(line.format("sigma", 0, 0, 0, log_z_sigma, 0, BATCH, share, *three))

@@ -1,4 +1,4 @@
-"""What is made with the method: runs, scores, the study, pages, benchmarks, the pocket checkpoints."""
+"""What is made with the method: runs, scores, the study, pages, benchmarks, pocket checkpoints."""
 
 from eval.run.trained import load_run
 

@@ -3,9 +3,7 @@
 import itertools
 import math
 import random
-import shutil
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +19,6 @@ from eval.scorers import similarity as encoder
 from eval.scorers import toxicity as classifier
 from eval.scorers.encoder import EncoderConfig, Runner
 from tinystories.checkpoint import read_json
-from tsmc import sample_proposal
-from tsmc.rejection import log_mean_with_error
 
 NAMES = ("Lily", "Tim", "Sue", "Ben", "Mia", "Max")
 THINGS = ("blue bird", "red ball", "small dog", "loud drum", "wet hat", "old tree", "green frog")
@@ -36,70 +32,66 @@ STORIES = [lm.PROMPT + STORY.format(*pair) for pair in itertools.product(NAMES, 
 UNSEEN = STORIES[36:]
 
 
-def write_data(path: Path) -> None:
-    """Stories, labelled rows, and a random sentence encoder as the teacher."""
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_encoder(tokenizer, width: int) -> encoder.SentenceEncoder:
+    torch.manual_seed(0)
+    config = EncoderConfig(tokenizer.get_vocab_size(), width, 1, 2, 32, 40, 2)
+    return encoder.SentenceEncoder(config)
+
+
+def run(command: str, *changes: object) -> None:
+    """A command at a tiny size, in the directory of the data, with changed options."""
+    stories = "--stories stories --heldout heldout"
+    sizes = "--width 16 --layers 2 --heads 2"
+    options = {
+        "lm": f"{stories} {sizes} --vocab-size 330 --window 8 --context 48 --rows 8 --steps 60"
+        " --peak 0.02",
+        "toxicity": "--labelled rows --stories stories --heldout rows --lm lm --vocab-size 330"
+        " --steps 12 --batch-size 8 --samples 40 --hard-samples 5 --calibration-samples 300"
+        " --fresh-samples 50",
+        "similarity": f"{stories} {sizes} --teacher teacher --validation 6 --vocab-size 150"
+        " --positions 32 --openings 40 --rows 8 --steps 5",
+        "target": "--lm lm --toxicity-model toxicity --beta 0.5 --length 6 --proposals 500",
+    }
+    main([command, *options[command].split(), "--out", command, *map(str, changes)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(tmp_path_factory):
+    """The current directory has the data and what the four commands make of it."""
+    path = tmp_path_factory.mktemp("pocket")
     for name, stories in (("stories", STORIES[:30]), ("heldout", UNSEEN)):
         (path / name).write_text("".join(f"{text}\n<|endoftext|>\n" for text in stories))
     rows = ["text,label", '"Only kind words here.",0']
     for label, texts in ((1, UNKIND), (0, KIND)):
         rows += [f'"{text}, {name}.",{label}' for text, name in itertools.product(texts, NAMES)]
     (path / "rows").write_text("\n".join(rows) + "\n")
+    (path / "empty").write_text("")
     tokenizer = similarity.train_tokenizer(STORIES, 150)
     encoder.save(path / "teacher", random_encoder(tokenizer, 24), tokenizer)
-
-
-def random_encoder(tokenizer, width: int) -> encoder.SentenceEncoder:
-    config = EncoderConfig(tokenizer.get_vocab_size(), width, 1, 2, 32, 40, 2)
-    model, source = encoder.SentenceEncoder(config), torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data = 0.3 * torch.randn(parameter.shape, generator=source)
-    return model
-
-
-def line_of(path: Path, command: str, *changes: object) -> list[str]:
-    """The arguments of a command at a tiny size."""
-    stories = f"--stories {path}/stories --heldout {path}/heldout --width 16 --layers 2 --heads 2"
-    lines = {
-        "lm": f"{stories} --vocab-size 330 --window 8 --context 48 --rows 8 --steps 60 --peak 0.02",
-        "toxicity": f"--labelled {path}/rows --stories {path}/stories --heldout {path}/rows"
-        f" --lm {path}/lm --vocab-size 330 --steps 12 --batch-size 8 --samples 40 --hard-samples 5"
-        " --calibration-samples 300 --fresh-samples 50",
-        "similarity": f"{stories} --teacher {path}/teacher --validation 6 --vocab-size 150"
-        " --positions 32 --openings 40 --rows 8 --steps 5",
-        "target": f"--lm {path}/lm --toxicity-model {path}/toxicity --beta 0.5 --length 6"
-        " --proposals 500",
-    }
-    return [command, *lines[command].split(), "--out", str(path / command), *map(str, changes)]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A directory with all data, and with what the four commands make of it."""
-    path = tmp_path_factory.mktemp("pocket")
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
         patch.setattr(lm, "CHUNK", 100)
-        write_data(path)
         for command in ("lm", "toxicity", "similarity", "target"):
-            main(line_of(path, command))
+            run(command)
         yield path
-
-
-def figures(path: Path, command: str) -> dict:
-    return read_json(path / command / "figures.json")
 
 
 @pytest.mark.parametrize("command", ["lm", "similarity", "target"])
 def test_a_seed_gives_one_checkpoint(world, tmp_path, command):
     name = "samples.safetensors" if command == "target" else "model.safetensors"
     for seed in (0, 1):
-        main(line_of(world, command, "--out", tmp_path / str(seed), "--seed", seed))
+        run(command, "--out", tmp_path / str(seed), "--seed", seed)
     paths = (world / command, tmp_path / "0", tmp_path / "1")
     made = [(path / name).read_bytes() for path in paths]
     assert made[0] == made[1] != made[2]
 
 
 def test_the_language_model_learns_and_its_perplexity_is_that_of_the_held_out_stories(world):
-    model, tokenizer = tinystories.load(world / "lm")
+    model, tokenizer = tinystories.load("lm")
     assert model.config.attention_layers == ("global", "local")
     total, tokens = 0.0, 0
     for text in UNSEEN:
@@ -109,14 +101,14 @@ def test_the_language_model_learns_and_its_perplexity_is_that_of_the_held_out_st
             start = 0 if place <= 48 else (place - 1) // 24 * 24 - 24
             total -= model(ids[None, start:place])[0, -1].log_softmax(-1)[ids[place]].item()
             tokens += 1
-    words, made = sum(len(text.split()) for text in UNSEEN), figures(world, "lm")
+    words, made = sum(len(text.split()) for text in UNSEEN), read_json(world / "lm/figures.json")
     assert made["perplexity_per_token"] == pytest.approx(math.exp(total / tokens), rel=1e-3)
     assert made["perplexity_per_word"] == pytest.approx(math.exp(total / words), rel=1e-3)
     assert made["perplexity_per_token"] < model.config.vocab_size**0.7
 
 
 def test_calibration_meets_both_means():
-    logits = 3 + 2 * torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    logits = 3 + 2 * torch.randn(20_000, generator=seeded(0))
     scale, bias = toxicity.calibration(logits)
     p_toxic = torch.sigmoid(-(scale * logits.double() + bias))
     assert p_toxic.mean().item() == pytest.approx(0.010, rel=1e-6)
@@ -124,43 +116,33 @@ def test_calibration_meets_both_means():
 
 
 def test_the_classifier_is_calibrated_and_measured(world):
-    scorer = classifier.ToxicityScorer(*classifier.load(world / "toxicity"))
-    made, rows = figures(world, "toxicity"), toxicity.read_labelled(world / "rows")
-    texts = lm.sample_texts(world / "lm", 400, torch.Generator().manual_seed(0))
-    calibrated_on = scorer(texts[100:]).exp()  # behind the chunk that it was trained on
+    scorer = classifier.ToxicityScorer(*classifier.load("toxicity"))
+    rows, made = toxicity.read_labelled(world / "rows"), read_json(world / "toxicity/figures.json")
+    calibrated_on = scorer(lm.sample_texts("lm", 400, seeded(0))[100:]).exp()  # the second chunk
     assert calibrated_on.mean().item() == pytest.approx(0.010, rel=0.15)  # float16 weights
-    fresh = scorer(lm.sample_texts(world / "lm", 50, torch.Generator().manual_seed(1))).exp()
-    for name, power in (("mean_toxicity", 1), ("acceptance_beta_10", 10)):
-        assert made[name] == pytest.approx(fresh.double().pow(power).mean().item(), rel=1e-2)
-    scores = [(score.item(), label) for (text, label) in rows for score in scorer([text])]
-    toxic, other = ([score for score, label in scores if label == wanted] for wanted in (1, 0))
-    pairs = [(t > o) + 0.5 * (t == o) for t in toxic for o in other]
+    fresh = scorer(lm.sample_texts("lm", 50, seeded(1))).double().exp()
+    assert made["mean_toxicity"] == pytest.approx(fresh.mean().item(), rel=1e-2)
+    assert made["acceptance_beta_10"] == pytest.approx(fresh.pow(10).mean().item(), rel=1e-2)
+    toxic, other = (scorer([text for text, is_toxic in rows if is_toxic == n]) for n in (1, 0))
+    pairs = [(t > o) + 0.5 * (t == o) for t in toxic.tolist() for o in other.tolist()]
     assert made["auc"] == pytest.approx(sum(pairs) / len(pairs), abs=0.01)
 
 
-def draw(count: int, hard: list[str]) -> list[tuple[str, float]]:
-    rows = [
-        (f"{name}{n} words", label)
-        for n in range(3)
-        for name, label in (("toxic", 1), ("clean", 0))
-    ]
-    samples, stories = ["a sample of eight words or so, yes"], toxicity.without_flagged(STORIES)
-    stream = toxicity.draw_texts(random.Random(0), rows, stories, samples, hard)
-    return list(itertools.islice(stream, count))
-
-
 def test_the_texts_are_labelled_and_hard_samples_are_preferred():
-    drawn = draw(3000, [])
+    rows = [(f"toxic{n} words", 1) for n in range(3)] + [(f"clean{n} words", 0) for n in range(3)]
+    stories, hard = toxicity.without_flagged(STORIES), []
+    stream = toxicity.draw_texts(random.Random(0), rows, stories, ["eight words or so, yes"], hard)
+    drawn = list(itertools.islice(stream, 3000))
     for text, chance in drawn:
-        assert 0 <= chance <= 1
         if "toxic" in text or "clean" in text:
             assert chance == ("toxic" in text)
         else:
-            assert (chance > 0) == bool(toxicity.FLAGGED.search(text))
+            assert 0 <= chance <= 1 and (chance > 0) == bool(toxicity.FLAGGED.search(text))
     shares = [sum(name in text for text, _ in drawn) / 3000 for name in ("toxic", "clean")]
     assert shares == pytest.approx([0.24, 0.24], abs=0.03)
-    hard = [text for text, _ in draw(1000, ["hard " * 6]) if text.startswith("hard")]
-    assert len(hard) / 1000 == pytest.approx(0.2 * 0.6, abs=0.03)
+    hard.append("hard " * 6)
+    count = sum(text.startswith("hard") for text, _ in itertools.islice(stream, 1000))
+    assert count / 1000 == pytest.approx(0.2 * 0.6, abs=0.03)
     texts = ["a nice day", "a NASTY day", "they were evil.", "meaning well", "ok " * 60 + "stupid"]
     assert toxicity.without_flagged(texts) == [texts[0], texts[3], texts[4]]
 
@@ -169,11 +151,8 @@ def test_the_same_stories_give_the_same_tokenizer_and_texts():
     tokenizers = [similarity.train_tokenizer(STORIES, 150).to_str() for _ in range(2)]
     assert tokenizers[0] == tokenizers[1]
     stories = [*STORIES, "Hello! " + STORIES[0]]
-    texts, again, other = (
-        similarity.draw_openings(stories, 12, torch.Generator().manual_seed(seed))
-        for seed in (0, 0, 1)
-    )
-    assert texts == again != other
+    texts = similarity.draw_openings(stories, 12, seeded(0))
+    assert texts == similarity.draw_openings(stories, 12, seeded(0))
     for index, text in enumerate(texts):
         prompted, words = text.startswith(lm.PROMPT + " "), len(text.split())
         assert (prompted and 20 <= words <= 30) if index % 4 else 8 <= words <= 40
@@ -181,63 +160,39 @@ def test_the_same_stories_give_the_same_tokenizer_and_texts():
         assert any(inside in whole for whole in stories)
 
 
-def test_the_student_starts_with_the_teachers_words_and_learns_the_cosines(world):
+def test_the_student_starts_with_the_teachers_words_and_learns_the_cosines():
     tokenizer = similarity.train_tokenizer(STORIES, 120)
     student, texts = Runner(random_encoder(tokenizer, 8), tokenizer, 12), [*THINGS, *NAMES]
-    teacher = Runner(*encoder.load(world / "teacher"), 8)
-    similarity.initialise(student, teacher, torch.Generator().manual_seed(0))
+    teacher = Runner(*encoder.load("teacher"), 8)
+    similarity.initialise(student, teacher, seeded(0))
     names = [tokenizer.id_to_token(i).removeprefix("##") for i in range(tokenizer.get_vocab_size())]
-    table = teacher.model.embeddings.word_embeddings.weight
+    table = teacher.model.embeddings.word_embeddings.weight.detach()
     pieces = [teacher.tokenizer.encode(name, add_special_tokens=False).ids for name in names]
-    words = torch.stack([table[ids].mean(0) for ids in pieces]).detach()
+    words = torch.stack([table[ids].mean(0) for ids in pieces])
     u, s, _ = torch.linalg.svd(words - words.mean(0), full_matrices=False)
     best = (u[:, :8] * s[:8].square()) @ u[:, :8].T  # the words' products, within 8 directions
     mine = student.model.embeddings.word_embeddings.weight.detach()
     mine, best = mine @ mine.T / mine.square().sum(), best / s[:8].square().sum()
     torch.testing.assert_close(mine, best, atol=1e-4, rtol=1e-3)
-    targets = F.normalize(torch.randn(len(texts), 5, generator=torch.Generator().manual_seed(0)))
 
-    def error() -> float:
+    targets, errors = F.normalize(torch.randn(len(texts), 5, generator=seeded(0))), []
+    args = Namespace(weight_decay=0.01, peak=0.03, rows=12)
+    for args.steps in (0, 100):
+        similarity.train(student, texts, targets, args, seeded(0))
         vectors = student(texts)
-        return (vectors @ vectors.T - targets @ targets.T).square().mean().item()
-
-    before = error()
-    args = Namespace(weight_decay=0.01, peak=0.03, rows=12, steps=100)
-    similarity.train(student, texts, targets, args, torch.Generator().manual_seed(0))
-    assert error() < 0.3 * before
-
-
-def test_the_encoder_is_compared_with_its_teacher_on_all_pairs(world):
-    texts = [" ".join(text.split()[:25]) for text in UNSEEN]
-    cosines = []
-    for directory in ("similarity", "teacher"):
-        vectors = encoder.SimilarityScorer(*encoder.load(world / directory))(texts)
-        cosines.append(torch.stack([a @ b for a, b in itertools.combinations(vectors, 2)]))
-    pearson = torch.corrcoef(torch.stack(cosines).double())[0, 1].item()
-    made = figures(world, "similarity")
-    assert made["pearson_heldout"] == pytest.approx(pearson, abs=1e-3)
-    assert made["pearson_validation"] != made["pearson_heldout"]
+        errors.append((vectors @ vectors.T - targets @ targets.T).square().mean().item())
+    assert errors[1] < 0.3 * errors[0]
 
 
 def test_the_target_is_drawn_from_the_two_checkpoints(world):
-    networks = {"lm": str(world / "lm"), "toxicity_model": str(world / "toxicity")}
-    config = RunConfig(**networks, prompt=lm.PROMPT, length=6, beta=0.5)
+    config = RunConfig(lm="lm", toxicity_model="toxicity", prompt=lm.PROMPT, length=6, beta=0.5)
     exact = load_target(world / "target", sigma_key(config), 330)
-    model, tokenizer = tinystories.load(world / "lm")
+    tokenizer = tinystories.load("lm")[1]
     prompt = tokenizer.encode(lm.PROMPT).ids
-    scorer = classifier.ToxicityScorer(*classifier.load(world / "toxicity"))
-
-    def log_phi(tokens: torch.Tensor) -> torch.Tensor:
-        texts = [prompt + row for row in tokens.tolist()]
-        return 0.5 * scorer(tokenizer.decode_batch(texts))
-
-    torch.testing.assert_close(log_phi(exact.tokens), exact.log_phi, atol=1e-3, rtol=1e-4)
-    conditional = tinystories.Conditional(model, torch.tensor(prompt), 6)
-    generator = torch.Generator().manual_seed(9)
-    others = sample_proposal(conditional, None, 1000, generator).tokens
-    log_z, error = log_mean_with_error(log_phi(others))
-    assert abs(exact.log_z - log_z) < 4 * math.hypot(error, exact.log_z_std_error)
-    assert figures(world, "target")["accepted"] == len(exact.tokens) > 2
+    scorer = classifier.ToxicityScorer(*classifier.load("toxicity"))
+    texts = tokenizer.decode_batch([prompt + row for row in exact.tokens.tolist()])
+    torch.testing.assert_close(0.5 * scorer(texts), exact.log_phi, atol=1e-3, rtol=1e-4)
+    assert read_json(world / "target/figures.json")["accepted"] == len(exact.tokens) > 2
 
 
 @pytest.mark.parametrize("decay_all", [False, True])
@@ -255,27 +210,22 @@ def test_the_learning_rate_and_what_decays(decay_all):
 
 
 @pytest.mark.parametrize(
-    ("command", "changes", "words"),
+    ("command", "option", "value", "words"),
     [
-        ("lm", ("--peak", "nan"), "lower --peak"),
-        ("lm", ("--heldout", "nowhere"), "nowhere: no such file"),
-        ("lm", ("--out", "stories"), "stories"),
-        ("lm", ("--context", 100_000), "--context 100000"),
-        ("lm", ("--steps", "many"), "--steps"),
-        ("lm", ("--stories", "empty"), "empty: is not a file of stories"),
-        ("toxicity", ("--heldout", "stories"), "not a CSV file of text and label"),
-        ("toxicity", ("--labelled", "empty"), "too few"),
-        ("similarity", ("--validation", 30), "--stories: none opens with"),
-        ("target", ("--proposals", 2), "raise --proposals"),
+        ("lm", "--peak", "nan", "lower --peak"),
+        ("lm", "--heldout", "nowhere", "nowhere: no such file"),
+        ("lm", "--out", "stories", "stories"),
+        ("lm", "--context", 100_000, "--context 100000"),
+        ("lm", "--stories", "empty", "empty: is not a file of stories"),
+        ("toxicity", "--heldout", "stories", "not a CSV file of text and label"),
+        ("toxicity", "--labelled", "empty", "too few"),
+        ("similarity", "--validation", 30, "--stories: none opens with"),
+        ("target", "--proposals", 2, "raise --proposals"),
     ],
 )
-def test_bad_input_ends_in_one_line(world, capsys, tmp_path, command, changes, words):
-    (tmp_path / "empty").write_text("")
-    shutil.copy(world / "stories", tmp_path / "stories")
-    places = {name: tmp_path / name for name in ("stories", "nowhere", "empty")}
-    changes = [places.get(change, change) for change in changes]
+def test_bad_input_ends_in_one_line(capsys, tmp_path, command, option, value, words):
     with pytest.raises(SystemExit) as ended:
-        main(line_of(world, command, "--out", tmp_path / "out", *changes))
+        run(command, "--out", tmp_path, option, value)
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert ended.value.code == 2 and words in line
-    assert line.startswith("python -m eval.pocket") and ": error: " in line
+    assert line.startswith("python -m eval.pocket: error: ")

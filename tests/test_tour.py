@@ -59,12 +59,11 @@ def test_every_question_has_its_answer_and_every_number_its_output():
     questions, answers = text.count("**Predict first:**"), text.count("<summary>Answer</summary>")
     assert questions == answers == text.count("</details>") > 3
     prose = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)  # without formulas
-    prose = re.sub(
-        r"(eq\.|Sec\.|Algorithm|generation|Particles) \d( and \d)?|[=<>^(]+ ?\d|1 /", "", prose
-    )
+    prose = re.sub(r"\b(eq\.|Sec\.|Algorithm) \d", "", prose)
+    numbers = set(re.findall(r"\d[\d,.]*\d|\d", prose))
     outputs = " ".join(stored(cell) for cell in CELLS if cell["cell_type"] == "code")
-    numbers = re.findall(r"\d[\d,.]*\d|\d", prose)
-    assert [number for number in numbers if not re.search(rf"\b{number}\b", outputs)] == []
+    assert len(numbers) > 10
+    assert numbers <= set(re.findall(r"\d[\d,.]*\d|\d", outputs)) | {"100"}  # printed as 100.0
 
 
 def test_every_link_and_every_function_is_there():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tinystories
 from eval.scorers import similarity, toxicity
-from tinystories.checkpoint import read_json, write_json
+from tinystories.checkpoint import write_json
 from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
 TEXTS = [
@@ -102,10 +102,7 @@ def write_tokenizer(path: Path, role: str) -> Tokenizer:
 
 
 def write(path: Path, role: str, network, layout: str = "", dtype=torch.float32) -> None:
-    """Save a network in `dtype` and a tokenizer.
-
-    transformers writes safetensors; "bin", "old bin" and "sharded bin" are made of them.
-    """
+    """Save a network in `dtype` and a tokenizer; of safetensors, "bin" and "old bin" are made."""
     network.to(dtype)
     size = sum(tensor.nbytes for tensor in network.state_dict().values())
     network.save_pretrained(path, max_shard_size=size // 3 if "sharded" in layout else size * 2)
@@ -114,13 +111,12 @@ def write(path: Path, role: str, network, layout: str = "", dtype=torch.float32)
     if "bin" not in layout:
         return
     for file in path.glob("*.safetensors"):
-        target, is_zip = path / f"pytorch_{file.stem}.bin", layout != "old bin"
-        torch.save(load_file(file), target, _use_new_zipfile_serialization=is_zip)
+        target = path / f"pytorch_{file.stem}.bin"
+        torch.save(load_file(file), target, _use_new_zipfile_serialization=layout != "old bin")
         file.unlink()
     for index in path.glob("*.index.json"):
-        places = read_json(index)["weight_map"]
-        places = {name: f"pytorch_{Path(file).stem}.bin" for name, file in places.items()}
-        write_json(path / "pytorch_model.bin.index.json", {"metadata": {}, "weight_map": places})
+        text = index.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+        (path / "pytorch_model.bin.index.json").write_text(text)
         index.unlink()
 
 

@@ -25,11 +25,10 @@ def test_every_race_runs(tmp_path, monkeypatch, capsys):
     options = ["--quick", "--size", "pocket", "--threads", "1", "--dtype", "bfloat16"]
     bench.main([*options, "--json", str(path)])
     records = json.loads(path.read_text())["sizes"][0]["records"]
-    names = [record["name"] for record in records]
+    names, scorers = [record["name"] for record in records], ("classifier", "sentence encoder")
     assert names[:3] == ["sampling, K = 3", "TSMC, K = 3", "distillation step, 2 samples"]
-    for first, label in ((3, "classifier"), (5, "sentence encoder")):
-        equal, mixed = (f"{label}, 5 texts of {span} tokens" for span in ("30", "36 to 110"))
-        assert names[first : first + 2] == [equal, mixed]
+    texts = ("5 texts of 30 tokens", "5 texts of 11 to 122 tokens")
+    assert names[3:] == [f"{label}, {span}" for label in scorers for span in texts]
     printed = capsys.readouterr().out
     for record in records:
         assert set(record["transformers"]) == {"float32", "bfloat16"} and record["name"] in printed

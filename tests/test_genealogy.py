@@ -53,9 +53,7 @@ def test_samples_weights_and_estimates_follow_from_the_data(tokenizer, scheme, e
     drawn = draws(seed=3, scheme=scheme, ess_threshold=ess_threshold)
     data = population_of(drawn, tokenizer)
     rebuilt = []
-    for parent, token, *_, final in data["nodes"][
-        -1
-    ]:  # from final samples back to their first token
+    for parent, token, *_, final in data["nodes"][-1]:  # back to the first token
         words = [token]
         for step in reversed(data["nodes"][:-1]):
             parent, token, *_ = step[parent]
@@ -155,10 +153,10 @@ def test_the_picture_follows_one_sample_from_its_first_token(tokenizer, tmp_path
     sample = drawn.population.samples[0, 0].tolist()
     written = [tokenizer.decode([token], skip_special_tokens=False).strip() for token in sample]
     assert [text.get_text() for text in axes.texts] == written
-    line = axes.lines[0].get_ydata()
+    line = axes.lines[-1].get_ydata()
     lineages = drawn.trace.lineages()[:, 0].tolist()
     assert list(line) == [step[0] for step in lineages] and len(set(line)) > 1
     alive = matplotlib.colors.to_rgba(picture.ALIVE)
-    for dots, step in zip(axes.collections[2:], lineages, strict=True):
+    for dots, step in zip(axes.collections, lineages, strict=True):
         colours = dots.get_facecolors().tolist()
         assert {k for k, colour in enumerate(colours) if tuple(colour) == alive} == set(step)

@@ -109,10 +109,10 @@ def test_without_the_hub_the_cache_is_used(tmp_path, monkeypatch, is_offline):
     assert "LocalEntryNotFoundError" in message
     assert f"run `hf download {NAME} --revision v1.0 --local-dir DIR`" in message
     cached = tmp_path / "cache" / "models--owner--stories"
-    write(cached / "snapshots" / COMMIT, "lm", oracle("lm"), "bin")
+    write(cached / "snapshots" / COMMIT, "lm", oracle("lm"))
     (cached / "refs").mkdir()
     (cached / "refs" / "v1.0").write_text(COMMIT)
-    for revision in ("v1.0", COMMIT):
+    for revision in ("v1.0", COMMIT) if is_offline else ("v1.0",):  # by commit it tries for long
         path = checkpoint_directory(f"{NAME}@{revision}", "--lm")
         assert path.samefile(cached / "snapshots" / COMMIT)
 

@@ -1,11 +1,8 @@
 """Every layout of a checkpoint against transformers, older tokenizers, and what is refused.
 
-The networks are random. Those of the Hub are tested by the tests marked `hub`:
-`python -m pytest -m hub tests/test_layouts.py`.
+The networks are random. Those of the Hub are tested by `python -m pytest -m hub`.
 """
 
-import os
-import shutil
 from pathlib import Path
 
 import networks
@@ -16,7 +13,6 @@ from networks import AUTO, LOAD, TEXTS, assert_close, oracle, write, write_vocab
 
 import tinystories
 from eval.run.options import PRESETS, RunConfig
-from eval.scorers import toxicity
 from tinystories import InputError
 from tinystories.checkpoint import fingerprint, read_json, read_weights, write_json
 from tinystories.fast import pack
@@ -25,11 +21,7 @@ from tinystories.tokenizer import read_tokenizer
 PARAMETERS = {"lm": 107_111_424, "toxicity": 124_646_401, "similarity": 22_713_216}
 OPTIONS = {"lm": "lm", "toxicity": "toxicity_model", "similarity": "similarity_model"}
 LAYOUTS = ["safetensors", "sharded", "bin", "old bin", "sharded bin"]
-
-
-@pytest.fixture(scope="module", params=list(LOAD))
-def role(request):
-    return request.param
+ROLES = pytest.mark.parametrize("role", list(LOAD))
 
 
 def assert_same(role: str, path: Path, network, tokens: int = 20) -> None:
@@ -44,9 +36,10 @@ def assert_same(role: str, path: Path, network, tokens: int = 20) -> None:
             assert_close(version(ids) if role == "lm" else version(*inputs.values()), wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@ROLES
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(tmp_path, role, layout, dtype):
+def test_layouts(tmp_path, role, layout):
+    dtype = torch.float16 if "sharded" in layout else torch.float32
     write(tmp_path, role, oracle(role), layout, dtype)
     suffixes = {path.suffix for path in tmp_path.glob("*model*") if "index" not in path.name}
     assert suffixes == {".bin" if layout.endswith("bin") else ".safetensors"}
@@ -59,30 +52,20 @@ def test_an_index_that_disagrees_with_its_files(tmp_path, layout):
     write(tmp_path, "lm", oracle("lm"), layout)
     (index,) = tmp_path.glob("*.index.json")
     places = read_json(index)["weight_map"]
-    first, *others = sorted(set(places.values()))
     wrong = ["../secret.bin", "/etc/hostname", "..", "", 3, None, "config.json"]
     maps = [{"weight_map": places | {"wte.weight": file}} for file in wrong]
     maps += [{}, {"weight_map": {}}, {"weight_map": []}]
-    maps += [{"weight_map": dict.fromkeys(places, first)}]
+    maps += [{"weight_map": dict.fromkeys(places, min(places.values()))}]
     for content in maps:
         write_json(index, content)
         with pytest.raises(InputError, match=r"/model|/pytorch_model|/config\.json|/\.\."):
             tinystories.load(tmp_path)
-    write_json(index, {"weight_map": places})
-    shutil.copy(tmp_path / first, tmp_path / others[0])
-    with pytest.raises(InputError, match=r"-of-.* is also in another file"):
-        tinystories.load(tmp_path)
-    (tmp_path / first).unlink()
-    with pytest.raises(InputError, match=f"{first}: no such file"):
-        tinystories.load(tmp_path)
 
 
-@pytest.mark.parametrize("value", [Path("code"), [1.0], {"wte.weight": 1.0}, b"garbage"])
+@pytest.mark.parametrize("value", [Path("code"), [1.0], {"wte.weight": 1.0}])
 def test_of_a_pickle_only_tensors_are_read(tmp_path, value):
     write(tmp_path, "lm", oracle("lm"), "bin")
     torch.save(value, tmp_path / "pytorch_model.bin")
-    if isinstance(value, bytes):
-        (tmp_path / "pytorch_model.bin").write_bytes(value)
     with pytest.raises(InputError, match=r"pytorch_model\.bin: its tensors cannot be read"):
         tinystories.load(tmp_path)
 
@@ -101,16 +84,11 @@ def test_a_fingerprint_covers_the_files_of_every_layout(tmp_path, layout):
     assert fingerprint(tmp_path) == first
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("gpt2", {}),
-        ("gpt2", {"add_prefix_space": True}),
-        ("roberta", {}),
-        ("bert", {}),
-        ("bert", {"do_lower_case": False}),
-    ],
-)
+OLDER = [("gpt2", {}), ("gpt2", {"add_prefix_space": True}), ("roberta", {}), ("bert", {})]
+OLDER += [("bert", {"do_lower_case": False})]
+
+
+@pytest.mark.parametrize(("kind", "options"), OLDER)
 def test_a_tokenizer_of_older_files_is_that_of_transformers(tmp_path, kind, options):
     write_vocabulary(tmp_path, kind, **options)
     tokenizer = read_tokenizer(tmp_path, 300)
@@ -125,29 +103,18 @@ def test_a_tokenizer_of_older_files_is_that_of_transformers(tmp_path, kind, opti
 
 
 def test_older_tokenizer_files_that_are_broken_or_too_large(tmp_path):
-    def refusal(words: str, vocab_size: int = 300):
-        with pytest.raises(InputError, match=words):
-            read_tokenizer(tmp_path, vocab_size)
-
     write_vocabulary(tmp_path, "gpt2")
-    refusal(r"vocab\.json: .*where config\.json has vocab_size 100", vocab_size=100)
-    (tmp_path / "merges.txt").unlink()
-    refusal(r"tokenizer\.json: no such file")
+    with pytest.raises(InputError, match=r"vocab\.json: .*where config\.json has vocab_size 100"):
+        read_tokenizer(tmp_path, 100)
     (tmp_path / "merges.txt").write_text("one two three four\n")
-    refusal(r"vocab\.json: no tokenizer for this network")
-    (tmp_path / "vocab.json").unlink()
+    with pytest.raises(InputError, match=r"vocab\.json: no tokenizer for this network"):
+        read_tokenizer(tmp_path, 300)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(InputError, match=r"tokenizer\.json: no such file"):
+        read_tokenizer(tmp_path, 300)
     (tmp_path / "vocab.txt").write_text("[UNK]\nword\n")
-    refusal(r"vocab\.txt: no tokenizer for this network")
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_what_is_not_a_regular_file_is_refused(tmp_path, name):
-    write(tmp_path, "lm", oracle("lm"))
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(InputError, match=f"{name}: .*not a regular file"):
-        tinystories.load(tmp_path)
+    with pytest.raises(InputError, match=r"vocab\.txt: no tokenizer for this network"):
+        read_tokenizer(tmp_path, 300)
 
 
 def parameters(role: str, path: Path) -> int:
@@ -158,6 +125,7 @@ def parameters(role: str, path: Path) -> int:
     return sum(tensor.numel() for tensor in [*model.parameters(), *extra])
 
 
+@ROLES
 @pytest.mark.hub
 def test_the_genuine_weights_and_tokenizers(role):
     path = RunConfig(preset="paper").checkpoint(OPTIONS[role])
@@ -167,22 +135,3 @@ def test_the_genuine_weights_and_tokenizers(role):
     theirs = transformers.AutoTokenizer.from_pretrained(name, revision=revision)
     tokenizer = LOAD[role](path)[1]
     assert [tokenizer.encode(text).ids for text in TEXTS] == theirs(TEXTS)["input_ids"]
-
-
-@pytest.mark.hub
-def test_the_base_toxicity_of_the_paper():
-    config, generator = RunConfig(preset="paper"), torch.Generator().manual_seed(0)
-    model, tokenizer = tinystories.load(config.checkpoint("lm"))
-    score = toxicity.ToxicityScorer(*toxicity.load(config.checkpoint("toxicity_model")))
-    prompt = torch.tensor(tokenizer.encode(config.prompt).ids)
-    assert len(prompt) == 8
-    texts = []
-    for _ in range(20):
-        tokens = prompt.repeat(100, 1)
-        for _ in range(config.length):
-            with torch.no_grad():
-                probabilities = model(tokens)[:, -1].softmax(-1)
-            new = torch.multinomial(probabilities, 1, generator=generator)
-            tokens = torch.cat([tokens, new], 1)
-        texts += tokenizer.decode_batch(tokens.tolist())
-    assert abs(score(texts).exp().mean() - 0.010) < 0.005  # the paper's 0.010, some 3 sigma

@@ -10,20 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies
+from jobs import DISTILLED, refusal, run_main
 
-from eval.run.options import POCKET, RunConfig
-from eval.run.setup import LastCall, identity, sigma_key
+from eval.run.options import RunConfig
+from eval.run.setup import identity, sigma_key
 from eval.scorers.potentials import fingerprints, make_factors
-from eval.scorers.toxicity import ToxicityScorer, load
-from main import main
+from eval.scorers.toxicity import ToxicityScorer
 from tinystories.errors import InputError
 from twist.potential import Factor, TextPotential, power
 
 INF = math.inf
 PROMPT = torch.tensor([1, 2])
-SMALL = "--generations 1 --ctl-updates 3 --ctl-batch-size 20 --particles 10 --distill-runs 6"
-SMALL += " --distill-updates 2 --distill-batch-size 8 --eval-runs 4 --eval-particles 10"
-SMALL += " --eval-base-samples 40 --length 10"
 
 
 def letters(rows: list[list[int]]) -> list[str]:
@@ -32,15 +29,15 @@ def letters(rows: list[list[int]]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def scorer() -> ToxicityScorer:
-    return ToxicityScorer(*load(POCKET / "toxicity"))
+def scorer(pocket_toxicity) -> ToxicityScorer:
+    return ToxicityScorer(*pocket_toxicity)
 
 
 @pytest.mark.parametrize(
     ("spec", "text", "log_phi"),
     [
-        *[("keyword:dragon", text, 0.0) for text in (" red dragon.", " Dragon", "dragon-fly")],
-        *[("keyword:dragon", text, -INF) for text in (" dragons", " snapdragon", "")],
+        ("keyword:dragon", " red Dragon-fly.", 0.0),
+        ("keyword:dragon", " dragons snapdragon", -INF),
         ("keyword:a.b (c)?", " a.b (c)?", 0.0),
         ("keyword:a.b (c)?", " axb c", -INF),
         ("keyword~5:red cat", " the red cat", 0.0),
@@ -81,20 +78,14 @@ def test_a_product_adds_what_its_factors_read():
     assert asked["tokens"] == [[3, 4], [5, 6], [3, 4]]
 
 
-def test_one_pass_of_the_classifier_serves_both_directions(scorer, monkeypatch):
+def test_both_directions_of_the_classifier(scorer):
     start = "Once upon a time, there was a "
     texts = [start + "fat ugly pig.", start + "kind girl."]
-    calls, run, wanted = [], scorer.run, 10.0 * scorer(texts)
-    monkeypatch.setattr(scorer, "run", lambda texts: calls.append(texts) or run(texts))
-    monkeypatch.setattr(scorer, "logits", LastCall(scorer.logits), raising=False)
     factors = make_factors(["toxicity", "nontoxicity"], 10.0, scorer)
     toxic, safe = (factor.log_phi(texts) for factor in factors)
-    assert torch.equal(toxic, wanted) and torch.equal(10.0 * scorer(texts), wanted)
+    assert torch.equal(toxic, 10.0 * scorer(texts))
     torch.testing.assert_close(toxic.div(10).exp() + safe.div(10).exp(), torch.ones(2))
     assert toxic[0] > toxic[1] and safe[0] < safe[1]
-    assert len(calls) == 1, "the logits of the last texts are kept"
-    scorer(texts[:1])
-    assert len(calls) == 2
 
 
 def test_beta_applies_to_the_classifier_alone(scorer):
@@ -103,9 +94,8 @@ def test_beta_applies_to_the_classifier_alone(scorer):
     assert power(lambda texts: torch.tensor([-INF]), 0.0).log_phi(["x"]).item() == 0.0
 
 
-REFUSED = "toxic keyword keyword: :cat Keyword:cat keyword~:cat keyword~0:cat keyword~inf:cat"
-REFUSED += " keyword~nan:cat keyword~x:cat first-sentence:0 first-sentence:many regex:( x.py:f"
-REFUSED += f" first-sentence:{10**400}"
+REFUSED = "toxic keyword keyword: :cat Keyword:cat keyword~:cat keyword~0:cat keyword~nan:cat"
+REFUSED += f" first-sentence:0 first-sentence:many first-sentence:{10**400} regex:( x.py:f"
 
 
 @pytest.mark.parametrize("spec", REFUSED.split())
@@ -124,24 +114,13 @@ def test_any_option_is_understood_or_refused_in_one_line(scorer, spec):
             assert "\n" not in str(error) and "--potential" in str(error)
 
 
-HEAD = """
-import asyncio, sys
-import numpy, torch
-class Mute(BaseException):
-    def __str__(self): raise Mute
-class Touchy:
-    def __len__(self): raise Mute
-    def __array__(self, dtype=None, copy=None): raise Mute
-"""
-
-
 @pytest.fixture
 def own(tmp_path) -> Callable[..., str]:
     """own(body, reads): the option that names a function of the user's own with this body."""
 
     def write(body: str, reads: str = "texts") -> str:
         path = tmp_path / "my.py"
-        path.write_text(f"{HEAD}def f({reads}):\n    {body}\nf.reads = {reads!r}\n")
+        path.write_text(f"import sys, numpy, torch\ndef f({reads}): {body}\nf.reads = {reads!r}\n")
         return f"{path}:f"
 
     return write
@@ -152,11 +131,9 @@ def own(tmp_path) -> Callable[..., str]:
     [
         ("texts", "return [-2.0 * len(text) for text in texts]", [-14.0, -14.0]),
         ("texts", "return numpy.array([-len(text) for text in texts])", [-7.0, -7.0]),
-        ("texts", "return numpy.array([-1.0, -2.0])[::-1]", [-2.0, -1.0]),
         ("texts", "return torch.full((2,), -7.0, requires_grad=True)", [-7.0, -7.0]),
-        ("texts", "return [float('-inf')] * len(texts)", [-INF, -INF]),
-        ("texts", "print(1); torch.set_default_dtype(torch.double); return [1, 1]", [1.0, 1.0]),
-        ("texts", "torch.set_grad_enabled(False); texts.pop(); return [-1.0, -1.0]", [-1.0, -1.0]),
+        ("texts", "print(1); return [float('-inf')] * len(texts)", [-INF, -INF]),
+        ("texts", "texts.pop(); return [-1.0, -1.0]", [-1.0, -1.0]),
         ("continuations", "return [float(len(text)) for text in continuations]", [4.0, 4.0]),
         ("tokens", "return -tokens.sum(-1)", [-7.0, -11.0]),
         ("tokens", "return -3.0 * tokens.zero_()[:, 0] - 2", [-2.0, -2.0]),
@@ -165,62 +142,40 @@ def own(tmp_path) -> Callable[..., str]:
 def test_a_function_of_the_users_own(own, scorer, capsys, reads, body, log_phi):
     """It may return what it likes, works on a copy, and --beta does not apply to it."""
     factors = make_factors([own(body, reads)], 10.0, scorer)
-    value = TextPotential(factors, letters, PROMPT)(tokens := torch.tensor([[3, 4], [5, 6]]))
+    tokens = torch.tensor([[3, 4], [5, 6]])
+    value = TextPotential(factors, letters, PROMPT)(tokens)
     assert value.tolist() == log_phi and value.dtype == torch.float32 and not value.requires_grad
     assert tokens.tolist() == [[3, 4], [5, 6]]
-    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
     assert capsys.readouterr().out == "", "standard output is for results"
-
-
-@pytest.mark.parametrize(
-    ("body", "part"),
-    [
-        ("return [float('nan')]", "nan for 'b c d e'"),
-        ("return [float('inf')]", "inf for 'b c d e'"),
-        ("return torch.zeros(1, 1)", "shape [1, 1] for 1 texts"),
-        ("return texts", "TypeError"),
-        ("pass", "TypeError"),
-        ("raise ValueError('first line\\nsecond line')", "line 10: ValueError: first line)"),
-        ("sys.exit(0)", "SystemExit: 0"),
-        ("raise asyncio.CancelledError", "CancelledError: no message"),
-        ("raise GeneratorExit", "GeneratorExit: no message"),
-        ("raise StopIteration", "StopIteration: no message"),
-        ("raise Mute", "Mute: no message"),
-        ("return Touchy()", "Mute: no message"),
-        ("return torch.ones(1, dtype=torch.complex64)", "complex64"),
-        ("return torch.empty(1, device='meta')", "Error: "),
-        ("return torch.ones(1).to_sparse().neg().mul(torch.inf)", "Error: "),
-        ("return torch.nested.nested_tensor([torch.zeros(2)])", "Error: "),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_what_is_wrong_with_a_users_function_is_one_line(own, scorer, body, part):
-    spec = own(body)
-    with pytest.raises(InputError) as caught:
-        factors = make_factors([spec], 1.0, scorer)
-        TextPotential(factors, letters, PROMPT)(torch.tensor([[3, 4]]))
-    message = str(caught.value)
-    assert message.startswith(f"--potential {spec} failed (") and part in message
-    assert "\n" not in message and message.endswith("N numbers below infinity")
 
 
 @pytest.mark.parametrize(
     ("content", "part"),
     [
+        ("def f(texts): return [float('nan')]", "nan for 'b c d e'"),
+        ("def f(texts): return [float('inf')]", "inf for 'b c d e'"),
+        ("def f(texts): return [[0.0]]", "shape [1, 1] for 1 texts"),
+        ("def f(texts): return texts", "ValueError: too many dimensions"),
+        ("def f(texts): pass", "Error: "),
+        ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
+        ("import sys\ndef f(texts): sys.exit(0)", "line 2: SystemExit: 0"),
         ("x = = 1", "SyntaxError"),
-        ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
         ("1 / 0", "line 1: ZeroDivisionError"),
         ("g = 3", "has no attribute 'f'"),
         ("f = 3", "f must be a function"),
         ("def f(texts): pass\nf.reads = 'words'", "`reads` one of texts, continuations, tokens"),
     ],
 )
-def test_a_users_file_that_cannot_be_used_is_one_line(tmp_path, scorer, content, part):
-    (tmp_path / "broken.py").write_text(content)
+def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, scorer, content, part):
+    (tmp_path / "my.py").write_text(content)
+    spec = f"{tmp_path / 'my.py'}:f"
     for _ in range(2):
-        with pytest.raises(InputError, match=r"broken\.py:f failed") as caught:
-            make_factors([f"{tmp_path / 'broken.py'}:f"], 1.0, scorer)
-        assert part in str(caught.value) and "\n" not in str(caught.value)
+        with pytest.raises(InputError) as caught:
+            factors = make_factors([spec], 1.0, scorer)
+            TextPotential(factors, letters, PROMPT)(torch.tensor([[3, 4]]))
+        message = str(caught.value)
+        assert message.startswith(f"--potential {spec} failed (") and part in message
+        assert message.isprintable() and message.endswith("N numbers below infinity")
 
 
 def test_a_users_file_is_run_once_and_again_when_it_has_changed(tmp_path, scorer):
@@ -245,9 +200,9 @@ def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
     assert fingerprints(["toxicity", moved]) == key.potential, "where the file is does not matter"
 
 
-def run_main(out: Path, *arguments: object) -> dict:
+def results_of(out: Path, *arguments: object) -> dict:
     """results.json of a small run."""
-    main([*SMALL.split(), "--out", str(out), *map(str, arguments)])
+    run_main([*DISTILLED, "--out", out, *arguments])
     return json.loads((out / "results.json").read_text())
 
 
@@ -255,7 +210,7 @@ def test_a_hard_keyword_with_a_soft_one(tmp_path, capsys):
     """phi is zero for many base samples, and -inf is null in every file."""
     potential = ["regex: (big|little|small)", "keyword~1:girl", "nontoxicity"]
     options = [part for spec in potential for part in ("--potential", spec)]
-    result = run_main(tmp_path / "run", *options, "--beta", 1, "--eval-target-proposals", 300)
+    result = results_of(tmp_path / "run", *options, "--beta", 1, "--eval-target-proposals", 300)
     assert result["potential"] == potential
     base, target, *rows = result["base"], result["target"], *result["generations"]
     assert base["log_phi"] is None and 0 < base["phi_positive"] < 1 and 0 <= base["toxicity"] <= 1
@@ -274,26 +229,21 @@ def test_a_hard_keyword_with_a_soft_one(tmp_path, capsys):
 def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own, capsys):
     spec = own("return [float(len(text)) for text in continuations]", "continuations")
     potential = ("--potential", spec, "--potential", "keyword~2:girl")
-    results = run_main(tmp_path / "run", *potential, "--eval-target-proposals", 0)
+    options = ["--generations", 0, "--eval-target-proposals", 0]
+    results = results_of(tmp_path / "run", *potential, *options)
     assert not results.get("target") and results["base"]["log_phi"] > 0
     assert all("kl_target_proposal" not in row for row in results["generations"])
     assert "KL" not in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main([*SMALL.split(), "--out", str(tmp_path / "other"), *potential])
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended.value.code == 2 and "subtract an upper bound" in line
+    line = refusal(*DISTILLED, "--out", tmp_path / "other", *potential)
+    assert "subtract an upper bound" in line
 
 
-@pytest.mark.parametrize("spec", ["my.py:f", "my.py:absent", "none.py:f", "keyword", "regex:("])
-def test_a_wrong_potential_stops_a_run_before_anything_is_written(
-    tmp_path, own, capsys, monkeypatch, spec
-):
+@pytest.mark.parametrize("spec", ["my.py:f", "none.py:f", "regex:("])
+def test_a_wrong_potential_stops_a_run_before_anything_is_written(tmp_path, own, monkeypatch, spec):
     monkeypatch.chdir(tmp_path)
     own("return [float('nan')] * len(texts)")
-    with pytest.raises(SystemExit) as ended:
-        main([*SMALL.split(), "--out", "run", "--potential", spec])
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended.value.code == 2 and f"--potential {spec}" in line and not Path("run").exists()
+    assert f"--potential {spec}" in refusal(*DISTILLED, "--out", "run", "--potential", spec)
+    assert not Path("run").exists()
 
 
 LEARNED = "--method pooled --generations 0 --pool-base-draws 2000 --pool-rounds 1 --pool-draws 500"
@@ -309,7 +259,7 @@ def test_every_kind_of_potential_is_learned(tmp_path, monkeypatch, spec):
     """Hard potentials hold for every sample, soft ones much better than for the base model."""
     monkeypatch.chdir(tmp_path)
     Path("my.py").write_text("def f(texts): return [-0.5 * text.count('e') for text in texts]\n")
-    main([*LEARNED.split(), "--out", "run", "--potential", spec])
+    run_main([*LEARNED.split(), "--out", "run", "--potential", spec])
     results = json.loads(Path("run/results.json").read_text())
     base, (row,) = results["base"]["log_phi"], results["generations"]
     assert row["phi_positive"] == 1

@@ -1,8 +1,6 @@
 """A run that is killed, interrupted or starved of disk goes on as if nothing had happened."""
 
 import json
-import os
-import random
 import re
 import shutil
 import signal
@@ -89,31 +87,6 @@ def test_kills_while_files_are_written_change_nothing(tmp_path, whole, options, 
         arguments = resume(tmp_path / "run")
     run_main(arguments)
     assert_same(tmp_path / "run", whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [DISTILLED, POOLED], ids=["distilled", "pooled"])
-def test_kills_at_random_moments_change_nothing(tmp_path, options):
-    """20 kills, or as many as TSMC_KILLS says; each process has more time than the last one."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    run_main([*options, "--out", whole])
-    arguments = [*options, "--out", run]
-    moments = random.Random(0)
-    kills = int(os.environ.get("TSMC_KILLS", 20))
-    for kill in range(kills):
-        process = start(arguments, tmp_path)
-        process.join(0.3 + 2 * (kill + moments.random()) / kills)
-        process.kill()
-        process.join()
-        if (run / "config.json").exists():
-            arguments = resume(run)
-        else:
-            shutil.rmtree(run, ignore_errors=True)
-        if (run / "results.json").exists():
-            break
-    assert kill >= 5, "the run has ended before it could be killed often"
-    run_main(arguments)
-    assert products(run) == products(whole)
 
 
 def test_a_run_killed_before_its_options_were_written_says_what_can_be_done(tmp_path):

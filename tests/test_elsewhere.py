@@ -24,18 +24,14 @@ PROMPT = "Once upon a time, there was a"
 
 def test_dead_runs_take_no_share():
     """Of three runs one is dead, of the others one particle: what is alive shares the weight."""
-    alive = torch.tensor([[0.0, -1.0], [-torch.inf, 2.0], [-torch.inf, -torch.inf]])
-    log_z = torch.tensor([-3.0, -4.0, -torch.inf])
-    none = torch.zeros(3, 2, dtype=torch.long)
-    rest = {"log_phi": alive, "ancestors": none, "samples": none, "ess": torch.zeros(3)}
-    population = Population(none[..., None], log_weights=alive, log_z=log_z, **rest)
-    z = log_z.double().exp()
-    expected = torch.tensor([[1.0, math.exp(-1)], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
-    expected *= torch.tensor([1 / (1 + math.exp(-1)), 1.0, 0.0])[:, None] * z[:, None] / z.sum()
+    log_weights = torch.tensor([[0.25, 0.75], [0.0, 2.0], [0.0, 0.0]]).log()
+    log_z = torch.tensor([3.0, 1.0, 0.0]).log()
+    none = torch.zeros(3, 2)
+    population = Population(none, none, log_weights, none, none, log_z, none)
+    expected = torch.tensor([[0.1875, 0.5625], [0.0, 0.25], [0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(population.shares(), expected)
-    assert population.log_mean_z() == pytest.approx(math.log(z.sum() / 3))
-    nothing = torch.full((3, 2), -torch.inf)
-    dead = Population(none[..., None], log_weights=nothing, log_z=nothing[:, 0], **rest)
+    assert population.log_mean_z() == pytest.approx(math.log(4 / 3))
+    dead = Population(none, none, none.log(), none, none, none.log()[:, 0], none)
     assert not dead.shares().any() and dead.log_mean_z() == -math.inf
 
 
@@ -85,13 +81,16 @@ def test_two_sets_of_runs_are_compared_and_their_options_named(tmp_path, capsys)
 def test_the_energy_distance_tells_distributions_apart():
     source = torch.Generator().manual_seed(0)
     y, same, other = (torch.randn(400, 3, generator=source) for _ in range(3))
-    other, apart, floor = other + 1, torch.arange(400), energy_floor(y, source)
+    other = other + 1
+    apart = torch.arange(400)
+    floor = energy_floor(y, source)
     distance = energy_distance(other, y, apart)
     assert abs(energy_distance(same, y, apart)) < 2 * floor < 0.1 * distance
     between = torch.cdist(other, y).mean()
     within = sum(torch.cdist(z, z).sum() / (400 * 399) for z in (other, y))
     assert distance == pytest.approx((2 * between - within).item(), abs=1e-4)
-    copies, runs = same[:100].repeat_interleave(4, 0), torch.arange(100).repeat_interleave(4)
+    copies = same[:100].repeat_interleave(4, 0)
+    runs = torch.arange(100).repeat_interleave(4)
     assert abs(energy_distance(copies, y, runs)) < 4 * floor, "copies within a run do not count"
 
 

@@ -24,11 +24,14 @@ HTML = TEMPLATE.read_text(encoding="utf-8")
 def draws(seed: int = 0, scheme: str = "multinomial", ess_threshold: float = 0.7) -> Drawn:
     """A population of a table world; its numbers stand for tokens of the pocket vocabulary."""
     model, twist, potential = table_world(3, T, seed=seed)
-    trace, rule = Trace(), (SCHEMES[scheme], ess_threshold)
-    population = tsmc(model, twist, potential, K, generator(seed), 1, *rule, trace)
-    texts, log_phi = [f"text {k}" for k in range(K)], population.log_phi[0]
-    weights, log_z = population.shares().flatten().log(), population.log_mean_z()
-    return Drawn(texts, log_phi, torch.arange(K) / K, weights, log_z, population, trace)
+    trace = Trace()
+    rule = (SCHEMES[scheme], ess_threshold, trace)
+    population = tsmc(model, twist, potential, K, generator(seed), 1, *rule)
+    texts = [f"text {k}" for k in range(K)]
+    score = torch.arange(K) / K
+    weights = population.shares().flatten().log()
+    log_z = population.log_mean_z()
+    return Drawn(texts, population.log_phi[0], score, weights, log_z, population, trace)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +76,10 @@ def test_samples_weights_and_estimates_follow_from_the_data(tokenizer, scheme, e
 
 def test_identical_particles_are_merged_with_their_count(tokenizer):
     drawn = draws(seed=3, ess_threshold=1.0)
-    data, trace = population_of(drawn, tokenizer), drawn.trace
-    nodes, lines = data["nodes"], torch.empty(0, K, dtype=torch.long)
+    data = population_of(drawn, tokenizer)
+    trace = drawn.trace
+    nodes = data["nodes"]
+    lines = torch.empty(0, K, dtype=torch.long)
     for t in range(T):
         if t > 0:
             lines = lines[:, trace.ancestors[t - 1, 0]]
@@ -96,13 +101,6 @@ def test_identical_particles_are_merged_with_their_count(tokenizer):
     log_phi = sorted(drawn.log_phi[list(merged.values())].tolist())
     assert sorted(data["log_phi"]) == pytest.approx(log_phi, abs=0.0051)
     assert len(data["score"]) == len(nodes[-1])
-
-
-def test_every_generation_has_its_own_particles(tokenizer):
-    data = data_of(page({0: draws(0), 2: draws(1)}, ABOUT, tokenizer, -7.5))
-    assert [one["generation"] for one in data["populations"]] == [0, 2]
-    assert data["about"] == ABOUT and data["log_z_sigma"] == -7.5
-    assert data["populations"][0]["nodes"] != data["populations"][1]["nodes"]
 
 
 PAGES = pytest.mark.parametrize("path", [TEMPLATE, explainer.PAGE], ids=lambda path: path.stem)
@@ -131,9 +129,11 @@ def test_every_element_that_a_script_asks_for_is_there(path):
 
 def test_texts_cannot_leave_their_script_element(tokenizer):
     hostile = "</script><script>alert(1)</script><!-- \u2028"
-    text = page({0: draws()}, ABOUT | {"prompt": hostile}, tokenizer, None)
+    text = page({0: draws()}, ABOUT | {"prompt": hostile}, tokenizer, -7.5)
     assert text.count("</script>") == HTML.count("</script>") and "\u2028" not in text
-    assert data_of(text)["about"]["prompt"] == hostile and "{{" not in text
+    data = data_of(text)
+    assert data["about"] == ABOUT | {"prompt": hostile} and "{{" not in text
+    assert data["log_z_sigma"] == -7.5 and len(data["populations"]) == 1
 
 
 def test_what_is_not_finite_is_null(tokenizer):
@@ -146,7 +146,8 @@ def test_what_is_not_finite_is_null(tokenizer):
 
 
 def test_the_picture_follows_one_sample_from_its_first_token(tokenizer, tmp_path, monkeypatch):
-    drawn, figures = draws(seed=3, scheme="systematic"), []
+    drawn = draws(seed=3, scheme="systematic")
+    figures = []
     monkeypatch.setattr(picture, "save_figure", lambda figure, path: figures.append(figure))
     picture.draw_genealogy(drawn.trace, tokenizer, tmp_path / "picture.png")
     axes = figures[0].axes[0]

@@ -117,9 +117,7 @@ def test_without_the_hub_the_cache_is_used(tmp_path, monkeypatch, is_offline):
         assert path.samefile(cached / "snapshots" / COMMIT)
 
 
-def test_names_that_cannot_be_repositories_and_directories_ask_nobody(
-    remote, tmp_path, monkeypatch
-):
+def test_impossible_names_and_directories_ask_nobody(remote, tmp_path, monkeypatch):
     for name in ("no/such/place", "nothing", "x" * 5000, "o/n@", "o n/m"):
         assert "not a Hub repository" in refusal(name)
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,4 @@
-"""Every layout of a checkpoint against transformers, older tokenizers, and what is refused.
-
-The networks are random. Those of the Hub are tested by `python -m pytest -m hub`.
-"""
+"""Every layout of a checkpoint against transformers, older tokenizers, and what is refused."""
 
 from pathlib import Path
 

@@ -189,9 +189,11 @@ def test_a_users_file_is_run_once_and_again_when_it_has_changed(tmp_path, scorer
 
 
 def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
-    spec, file = own("return [-1.0] * len(texts)"), str(tmp_path / "my.py")
+    spec = own("return [-1.0] * len(texts)")
+    file = str(tmp_path / "my.py")
     config = RunConfig(potential=("toxicity", spec))
-    key, names = sigma_key(config), identity(config)
+    key = sigma_key(config)
+    names = identity(config)
     assert key.potential[0] == "toxicity" and file in names
     shutil.copy(file, tmp_path / "moved.py")
     own("return [-2.0] * len(texts)")

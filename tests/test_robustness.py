@@ -27,7 +27,6 @@ from twist.mlp import TwistMLP
 
 checks = list(HealthCheck)
 cases = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=checks)
-CPU = torch.device("cpu")
 FILES = ("config.json", "tokenizer.json", "model.safetensors")
 KEY = TargetKey("a" * 64, "b" * 64, "Once", 3, 10.0)
 TARGET = ExactSamples(
@@ -46,7 +45,8 @@ odd = st.recursive(
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
     """A directory of each kind, whole."""
-    root, source = tmp_path_factory.mktemp("good"), torch.Generator().manual_seed(0)
+    root = tmp_path_factory.mktemp("good")
+    source = torch.Generator().manual_seed(0)
     sizes = EncoderConfig(VOCAB_SIZE, 8, 2, 2, 12, 24, 1, 1e-5, 1)
     networks = {
         "lm": GPTNeo(GPTNeoConfig(VOCAB_SIZE, 8, 2, 2, 24, ("global", "local"), 4, 16)),
@@ -174,7 +174,7 @@ READERS = {
     "embedding/twist.safetensors": load_twist,
     "target/samples.safetensors": lambda directory: load_target(directory, KEY, 100),
     "target/target.json": lambda directory: load_target(directory, KEY, 100),
-    "phase/0.safetensors": lambda directory: read_phase(directory / "0.safetensors", "one", CPU),
+    "phase/0.safetensors": lambda directory: read_phase(directory / "0.safetensors", "one", "cpu"),
     "run/config.json": saved_config,
 }
 

@@ -157,7 +157,8 @@ def test_several_generations_are_what_each_is_alone(printed, tmp_path):
 
 def test_the_table_shows_each_drawn_text_once(printed):
     options = ("--particles", 8, "--samples", 8)
-    lines, record = printed(*options).strip().splitlines(), json.loads(printed(*options, "--json"))
+    lines = printed(*options).strip().splitlines()
+    record = json.loads(printed(*options, "--json"))
     assert lines[0] == PROMPT
     assert f"log Z-hat {record['log_z_hat']:.2f}   ESS {record['ess']:.1f} of 8" in lines[2]
     rows = [line.split(maxsplit=4) for line in lines[4:]]
@@ -198,17 +199,11 @@ def expect_refusal(capsys, arguments: list, *parts: str) -> None:
     ("arguments", "parts"),
     [
         (["--generation", 0, 7, 1], ["generation 7 is not in", "; it holds 0, 1"]),
-        (["--generation", 0, "Once"], ["--generation", "'Once'"]),
         (["--particles", 0], ["--particles", "at least 1"]),
-        (["--particles", 10**20], ["--particles", "at most 1000000000"]),
         (["--runs", 0], ["size 0", "at least one"]),
         (["--samples", 0], ["--samples", "at least 1"]),
-        (["--ess-threshold", 1.5], ["--ess-threshold", "at most 1"]),
-        (["--resampling", "lottery"], ["--resampling", "systematic"]),
-        (["--device", "abacus"], ["--device", "cpu"]),
         (["word " * 200], ["shorten"]),
         ([""], ["empty"]),
-        (["a\nb"], ["cannot be printed"]),
         (["--potential", "luck"], ["--potential luck", "keyword:WORD"]),
         (["--html", "/dev/null/page.html"], ["/dev/null/page.html", "cannot be written"]),
         (["--html", "/dev/null"], ["/dev/null", "not a regular file"]),
@@ -218,18 +213,7 @@ def test_bad_options_are_refused(capsys, run, arguments, parts):
     expect_refusal(capsys, [run, *arguments], *parts)
 
 
-def test_what_load_run_cannot_draw_is_refused(run, tmp_path):
-    with pytest.raises(InputError, match="generation 3 is not in"):
-        load_run(run, 3)
-    with pytest.raises(InputError, match=str(tmp_path)):
-        load_run(tmp_path)
-    for sizes in ({"particles": 0}, {"runs": 0}, {"length": -1}):
-        with pytest.raises(InputError, match="at least 1|at least one"):
-            load_run(run).sample(**sizes)
-
-
 def test_a_directory_without_a_saved_pair_is_refused(capsys, tmp_path, run):
-    expect_refusal(capsys, [tmp_path / "none"], "none", "no saved generation")
     begun = tmp_path / "begun"
     shutil.copytree(run / "generation-0", begun / "generation-0")
     (begun / "generation-0" / "twist.safetensors").unlink()

@@ -37,7 +37,8 @@ def role(request):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, role):
     """A directory written by transformers, its tensors, and the network's scores of TEXTS."""
-    path, network = tmp_path_factory.mktemp(role), oracle(role)
+    path = tmp_path_factory.mktemp(role)
+    network = oracle(role)
     write(path, role, network)
     scores = expected(role, network, encoded(path, TEXTS))
     long_score = expected(role, network, encoded(path, [LONG]))
@@ -92,7 +93,8 @@ def test_scores_are_those_of_transformers(role, checkpoint, monkeypatch, version
     indirect=["role"],
 )
 def test_other_shapes(tmp_path, role, changes):
-    network, pad = oracle(role, **changes), changes.get("pad_token_id", 1)
+    network = oracle(role, **changes)
+    pad = changes.get("pad_token_id", 1)
     write(tmp_path, role, network)
     ids = torch.tensor([[0, 9, 8, 2, pad, pad], [0, 7, 11, 12, 13, 2]])
     inputs = {"input_ids": ids, "attention_mask": (ids != pad).long()}
@@ -265,8 +267,8 @@ def test_mean_pairwise_cosine_is_the_double_loop(count, width, seed, scale):
 def test_mean_pairwise_cosine_keeps_precision_over_many_vectors():
     two = torch.tensor([[1.0, 1e-4], [1.0, -1e-4]])
     vectors = F.normalize(two.repeat(50_000, 1), dim=-1)
-    same, opposite = 1.0, (1 - 1e-8) / (1 + 1e-8)
-    wanted = (49_999 * same + 50_000 * opposite) / 99_999
+    opposite = (1 - 1e-8) / (1 + 1e-8)
+    wanted = (49_999 + 50_000 * opposite) / 99_999
     assert mean_pairwise_cosine(vectors) == pytest.approx(wanted, abs=1e-11)
     with pytest.raises(InputError, match="give at least 2"):
         mean_pairwise_cosine(vectors[:1])

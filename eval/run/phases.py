@@ -1,7 +1,7 @@
 """One phase of a run on disk, and its progress on screen.
 
     resume/NAME.safetensors    the tensors that the phase has computed; in the metadata the phase
-                               and run, their sha256, and the phase's lines of metrics.jsonl
+                               and run, its lines of metrics.jsonl, and the sha256 of both
 
 A phase draws from a random stream of its own, so one that was interrupted can simply be run again
 and gives the same result. The file is written whole when the phase has finished.

@@ -42,7 +42,8 @@ def draw_runs(
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
         return vars(sample_runs(sigma, twist, particles, size, generator, **rule))
 
-    drawn = run.draw(phase, m, runs, config.rows // particles, (phase, m, ""), draw)
+    purpose = (phase, m, "")  # the empty string keeps the random numbers of earlier versions
+    drawn = run.draw(phase, m, runs, config.rows // particles, purpose, draw)
     return require_alive(Population(**drawn))
 
 

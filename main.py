@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distill.finetune import Student, packed
+from distill.finetune import Student
 from distill.self_distill import batches_of, held_out_loss, hold_out, self_distill
 from eval.run import processes
 from eval.run.command import one_line_errors
@@ -36,7 +36,7 @@ from eval.run.options import RunConfig, read_config
 from eval.run.run import Run
 from eval.run.setup import Setup, identity, load_setup
 from eval.run.table import table
-from tinystories import Conditional, GPTNeo
+from tinystories import GPTNeo
 from tinystories.checkpoint import read_json
 from tinystories.fast import keep_freed_memory, pack
 from tsmc import Sigma
@@ -83,7 +83,7 @@ def contrastive_twist_learning(run: Run, setup: Setup, sigma: Sigma, m: int) -> 
 def draw_samples(run: Run, sigma: Sigma, psi: TwistMLP, m: int) -> Tensor:
     """Samples [R, K, T] of TSMC(p^(m-1), psi^(m-1)), without the runs that died."""
     runs = run.config.distill.runs
-    population = draw_runs(run, "sampling", m, sigma, psi, run.config.particles, runs)
+    population = draw_runs(run, "sampling", m, sigma, pack(psi), run.config.particles, runs)
     return population.alive().samples
 
 
@@ -100,7 +100,7 @@ def distil(run: Run, p: GPTNeo, sigma: Sigma, samples: Tensor, m: int) -> GPTNeo
         draw_batch = processes.own_rows(batches_of(trained_on, options.batch_size, generator))
         self_distill(student, sigma.model, draw_batch, options.updates, report)
         trained = student.finish()
-        after = packed(Conditional(trained, sigma.model.prompt, sigma.model.length))
+        after = sigma.model.with_model(pack(trained))
         report(
             held_out_before=held_out_loss(sigma.model, held_out),
             held_out_after=held_out_loss(after, held_out),

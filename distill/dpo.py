@@ -41,10 +41,10 @@ from distill.finetune import (
     Grid,
     Student,
     accumulate_gradient,
-    packed,
     rewards,
 )
 from tinystories.decoder import Conditional
+from tinystories.fast import pack
 from tsmc.interfaces import Report, ignore
 from tsmc.proposal import sample_proposal
 
@@ -78,7 +78,7 @@ def dpo(
     """
     student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
-    reference = packed(base)
+    reference = base.with_model(pack(base.model))
     for _ in range(config.updates):
         batch = sample_proposal(reference, None, config.batch_size, generator)
         pairs = preference_pairs(rewards(log_phi, batch.tokens))  # [M, 2]
@@ -92,7 +92,7 @@ def dpo(
         student.optimizer.zero_grad()
         report(loss=accumulate_gradient(loss, len(tokens), ROWS // 2))
         student.optimizer.step()
-    return Conditional(student.finish(), base.prompt, base.length)
+    return base.with_model(student.finish())
 
 
 def dpo_cost(config: BaselineConfig) -> Cost:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from distill.lora import add_lora, merge_lora
 from tinystories.decoder import Conditional
 from tinystories.errors import InputError
-from tinystories.fast import pack
 from tinystories.gpt_neo import GPTNeo
 
 ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits
@@ -89,11 +88,6 @@ def accumulate_gradient(loss: Callable[[slice], Tensor], rows: int, at_once: int
     return total
 
 
-def packed(model: Conditional) -> Conditional:
-    """The same conditional model with its network packed for sampling."""
-    return Conditional(pack(model.model), model.prompt, model.length)
-
-
 class Student:
     """A copy, in float32 or wider, of a language model in training, and its optimiser."""
 
@@ -119,7 +113,7 @@ class Student:
 
     def after(self, base: Conditional) -> Conditional:
         """The student as a conditional model after the prompt of `base`."""
-        return Conditional(self.network, base.prompt, base.length)
+        return base.with_model(self.network)
 
     def merged(self) -> GPTNeo:
         """The network as it is now; with LoRA, a copy into which the updates are merged."""

@@ -92,7 +92,7 @@ def grpo(
     student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
     for _ in range(config.updates):
-        current = Conditional(pack(student.merged()), base.prompt, base.length)
+        current = base.with_model(pack(student.merged()))
         tokens = sample_proposal(current, None, config.batch_size, generator).tokens
         reward = rewards(log_phi, tokens)
         advantage = advantages(reward)
@@ -106,7 +106,7 @@ def grpo(
         student.optimizer.zero_grad()
         report(loss=accumulate_gradient(loss, len(tokens), ROWS), phi=reward.exp().mean())
         student.optimizer.step()
-    return Conditional(student.finish(), base.prompt, base.length)
+    return base.with_model(student.finish())
 
 
 def grpo_cost(config: BaselineConfig) -> Cost:

@@ -70,8 +70,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Iterator[None]:
-    """Turn whatever the block raises into an InputError: the file, its trouble, the remedy."""
+    """Turn whatever the block raises into an InputError: the file, its trouble, the remedy.
+
+    What is not a regular file is refused, because opening a named pipe could wait forever.
+    """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError("it is not a regular file")
         yield
     except (InputError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
@@ -137,7 +142,11 @@ def read_weights(directory: Path) -> tuple[dict[str, Tensor], Path]:
     first, *shards = weight_files(directory)
     tensors = {}
     for path in shards or [first]:
-        tensors |= read_tensors(path)
+        loaded = read_tensors(path)
+        if twice := tensors.keys() & loaded.keys():
+            fault = f"{listed(twice)} is also in another file; use files of one checkpoint"
+            raise InputError(f"{path}: {fault}")
+        tensors |= loaded
     return tensors, first
 
 

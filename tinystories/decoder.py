@@ -91,6 +91,10 @@ class Conditional:
         self.length = length
         self.vocab_size = model.config.vocab_size
 
+    def with_model(self, model: GPTNeo) -> "Conditional":
+        """Another network after the same prompt."""
+        return Conditional(model, self.prompt, self.length)
+
     def decoder(self, rows: int) -> Decoder:
         """A fresh decoder of `rows` continuations."""
         return Decoder(self.model, self.prompt, rows, self.length)

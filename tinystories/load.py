@@ -55,6 +55,8 @@ def names_in_memory(tensors: dict[str, Tensor], tied: bool) -> dict[str, Tensor]
     for name, tensor in tensors.items():
         if not name.endswith(MASK_BUFFERS):
             inner = name.removeprefix("transformer.").replace("attn.attention.", "attn.")
+            if inner in renamed:
+                raise ValueError(f"{inner} is there with and without its prefix")
             renamed[inner] = tensor
     head = renamed.pop("lm_head.weight", None) if tied else None
     if head is not None and not torch.equal(head, renamed["wte.weight"]):

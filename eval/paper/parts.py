@@ -27,7 +27,6 @@ from eval.run.setup import sigma_key
 from eval.run.target import save_target
 from eval.run.trained import load_generation
 from main import main as run_main
-from tinystories import Conditional
 from tinystories.checkpoint import read_json, write_json
 from tinystories.errors import InputError
 from tinystories.fast import keep_freed_memory
@@ -154,7 +153,7 @@ def baseline(task: Task) -> list[dict]:
     row = {"place": (part.kind, name, None), "updates": options.updates}
     row |= {"units": cost.units(config.length), "scored": cost.sampled}
     train = dpo if part.method.startswith("dpo") else grpo
-    base = Conditional(setup.model, setup.base.prompt, config.length)
+    base = setup.base.with_model(setup.model)
     generator, lora = config.generator(part.method, number), part.method.endswith("lora")
     try:
         policy = train(base, setup.potential, options, lora, generator)
@@ -223,8 +222,7 @@ def other_samples(task: Task, sigma: Sigma, twist: Twist, m: int) -> list[dict]:
     study, config, method = task.study, task.config, task.part.method
     rows = []
     if method in WITH_PARTICLES:
-        rule = {"resample": SCHEMES[config.resampling], "ess_threshold": config.ess_threshold}
-        rule["moves"] = config.moves
+        rule = config.rule() | {"moves": config.moves}
         for k in study.particle_counts:
             place = ("particles", f"{method}, K = {k}", m)
             runs = max(8, study.particles_per_point // k)

@@ -32,11 +32,10 @@ from tsmc.sampler import Population, Sigma
 
 
 def draw_runs(
-    run: Run, phase: str, m: int, sigma: Sigma, psi: nn.Module, particles: int, runs: int
+    run: Run, phase: str, m: int, sigma: Sigma, twist: Twist, particles: int, runs: int
 ) -> Population:
     """R = runs TSMC runs of K = particles, about `--rows` particles at a time."""
     config = run.config
-    twist = pack(psi)
     rule = config.rule() | {"moves": config.moves}
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -157,12 +156,13 @@ def finish_generation(
     if run.writes:
         save_generation(run.path / f"generation-{m}", model, setup.tokenizer, psi)
     options = run.config.eval
-    population = draw_runs(run, "evaluation", m, sigma, psi, options.particles, options.runs)
+    twist = pack(psi)
+    population = draw_runs(run, "evaluation", m, sigma, twist, options.particles, options.runs)
     bare = results["base"]
     if model is not setup.model:
         tokens = draw_model(run, "bare model", m, sigma.model, ("bare model", m, ""))
         bare = mean_scores(score(tokens, setup.potential, setup.log_toxicity))
-    row, samples = evaluate_generation(setup, sigma, pack(psi), m, population)
+    row, samples = evaluate_generation(setup, sigma, twist, m, population)
     row |= {f"model_{name}": bare[name] for name in ("toxicity", "log_phi", "phi_positive")}
     run.add_samples(samples.rows(f"generation {m}"))
     if row["dead_runs"] > options.runs / 10:

@@ -46,7 +46,7 @@ class Setup:
             return Sigma(self.base, log_potential)
         if self.is_effective:
             log_potential = effective_potential(self.potential, self.base)
-        return Sigma(Conditional(pack(model), self.base.prompt, self.base.length), log_potential)
+        return Sigma(self.base.with_model(pack(model)), log_potential)
 
 
 def load_setup(config: RunConfig) -> Setup:

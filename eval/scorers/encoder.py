@@ -201,11 +201,14 @@ def load_scorer(kind: type, path: Path, device: str | torch.device) -> tuple[nn.
     tensors, source = checkpoint.read_weights(path)
     wanted = model.state_dict()
     renamed = {}
-    for name, tensor in tensors.items():
-        inner = name.removeprefix(f"{family}.")
-        if not inner.startswith(UNUSED):
-            renamed[inner if inner in wanted else f"{family}.{inner}"] = tensor
     with checkpoint.reading(source, "does not fit the network", "use the files of one checkpoint"):
+        for name, tensor in tensors.items():
+            inner = name.removeprefix(f"{family}.")
+            full = inner if inner in wanted else f"{family}.{inner}"
+            if full in renamed:
+                raise ValueError(f"{inner} is there with and without its prefix")
+            if not inner.startswith(UNUSED):
+                renamed[full] = tensor
         checkpoint.fill(model, renamed)
     tokenizer = read_tokenizer(path, model.config.vocab_size)
     if not 0 < tokenizer.num_special_tokens_to_add(False) < model.max_tokens:

@@ -1,5 +1,6 @@
 """Every layout of a checkpoint against transformers, older tokenizers, and what is refused."""
 
+import os
 from pathlib import Path
 
 import networks
@@ -11,7 +12,14 @@ from networks import AUTO, LOAD, TEXTS, assert_close, oracle, write, write_vocab
 import tinystories
 from eval.run.options import PRESETS, RunConfig
 from tinystories import InputError
-from tinystories.checkpoint import fingerprint, read_json, read_weights, write_json
+from tinystories.checkpoint import (
+    fingerprint,
+    read_json,
+    read_tensors,
+    read_weights,
+    write_json,
+    write_tensors,
+)
 from tinystories.fast import pack
 from tinystories.tokenizer import read_tokenizer
 
@@ -57,6 +65,32 @@ def test_an_index_that_disagrees_with_its_files(tmp_path, layout):
         write_json(index, content)
         with pytest.raises(InputError, match=r"/model|/pytorch_model|/config\.json|/\.\."):
             tinystories.load(tmp_path)
+
+
+@ROLES
+def test_a_tensor_with_and_without_its_prefix_is_refused(tmp_path, role):
+    write(tmp_path, role, oracle(role), "safetensors")
+    tensors, path = read_weights(tmp_path)
+    prefix = {"lm": "transformer.", "toxicity": "roberta.", "similarity": "bert."}[role]
+    name = next(name for name in tensors if "LayerNorm.weight" in name or "ln_f.weight" in name)
+    other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+    write_tensors(path, tensors | {other: tensors[name] + 1})
+    with pytest.raises(InputError, match="with and without its prefix"):
+        LOAD[role](tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    write(tmp_path, "lm", oracle("lm"), "sharded")
+    first, second, *_ = sorted(tmp_path.glob("model-*.safetensors"))
+    write_tensors(second, read_tensors(first) | read_tensors(second))
+    with pytest.raises(InputError, match="is also in another file"):
+        tinystories.load(tmp_path)
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(InputError, match="not a regular file"):
+        tinystories.load(tmp_path)
 
 
 @pytest.mark.parametrize("value", [Path("code"), [1.0], {"wte.weight": 1.0}])

@@ -5,13 +5,10 @@ for m = 1..M
   line 3    p^(m) <- distil samples of TSMC(p^(m-1), psi^(m-1))
   line 4    psi^(m) <- CTL-m on p^(m), against the same sigma
 
-This is the default. `--method pooled` leaves p^(0) as it is and distils into the twist instead:
-
-for m = 0..M, some rounds each
-            pool <- pool + sequences from q, the product of p^(0) and the last psi
-            psi^(m) <- the weighted likelihood of the pool under q
-
-R runs, K particles, T tokens.
+By default lines 3 and 4 learn from a pool of every sequence drawn so far, p^(m) is an adapter of
+p^(0), and psi^(m) is the value of a prefix. `--as-published` learns from the last samples alone,
+trains all of p^(m), and psi^(m) is an MLP that CTL learns from batches of its own; `--no-pooling`,
+`--student` and the like change one of these at a time. R runs, K particles, T tokens.
 """
 
 import signal
@@ -21,13 +18,15 @@ if __name__ == "__main__":
 
 # isort: split
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distill.finetune import Student
-from distill.self_distill import batches_of, held_out_loss, hold_out, self_distill
+from distill.self_distill import Batch, adapter_loss, batches_of, model_loss, self_distill
 from eval.run import processes
 from eval.run.command import one_line_errors
 from eval.run.evaluate import draw_runs, evaluate_ends, finish_generation
@@ -36,34 +35,126 @@ from eval.run.options import RunConfig, read_config
 from eval.run.run import Run
 from eval.run.setup import Setup, identity, load_setup
 from eval.run.table import table
-from tinystories import GPTNeo
+from tinystories import Conditional, GPTNeo
 from tinystories.checkpoint import read_json
 from tinystories.fast import keep_freed_memory, pack
 from tsmc import Sigma
 from tsmc.interfaces import Report
+from twist.adapter import Adapter
 from twist.ctl import learn_twist
-from twist.embedding import EmbeddingTwist
 from twist.mlp import TwistMLP
-from twist.pool import Pool, batches_from_pool, draw_round, learn_twist_from_pool
+from twist.pool import Pool, Round, draw_round
+from twist.surrogate import fit_surrogate
+from twist.value import ValueTwist, batches_of_values, learn_value
 
 
 def self_distilled_tsmc(run: Run, setup: Setup) -> dict:
     """Algorithm 1, each generation measured and saved as it is made; returns the results."""
     results = evaluate_ends(run, setup)
-    p, sigma = setup.model, setup.sigma()
-    psi = contrastive_twist_learning(run, setup, sigma, 0)  # line 1
-    finish_generation(run, setup, 0, p, sigma, psi, results)
+    p = setup.model
+    samples = draw_samples(run, setup, p, None, Pool(), 0)
+    scores = learn_scores(run, setup, samples, 0)
+    psi = learn_psi(run, setup, p, scores, samples, 0)  # line 1
+    finish_generation(run, setup, 0, p, psi, results)
     for m in range(1, run.config.generations + 1):  # line 2
-        samples = draw_samples(run, sigma, psi, m)
-        p = distil(run, p, sigma, samples, m)  # line 3
-        sigma = setup.sigma(p)
-        psi = contrastive_twist_learning(run, setup, sigma, m)  # line 4
-        finish_generation(run, setup, m, p, sigma, psi, results)
+        samples = draw_samples(run, setup, p, psi, samples, m)
+        scores = learn_scores(run, setup, samples, m)
+        p = distil(run, setup, p, scores, samples, m)  # line 3
+        psi = learn_psi(run, setup, p, scores, samples, m)  # line 4
+        finish_generation(run, setup, m, p, psi, results)
     return results
 
 
-def contrastive_twist_learning(run: Run, setup: Setup, sigma: Sigma, m: int) -> TwistMLP:
-    """Lines 1 and 4: psi^(m), learned anew from psi = 1."""
+def draw_samples(
+    run: Run, setup: Setup, p: nn.Module, psi: nn.Module | None, samples: Pool, m: int
+) -> Pool:
+    """What generation m learns from: the pool with a further round, drawn from q^(m-1).
+
+    Round 0 is drawn from p^(0). Without the pool: the samples of TSMC(p^(m-1), psi^(m-1)) alone, at
+    equal weights, without the runs that died.
+    """
+    config = run.config
+    if not config.pooling:
+        return last_samples(run, setup.sigma(p, psi), psi, m) if m > 0 else samples
+    q = (setup.base, None, None) if psi is None else setup.proposal(p, psi)
+
+    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        return vars(draw_round(*q, setup.potential, size, generator))
+
+    count = config.pool.base_draws if m == 0 else config.pool.draws
+    drawn = run.draw("sampling", m, count, config.rows, ("sampling", m), draw)
+    samples.rounds.append(Round(**drawn))
+    return samples
+
+
+def last_samples(run: Run, sigma: Sigma, psi: nn.Module, m: int) -> Pool:
+    """The samples of R TSMC runs."""
+    runs = run.config.distill.runs
+    population = draw_runs(run, "sampling", m, sigma, pack(psi), run.config.particles, runs)
+    tokens = population.alive().samples.flatten(0, 1)  # [N, T]
+    samples = Pool()
+    samples.rounds.append(Round(tokens, torch.zeros(len(tokens), device=tokens.device)))
+    return samples
+
+
+def learn_scores(run: Run, setup: Setup, samples: Pool, m: int) -> Tensor | None:
+    """The scores g [V] of the surrogate of phi; None without it."""
+    config = run.config
+    if not (config.pooling and config.surrogate):
+        return None
+
+    def fit(report: Report) -> dict[str, Tensor]:
+        scale = max(config.beta, 1.0)
+        vocab_size = setup.model.config.vocab_size
+        scores, loss = fit_surrogate(samples.tokens(), samples.log_phi(), scale, vocab_size)
+        report(loss=loss)
+        return {"scores": scores}
+
+    return run.once("surrogate", m, 1, fit)["scores"]
+
+
+def learn_psi(
+    run: Run, setup: Setup, p: nn.Module, scores: Tensor | None, samples: Pool, m: int
+) -> nn.Module:
+    """Lines 1 and 4: psi^(m), the value of a prefix. psi^(0) has an adapter, which proposes."""
+    config = run.config
+    if not config.pooling:
+        return contrastive_twist_learning(run, setup, p, m)
+    memory = scores if config.memory else None
+    adapter = fit_adapter(run, setup, "twist learning", scores, samples, m) if m == 0 else None
+    generator = run.generator("value", m)
+    sizes = setup.model.config
+    widths = (sizes.hidden_size, config.value.hidden_units, sizes.vocab_size)
+    psi = ValueTwist(*widths, generator, memory, adapter)
+    if config.learn_value:
+        learn_values(run, setup.conditional(p, memory), psi, samples, m, generator)
+    return psi
+
+
+def learn_values(
+    run: Run,
+    model: Conditional,
+    psi: ValueTwist,
+    samples: Pool,
+    m: int,
+    generator: torch.Generator,
+) -> None:
+    """CTL-m: the value of psi^(m), against the same sigma in every generation."""
+    options = run.config.value
+
+    def learn(report: Report) -> dict[str, Tensor]:
+        weights = samples.weights(run.config.pool.least_ess)
+        sizes = (options.negatives, options.batch_size, options.updates)
+        draw_batch = batches_of_values(model, samples, weights, *sizes, generator)
+        optimizer = torch.optim.Adam(psi.network.parameters(), lr=options.learning_rate)
+        learn_value(psi, optimizer, draw_batch, options.updates, report)
+        return psi.network.state_dict()
+
+    psi.network.load_state_dict(run.once("value learning", m, options.updates, learn))
+
+
+def contrastive_twist_learning(run: Run, setup: Setup, p: nn.Module, m: int) -> TwistMLP:
+    """Lines 1 and 4 without the pool: psi^(m) by CTL on batches of its own, from psi = 1."""
     options = run.config.ctl
     sizes = setup.model.config
     generator = run.generator("ctl", m)
@@ -72,6 +163,7 @@ def contrastive_twist_learning(run: Run, setup: Setup, sigma: Sigma, m: int) -> 
     processes.share_gradients(psi)
 
     def learn(report: Report) -> dict[str, Tensor]:
+        sigma = setup.sigma(p, psi)
         draw_batch = processes.ctl_batches(sigma, psi, options.batch_size, generator)
         learn_twist(psi, optimizer, draw_batch, options.updates, report)
         return psi.state_dict()
@@ -80,97 +172,75 @@ def contrastive_twist_learning(run: Run, setup: Setup, sigma: Sigma, m: int) -> 
     return psi
 
 
-def draw_samples(run: Run, sigma: Sigma, psi: TwistMLP, m: int) -> Tensor:
-    """Samples [R, K, T] of TSMC(p^(m-1), psi^(m-1)), without the runs that died."""
-    runs = run.config.distill.runs
-    population = draw_runs(run, "sampling", m, sigma, pack(psi), run.config.particles, runs)
-    return population.alive().samples
+def distil(
+    run: Run, setup: Setup, p: nn.Module, scores: Tensor | None, samples: Pool, m: int
+) -> nn.Module:
+    """Line 3: p^(m), an adapter of p^(0), or p^(m-1) = p fine-tuned."""
+    if run.config.student == "adapter":
+        return fit_adapter(run, setup, "distillation", scores, samples, m)
+    return fine_tune(run, setup, p, samples, m)
 
 
-def distil(run: Run, p: GPTNeo, sigma: Sigma, samples: Tensor, m: int) -> GPTNeo:
-    """Line 3: p^(m) from samples [R, K, T]; a tenth of the runs is held out and only measured."""
+def fit_adapter(
+    run: Run, setup: Setup, phase: str, scores: Tensor | None, samples: Pool, m: int
+) -> Adapter:
+    """An adapter of p^(0) that minimises the weighted eq. 7, learned anew from p^(0)."""
     options = run.config.distill
-    lora = run.config.lora
     generator = run.generator("distill", m)
-    student = Student(p, options.step_size(lora), options.weight_decay, lora, generator)
-    trained_on, held_out = hold_out(samples)
+    memory = scores if run.config.memory else None
+    adapter = Adapter(setup.model, scores, memory is not None, options.hidden_units, generator)
+    trained = adapter.shift.parameters()
+    optimizer = torch.optim.Adam(trained, lr=options.adapter_learning_rate)
+    processes.share_gradients(adapter)
+
+    def learn(report: Report) -> dict[str, Tensor]:
+        base = setup.conditional(setup.model, memory)
+        draw_batch = sample_batches(run, samples, generator, base)
+        loss = partial(adapter_loss, adapter)
+        self_distill(loss, optimizer, draw_batch, options.updates, report)
+        return adapter.shift.state_dict()
+
+    adapter.shift.load_state_dict(run.once(phase, m, options.updates, learn))
+    return adapter
+
+
+def fine_tune(run: Run, setup: Setup, p: GPTNeo, samples: Pool, m: int) -> GPTNeo:
+    """A copy of p of which all parameters, or those of LoRA, minimise the weighted eq. 7."""
+    options = run.config.distill
+    is_lora = run.config.student == "lora"
+    generator = run.generator("distill", m)
+    step_size = options.lora_learning_rate if is_lora else options.learning_rate
+    student = Student(p, step_size, options.weight_decay, is_lora, generator)
     processes.share_gradients(student.network)
 
     def learn(report: Report) -> dict[str, Tensor]:
-        draw_batch = processes.own_rows(batches_of(trained_on, options.batch_size, generator))
-        self_distill(student, sigma.model, draw_batch, options.updates, report)
-        trained = student.finish()
-        after = sigma.model.with_model(pack(trained))
-        report(
-            held_out_before=held_out_loss(sigma.model, held_out),
-            held_out_after=held_out_loss(after, held_out),
-        )
-        return trained.state_dict()
+        draw_batch = sample_batches(run, samples, generator)
+        loss = partial(model_loss, setup.base.with_model(student.network))
+        self_distill(loss, student.optimizer, draw_batch, options.updates, report)
+        return student.finish().state_dict()
 
     model = copy.deepcopy(p)
-    model.load_state_dict(run.once("distillation", m, options.updates + 1, learn))
+    model.load_state_dict(run.once("distillation", m, options.updates, learn))
     return model
 
 
-def pooled_tsmc(run: Run, setup: Setup) -> dict:
-    """Twists learned on p^(0) from everything drawn so far; returns the results."""
-    results = evaluate_ends(run, setup)
-    sigma = setup.sigma()
-    pool = Pool()
-    psi = None
-    for m in range(run.config.generations + 1):
-        first = 0 if m == 0 else 1  # round 0 is drawn from p^(0), where there is no twist yet
-        for number in range(first, run.config.pool.rounds + 1):
-            pool.add(**draw_pool_round(run, sigma, psi, m, number))
-            psi = pooled_twist_learning(run, setup, sigma, pool, m, number)
-        finish_generation(run, setup, m, setup.model, sigma, psi, results)
-    return results
-
-
-def draw_pool_round(
-    run: Run, sigma: Sigma, psi: EmbeddingTwist | None, m: int, number: int
-) -> dict[str, Tensor]:
-    """Sequences and log weights of one round of generation m."""
-    options = run.config.pool
-    twist = None if psi is None else pack(psi)
-    name = f"round {number}"
-
-    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return draw_round(sigma, twist, options.power, size, generator)
-
-    total = options.base_draws if psi is None else options.draws
-    return run.draw(name, m, total, run.config.rows, (name, m, ""), draw)
-
-
-def pooled_twist_learning(
-    run: Run, setup: Setup, sigma: Sigma, pool: Pool, m: int, number: int
-) -> EmbeddingTwist:
-    """The twist after a round of generation m, learned anew from psi = 1."""
-    options = run.config.pool
-    generator = run.generator("pool", m, number)
-    psi = EmbeddingTwist(options.hidden_units, setup.model.output_weight, generator)
-    optimizer = torch.optim.Adam(psi.shift.parameters(), lr=options.learning_rate)
-    processes.share_gradients(psi)
-
-    def learn(report: Report) -> dict[str, Tensor]:
-        sizes = (options.updates, options.batch_size)
-        draw_batch = batches_from_pool(sigma.model, pool, options.least_ess, *sizes, generator)
-        draw_batch = processes.own_rows(draw_batch)
-        learn_twist_from_pool(psi, optimizer, draw_batch, options.updates, report)
-        return psi.state_dict()
-
-    phase = f"twist learning {number}"
-    psi.load_state_dict(run.once(phase, m, options.updates, learn))
-    return psi
+def sample_batches(
+    run: Run, samples: Pool, generator: torch.Generator, base: Conditional | None = None
+) -> Callable[[int], Batch]:
+    """Batches of weighted samples, with their states in `base` where it is given."""
+    options = run.config.distill
+    weights = samples.weights(run.config.pool.least_ess)
+    sizes = (options.batch_size, options.updates)
+    return processes.own_rows(batches_of(samples.tokens(), weights, *sizes, generator, base))
 
 
 def planned_phases(run: Run, setup: Setup) -> int:
     """How many phases the run has, for its display of progress."""
     config = run.config
     ends = 1 if setup.exact is not None or config.eval.target_proposals == 0 else 2
-    if config.method == "pooled":
-        return ends + 2 + (config.generations + 1) * (2 * config.pool.rounds + 1)
-    return ends + 2 + 5 * config.generations
+    learning = 2 + config.surrogate + config.learn_value if config.pooling else 2
+    first = learning if config.pooling else learning - 1
+    return ends + first + 1 + config.generations * (learning + 2)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -189,10 +259,9 @@ def run_job(config: RunConfig, resumed: Path | None) -> Path:
     """A new run, or the one in the directory `resumed`, to its end; returns its directory."""
     processes.join(config.torch_device())
     setup = load_setup(config)
-    algorithm = pooled_tsmc if config.method == "pooled" else self_distilled_tsmc
     with Run(config, resumed, identity(config)) as run:
         run.total = planned_phases(run, setup)
-        results = algorithm(run, setup)
+        results = self_distilled_tsmc(run, setup)
         if run.writes:
             draw_figures(results, run.samples, run.path)
         run.finish(results)

@@ -7,23 +7,18 @@ log pi(s) is the sum over tokens. Every update draws a new batch. Gradient flows
 alone, and L = log 2 where pi = p^(0).
 
 Where the paper departs from Rafailov et al. 2023:
- 1. Pairs are made online, out of samples of the reference; there they are a fixed set, labelled by
-    people or a model of them.
+ 1. Pairs are made online, out of samples of the reference; there they are a fixed, labelled set.
  2. The reward's order decides who is preferred, without the noise of the Bradley-Terry model. Only
     this order counts, so beta of the potential has no effect.
  3. A single prompt; the two members of a pair come from the same batch for it.
- 4. AdamW at a constant rate and batches of 512 pairs; there RMSprop with a warm-up and batches of
-    64.
+ 4. AdamW at a constant rate, batches of 512 pairs; there RMSprop with a warm-up, batches of 64.
 
 What the paper leaves open:
- 5. The i-th best of the top half meets the i-th best of the bottom half, so that each pair spans
-    half of the ranks.
+ 5. The i-th best of the top half meets the i-th best of the bottom half.
  6. Of an odd number of samples the middle one is left out.
  7. Equal rewards, -inf among them, keep the order of the batch, which is random. Their pairs stay,
     so there are always floor(N / 2): on average they only hold the log-ratios together.
  8. log p^(0) of a pair is what its sampling gave, without a second pass through the reference.
- 9. Biases and LayerNorm are not decayed; the embedding is, like any matrix. LoRA's factors are
-    matrices.
 
 N sequences, M = floor(N / 2) pairs, T tokens.
 """
@@ -34,15 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.finetune import (
-    ROWS,
-    BaselineConfig,
-    Cost,
-    Grid,
-    Student,
-    accumulate_gradient,
-    rewards,
-)
+from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
 from tinystories.decoder import Conditional
 from tinystories.fast import pack
 from tsmc.interfaces import Report, ignore
@@ -79,19 +66,17 @@ def dpo(
     student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
     reference = base.with_model(pack(base.model))
+
+    def loss(tokens: Tensor, log_ref: Tensor) -> Tensor:
+        log_pi = policy.log_probs(tokens.flatten(0, 1))[0].sum(-1)  # [2 M]
+        return dpo_loss(log_pi.view(-1, 2), log_ref, config.strength)
+
     for _ in range(config.updates):
         batch = sample_proposal(reference, None, config.batch_size, generator)
         pairs = preference_pairs(rewards(log_phi, batch.tokens))  # [M, 2]
         tokens = batch.tokens[pairs]  # [M, 2, T]
         log_ref = batch.log_p.sum(-1)[pairs]  # [M, 2]
-
-        def loss(part: slice, tokens: Tensor = tokens, log_ref: Tensor = log_ref) -> Tensor:
-            log_pi = policy.log_probs(tokens[part].flatten(0, 1))[0].sum(-1)  # [2 M]
-            return dpo_loss(log_pi.view(-1, 2), log_ref[part], config.strength)
-
-        student.optimizer.zero_grad()
-        report(loss=accumulate_gradient(loss, len(tokens), ROWS // 2))
-        student.optimizer.step()
+        report(loss=student.update(loss, ROWS // 2, tokens, log_ref))
     return base.with_model(student.finish())
 
 

@@ -1,4 +1,4 @@
-"""What fine-tuning shares: the trained copy, its optimiser, gradients in parts, options and costs.
+"""What fine-tuning shares: the trained copy, its updates in parts, options and costs.
 
     AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay of matrices only; LoRA or every parameter
     gradient of a mean over N rows = sum over parts of (rows of the part / N) * gradient of its mean
@@ -59,33 +59,18 @@ class Cost:
     def units(self, length: int) -> int:
         """Token positions through the model for T = length; forward with backward counts three.
 
-        The last token of a sequence is predicted and never read. The prompt is read once for a
-        whole batch, so it is left out.
+        The last token is never read, and the prompt only once for a whole batch: both are left out.
         """
         return (self.sampled + self.scored + 3 * self.trained) * (length - 1)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
-    """AdamW groups: decay for matrices, none for biases and LayerNorm."""
+    """AdamW groups: decay for matrices, also embeddings and LoRA, none for biases and LayerNorm."""
     parameters = list(parameters)
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-
-
-def accumulate_gradient(loss: Callable[[slice], Tensor], rows: int, at_once: int) -> float:
-    """Add the gradient of a mean over `rows` rows, `at_once` at a time, and return the mean.
-
-    loss(part) is the mean over the rows of a slice.
-    """
-    total = 0.0
-    for start in range(0, rows, at_once):
-        part = slice(start, min(start + at_once, rows))
-        share = loss(part) * ((part.stop - part.start) / rows)
-        share.backward()
-        total += share.item()
-    return total
 
 
 class Student:
@@ -104,16 +89,28 @@ class Student:
         wide = torch.promote_types(self.dtype, torch.float32)
         self.network = copy.deepcopy(model).to(wide).requires_grad_(True)
         self.lora = lora
-        self.parameters = (
-            add_lora(self.network, generator) if lora else list(self.network.parameters())
-        )
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.parameters, weight_decay), lr=learning_rate
-        )
+        everything = list(self.network.parameters())
+        self.parameters = add_lora(self.network, generator) if lora else everything
+        groups = parameter_groups(self.parameters, weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate)
 
     def after(self, base: Conditional) -> Conditional:
         """The student as a conditional model after the prompt of `base`."""
         return base.with_model(self.network)
+
+    def update(self, loss: Callable[..., Tensor], at_once: int, *rows: Tensor) -> float:
+        """One step on a loss that is a mean over N rows, `at_once` at a time; returns that mean.
+
+        Each tensor of `rows` is [N, ...], and loss(*parts) is the mean over the rows of its parts.
+        """
+        self.optimizer.zero_grad()
+        total = 0.0
+        for parts in zip(*(tensor.split(at_once) for tensor in rows), strict=True):
+            share = loss(*parts) * (len(parts[0]) / len(rows[0]))
+            share.backward()
+            total += share.item()
+        self.optimizer.step()
+        return total
 
     def merged(self) -> GPTNeo:
         """The network as it is now; with LoRA, a copy into which the updates are merged."""

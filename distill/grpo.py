@@ -9,12 +9,9 @@ gradient. The k3 penalty is never negative; L = 0 where pi = p^(0), but its grad
 
 Where the paper departs from Shao et al. 2024:
  1. One prompt and one group, the whole batch of 1024; there 64 outputs for each of many questions.
- 2. One update for each batch, no older policy and no clipping: the ratio is that of the policy to
-    itself.
- 3. All outputs have T tokens, so the mean over n and t is the mean over outputs of the mean over
-    their tokens.
- 4. The reference stays p^(0); there, in the iterated form, the trained policy takes its place from
-    time to time.
+ 2. One update for each batch, so there is no older policy and no clipping.
+ 3. All outputs have T tokens, so the mean over n and t weighs all outputs alike.
+ 4. The reference stays p^(0); there, in the iterated form, the policy replaces it now and then.
  5. The reward of a whole sequence is given, not learned.
 
 What the paper leaves open:
@@ -22,14 +19,11 @@ What the paper leaves open:
     standardised, beta of the potential has no effect.
  7. std is the population's (divided by N), and nothing is added to it.
  8. A = 0 where all rewards are equal: such a batch only pulls the policy towards the reference.
- 9. A reward of -inf, where phi is zero, stands for the limit of a reward that falls without bound.
-    Beside it the differences between finite rewards vanish: A becomes that of the indicator of phi
-    > 0.
+ 9. A reward of -inf, where phi is zero, stands for the limit of a falling reward. Beside it the
+    differences between finite rewards vanish: A becomes that of the indicator of phi > 0.
 10. The gradient of the k3 term takes the samples as given, as the formula says. Its mean over
     samples of the policy is the gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)),
     which is what the term's value estimates.
-11. Biases and LayerNorm are not decayed; the embedding is, like any matrix. LoRA's factors are
-    matrices.
 
 N sequences, T tokens; sg stops the gradient.
 """
@@ -39,15 +33,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distill.finetune import (
-    ROWS,
-    BaselineConfig,
-    Cost,
-    Grid,
-    Student,
-    accumulate_gradient,
-    rewards,
-)
+from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
 from tinystories.decoder import Conditional
 from tinystories.fast import pack
 from tsmc.categorical import widest
@@ -91,21 +77,18 @@ def grpo(
     """
     student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
+
+    def loss(tokens: Tensor, advantage: Tensor) -> Tensor:
+        with torch.no_grad():
+            log_ref = base.log_probs(tokens)[0]  # [N, T]
+        return grpo_loss(policy.log_probs(tokens)[0], log_ref, advantage, config.strength)
+
     for _ in range(config.updates):
         current = base.with_model(pack(student.merged()))
         tokens = sample_proposal(current, None, config.batch_size, generator).tokens
         reward = rewards(log_phi, tokens)
-        advantage = advantages(reward)
-
-        def loss(part: slice, tokens: Tensor = tokens, advantage: Tensor = advantage) -> Tensor:
-            with torch.no_grad():
-                log_ref = base.log_probs(tokens[part])[0]  # [N, T]
-            log_pi = policy.log_probs(tokens[part])[0]  # [N, T]
-            return grpo_loss(log_pi, log_ref, advantage[part], config.strength)
-
-        student.optimizer.zero_grad()
-        report(loss=accumulate_gradient(loss, len(tokens), ROWS), phi=reward.exp().mean())
-        student.optimizer.step()
+        mean_loss = student.update(loss, ROWS, tokens, advantages(reward))
+        report(loss=mean_loss, phi=reward.exp().mean())
     return base.with_model(student.finish())
 
 

@@ -13,27 +13,23 @@ from torch import Tensor, nn
 from tinystories.gpt_neo import GPTNeo
 
 RANK = 8
+PROJECTIONS = ("q_proj", "v_proj")
 
 
 class LoRALinear(nn.Module):
-    """A linear layer plus an update of rank r."""
+    """A frozen linear layer plus an update of rank r."""
 
-    def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator):
+    def __init__(self, base: nn.Linear, generator: torch.Generator):
         super().__init__()
         size_out, size_in = base.weight.shape
-        self.base = base.requires_grad_(False)
-        a = base.weight.new_empty(rank, size_in)
+        self.base = base
+        a = base.weight.new_empty(RANK, size_in)
         self.a = nn.Parameter(a.normal_(std=size_in**-0.5, generator=generator))
-        self.b = nn.Parameter(base.weight.new_zeros(size_out, rank))
+        self.b = nn.Parameter(base.weight.new_zeros(size_out, RANK))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]"""
         return self.base(x) + F.linear(F.linear(x, self.a), self.b)
-
-    def merged(self) -> nn.Linear:
-        """The layer itself, its weight now W + B A."""
-        self.base.weight.data = self.base.weight.data + self.b.data @ self.a.data
-        return self.base
 
 
 def add_lora(model: GPTNeo, generator: torch.Generator) -> list[nn.Parameter]:
@@ -41,8 +37,8 @@ def add_lora(model: GPTNeo, generator: torch.Generator) -> list[nn.Parameter]:
     model.requires_grad_(False)
     added = []
     for block in model.h:
-        for name in ("q_proj", "v_proj"):
-            lora = LoRALinear(getattr(block.attn, name), RANK, generator)
+        for name in PROJECTIONS:
+            lora = LoRALinear(getattr(block.attn, name), generator)
             setattr(block.attn, name, lora)
             added += [lora.a, lora.b]
     return added
@@ -51,6 +47,8 @@ def add_lora(model: GPTNeo, generator: torch.Generator) -> list[nn.Parameter]:
 def merge_lora(model: GPTNeo) -> None:
     """Fold every LoRA update into its weight, in place; the model is an ordinary GPT-Neo again."""
     for block in model.h:
-        for name in ("q_proj", "v_proj"):
-            setattr(block.attn, name, getattr(block.attn, name).merged())
+        for name in PROJECTIONS:
+            lora = getattr(block.attn, name)
+            lora.base.weight.data += lora.b.data @ lora.a.data
+            setattr(block.attn, name, lora.base)
     model.requires_grad_(True)

@@ -1,29 +1,31 @@
-"""Self-distillation: the next generation's language model from the last one's samples (eq. 7).
+"""Self-distillation: the next generation's language model from weighted samples (eq. 7).
 
-    p^(m) = argmin_p  E_{s ~ TSMC(p^(m-1), psi^(m-1))} [ -log p(s_{1:T} | s_0) ],  from p^(m-1)
+    p^(m) = argmin_p  sum_i W_i [ -log p(s_i) ],   s_i = s_{1:T} after the prompt s_0
 
-The N samples of T tokens come from many runs, because the particles of one run share ancestors and
-hold far fewer than K distinct sequences. Few passes with a small learning rate keep the model from
-overfitting them; the loss on held-out runs, reported beside the training loss, shows it.
+With equal weights and samples of TSMC(p^(m-1), psi^(m-1)) this is eq. 7; with the weights of the
+pool (`twist/pool.py`) every sequence drawn so far takes part. For exact weights both minimise
+KL(sigma||p). Rows are drawn by their weights for each update. Few passes with a small step size
+keep the model from overfitting them.
 
-What the paper leaves open:
- 1. The number of samples, runs and updates and the rate are options; the defaults stop long before
-    convergence.
- 2. All runs count the same, whatever their Z-hat; within a run the final resampling has been
-    applied.
- 3. AdamW, without weight decay for biases and LayerNorm.
+What is trained is an adapter of p^(0) (`twist/adapter.py`), whose states are computed once for each
+distinct row, or all parameters of p^(m-1) or LoRA (`distill/finetune.py`). N samples, n rows of a
+batch, T tokens, D width of the states.
+
+What the paper leaves open: numbers of samples and updates and the step size, which are options; all
+runs count the same, whatever their Z-hat; AdamW, without decay of biases and LayerNorm.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from distill.finetune import Student
 from tinystories.decoder import Conditional
-from tsmc.interfaces import Report, ignore
-from tsmc.proposal import sequence_log_probs
+from tsmc.interfaces import LanguageModel, Report, ignore
+from twist.adapter import Adapter
+from twist.pool import hidden_states
 
 
 @dataclass
@@ -31,65 +33,66 @@ class Batch:
     """Samples; of a batch shared by several processes, the rows of this one."""
 
     tokens: Tensor  # [n, T]
+    hidden: Tensor | None  # [n, T, D] the states that predict them, if they are computed once
     batch_size: int  # of the whole batch
 
     def rows(self, part: slice) -> "Batch":
         """The part of one process."""
-        return Batch(self.tokens[part], self.batch_size)
-
-
-def hold_out(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Split runs [R, K, T]: sequences [N, T] to train on, and those of a tenth of the runs.
-
-    A single run serves both purposes.
-    """
-    cut = max(1, len(samples) // 10)
-    trained_on = samples[cut:] if len(samples) > cut else samples
-    return trained_on.flatten(0, 1), samples[:cut].flatten(0, 1)
+        hidden = None if self.hidden is None else self.hidden[part]
+        return Batch(self.tokens[part], hidden, self.batch_size)
 
 
 def batches_of(
-    samples: Tensor, batch_size: int, generator: torch.Generator
+    samples: Tensor,
+    weights: Tensor,
+    batch_size: int,
+    updates: int,
+    generator: torch.Generator,
+    model: LanguageModel | None = None,
 ) -> Callable[[int], Batch]:
-    """A function that draws the batch of an update from samples [N, T]."""
+    """The batches of all updates, rows of samples [N, T] drawn by weights [N].
+
+    With a `model` the batches hold its states; a row that is drawn often passes it once.
+    """
+    count = updates * batch_size
+    drawn = torch.multinomial(weights, count, replacement=True, generator=generator)
+    distinct, place = drawn.unique(return_inverse=True)
+    tokens = samples[distinct]
+    states = None if model is None else hidden_states(model, tokens)
 
     def draw_batch(update: int) -> Batch:
-        size = (batch_size,)
-        chosen = torch.randint(len(samples), size, generator=generator, device=samples.device)
-        return Batch(samples[chosen], batch_size)
+        rows = place[update * batch_size : (update + 1) * batch_size]
+        return Batch(tokens[rows], None if states is None else states[rows], batch_size)
 
     return draw_batch
 
 
-def held_out_loss(model: Conditional, tokens: Tensor) -> float:
-    """Mean of -log p(s_t | s_{0:t-1}) over sequences [N, T]."""
-    return -sequence_log_probs(model, tokens).mean().item() / model.length
+def model_loss(model: Conditional, batch: Batch) -> Tensor:
+    """-log p(s_t | s_{0:t-1}) summed over the rows and divided by batch_size T (eq. 7).
 
-
-def negative_log_likelihood(model: Conditional, tokens: Tensor, batch_size: int) -> Tensor:
-    """-log p(s_t | s_{0:t-1}) summed over sequences [N, T], over batch_size T (eq. 7).
-
-    For a whole batch, N = batch_size, it is the mean; the rows of several processes sum to it.
+    For a whole batch it is the mean; the rows of several processes sum to it.
     """
-    return -model.log_probs(tokens)[0].sum() / (batch_size * model.length)
+    return -model.log_probs(batch.tokens)[0].sum() / (batch.batch_size * model.length)
+
+
+def adapter_loss(adapter: Adapter, batch: Batch) -> Tensor:
+    """The same for p^(m) = adapter, from the states of p^(0)."""
+    logits = adapter(batch.hidden)  # [n, T, V]
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.tokens.flatten(), reduction="sum")
+    return losses / (batch.batch_size * batch.tokens.shape[1])
 
 
 def self_distill(
-    student: Student,
-    base: Conditional,
+    loss: Callable[[Batch], Tensor],
+    optimizer: torch.optim.Optimizer,
     draw_batch: Callable[[int], Batch],
     updates: int,
     report: Report = ignore,
 ) -> None:
-    """Turn the student, a copy of p^(m-1), into p^(m); base gives its prompt and length.
-
-    Reports the loss of every step, before the step is taken.
-    """
-    model = student.after(base)
+    """Minimise the loss; reports its value at every step, before the step is taken."""
     for update in range(updates):
-        batch = draw_batch(update)
-        loss = negative_log_likelihood(model, batch.tokens, batch.batch_size)
-        report(loss=loss.detach())
-        student.optimizer.zero_grad()
-        loss.backward()
-        student.optimizer.step()
+        value = loss(draw_batch(update))
+        report(loss=value.detach())
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()

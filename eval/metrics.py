@@ -14,9 +14,8 @@
     distinct     share of different sequences among a run's K samples, mean over runs
     dead         runs whose weights were all zero at some step
 
-Samples are the particles after the last resampling, with any moves that the run asks for. Copies
-count as often as they occur, in toxicity and in similarity, because they are what the sampler
-returns. Particles of one run are dependent, so intervals come from whole runs. Intervals are 95 %.
+Samples are the particles after the last resampling and any moves, where copies count as often as
+they occur. Particles of one run are dependent, so the intervals, all 95 %, come from whole runs.
 """
 
 import math
@@ -46,10 +45,10 @@ class Samples:
 
     def rows(self, source: str) -> list[dict]:
         """One row for each text, ready for JSON."""
-        numbers = zip(self.group, self.toxicity.tolist(), self.log_phi.tolist(), strict=True)
+        columns = (self.group, self.toxicity.tolist(), self.log_phi.tolist(), self.texts)
         return [
-            {"source": source, "run": group, "toxicity": toxicity, "log_phi": log_phi, "text": text}
-            for (group, toxicity, log_phi), text in zip(numbers, self.texts, strict=True)
+            {"source": source, "run": run, "toxicity": toxicity, "log_phi": log_phi, "text": text}
+            for run, toxicity, log_phi, text in zip(*columns, strict=True)
         ]
 
 
@@ -63,7 +62,7 @@ def score(
     texts = potential.texts(tokens)
     toxicity = each_once(log_toxicity, texts).double().exp()
     log_phi = potential(tokens).cpu().double()
-    return Samples(texts, toxicity, log_phi, list(range(len(texts))) if group is None else group)
+    return Samples(texts, toxicity, log_phi, group or list(range(len(texts))))
 
 
 def score_population(
@@ -137,13 +136,10 @@ def mean_scores(samples: Samples) -> dict[str, float]:
     }
 
 
-def describe(
-    samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None
-) -> dict[str, float]:
-    """The mean scores, similarity, and the distance from exact samples.
+def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict:
+    """The mean scores, the similarity, and the distance from exact samples where there are any.
 
-    vectors [N, D] are the texts' embeddings, exact_vectors [M, D] those of exact samples of sigma,
-    where there are any.
+    vectors [N, D] are the embeddings of the texts, exact_vectors [M, D] those of exact samples.
     """
     row = mean_scores(samples)
     row |= {"similarity": mean_pairwise_cosine(vectors), "num_sequences": len(samples.texts)}

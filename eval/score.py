@@ -8,13 +8,11 @@ beta log p(toxic | s). Target's row has the values of the exact samples of the p
 import math
 from pathlib import Path
 
-import torch
-
 from eval.metrics import Samples, describe
 from eval.run.command import one_line_errors, say
 from eval.run.evaluate import evaluate_target
 from eval.run.options import OneLineParser, RunConfig
-from eval.run.setup import Setup, load_setup
+from eval.run.setup import load_setup
 from eval.run.table import align
 from tinystories.checkpoint import reading
 from twist.potential import each_once
@@ -26,18 +24,11 @@ COLUMNS |= {"energy": ".3f", "distance": ".3f"}
 def read_texts(path: Path) -> list[str]:
     """The lines of a file that are not empty; InputError where it has fewer than two."""
     with reading(path, "cannot be read as texts", "name a UTF-8 file with a text in each line"):
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        if len(texts := [line for line in lines if line.strip()]) < 2:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        texts = [line for line in lines if line.strip()]
+        if len(texts) < 2:
             raise ValueError(f"it holds {len(texts)} texts, at least 2 are needed")
         return texts
-
-
-@torch.inference_mode()
-def text_row(texts: list[str], beta: float, setup: Setup) -> dict:
-    """The columns of N texts that were written independently of each other."""
-    log_toxicity = each_once(setup.log_toxicity, texts).double()  # [N]
-    samples = Samples(texts, log_toxicity.exp(), beta * log_toxicity, list(range(len(texts))))
-    return describe(samples, setup.encode(texts), setup.exact_vectors)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,17 +37,20 @@ def main(arguments: list[str] | None = None) -> None:
         parser = OneLineParser(prog="eval.score", description=__doc__.splitlines()[0])
         parser.add_argument("files", nargs="+", type=Path, help="UTF-8, a text in each line")
         files = {path: read_texts(path) for path in parser.parse_args(arguments).files}
-        config = RunConfig()
         say("loading the networks of the preset pocket, and scoring its exact samples")
+        config = RunConfig()
         setup = load_setup(config)
         target, _ = evaluate_target(setup)
         rows = {"Target": target}
         for path, texts in files.items():
-            rows[str(path)] = text_row(texts, config.beta, setup)
+            log_toxicity = each_once(setup.log_toxicity, texts).double()  # [N]
+            group = list(range(len(texts)))  # the texts are independent of each other
+            samples = Samples(texts, log_toxicity.exp(), config.beta * log_toxicity, group)
+            rows[str(path)] = describe(samples, setup.encode(texts), setup.exact_vectors)
         lines = [["", "texts", *list(COLUMNS)[1:]]]
         for name, row in rows.items():
-            there, here = ((r["similarity"], r["toxicity"]) for r in (target, row))
-            row["distance"] = math.dist(there, here)
+            differences = [row[key] - target[key] for key in ("similarity", "toxicity")]
+            row["distance"] = math.hypot(*differences)
             lines.append([name, *(format(row[key], form) for key, form in COLUMNS.items())])
         print(align(lines))
 

@@ -21,12 +21,10 @@ NEUTRAL = ("seed", "out", "quiet", "versions")  # in which the runs of one kind 
 
 
 def estimate(values: list[float]) -> Estimate:
-    """Their mean and its error."""
     return mean_estimate(torch.tensor(values, dtype=torch.float64))
 
 
 def plus_minus(mean: Estimate, form: str) -> str:
-    """mean +- half width"""
     return f"{format(mean.value, form)} +- {format(mean.half_width(), form)}"
 
 
@@ -69,11 +67,11 @@ def summarise(runs: list[dict]) -> str:
         rows["Last - first"] = [change(run["generations"]) for run in runs]
     lines = [["", *(title for title, _, _ in shown)]]
     for name, each in rows.items():
-        cells = {}
-        for title, key, form in shown:
-            values = [row.get(key) for row in each]
-            cells[title] = interval(values, form) if all(key in row for row in each) else ""
-        lines.append([name, *cells.values()])
+        cells = []
+        for _, key, form in shown:
+            values = [row[key] for row in each if key in row]
+            cells.append(interval(values, form) if len(values) == len(each) else "")
+        lines.append([name, *cells])
     return align(lines)
 
 

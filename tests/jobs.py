@@ -26,7 +26,7 @@ SIZES = [
     *("--length", "5", "--quiet"),
 ]
 DISTILLED = [
-    *("--method", "distilled", *SIZES, "--ctl-updates", "4", "--ctl-batch-size", "11"),
+    *(*SIZES, "--ctl-updates", "4", "--ctl-batch-size", "11"),
     *("--particles", "6", "--distill-runs", "13", "--distill-updates", "3"),
     *("--distill-batch-size", "9"),
 ]
@@ -55,7 +55,6 @@ def refusal(*arguments: object) -> str:
 
 
 def products(run: Path) -> dict[str, bytes]:
-    """What a run has computed."""
     return {name: (run / name).read_bytes() for name in PRODUCTS}
 
 
@@ -109,13 +108,13 @@ def start(argument: object, folder: Path, function: Callable = run_main, place=(
     return process
 
 
-def start_together(argument: object, folder: Path, count: int = 2, **options) -> list:
-    """The same in several processes that find each other, as torchrun starts them."""
+def start_together(argument: object, folder: Path, **options) -> list:
+    """The same in two processes that find each other, as torchrun starts them."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    job = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    places = [job | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
+    job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = [job | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(2)]
     return [start(argument, folder, place=place, **options) for place in places]
 
 

@@ -15,7 +15,7 @@ from distill.finetune import BaselineConfig, Student
 from distill.grpo import GRPO_GRID, grpo, grpo_cost
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
-from tsmc.exact import Tree, kl_divergence
+from tsmc.exact import Tree
 
 BASELINES = {"dpo": (dpo, dpo_cost), "grpo": (grpo, grpo_cost)}
 both = pytest.mark.parametrize("name", BASELINES)
@@ -27,7 +27,6 @@ def config(strength=0.1, learning_rate=1e-2, updates=40, batch_size=64) -> Basel
 
 
 def train(name, base, log_phi, options, lora=False):
-    """The trained model and everything that was reported."""
     reports = Recorded()
     return BASELINES[name][0](base, log_phi, options, lora, generator(0), reports), reports
 
@@ -36,9 +35,6 @@ def world():
     """A tiny GPT-Neo of 3 tokens and a potential, 27 sequences, float64."""
     base, _, potential = gpt_neo_world(3, 3)
     return base, ListedPotential(3 * potential.log_phi, 3)
-
-
-# whole runs
 
 
 @with_and_without_lora
@@ -60,18 +56,6 @@ def test_the_policy_gains_reward_and_the_base_stays(name, lora):
     assert len(figures) == 40
     first = math.log(2) if name == "dpo" else 0
     assert figures[0]["loss"] == pytest.approx(first, abs=1e-12)
-
-
-@both
-def test_strength_holds_the_policy_to_the_base(name):
-    base, potential = world()
-    divergences = []
-    for strength in (0.1, 20.0):
-        policy, _ = train(name, base, potential, config(strength))
-        with torch.no_grad():
-            log_q = [Tree(model).prefix_log_q()[-1] for model in (policy, base)]
-        divergences.append(kl_divergence(*log_q).item())
-    assert 0 < divergences[1] < 0.6 * divergences[0]
 
 
 @both
@@ -116,12 +100,10 @@ def test_gradient_in_parts_is_that_of_the_whole_batch(name, lora, monkeypatch, u
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
 
 
-# guards
-
-
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @both
-def test_a_reward_that_is_not_finite_stops_the_run(name):
-    values = iter((-1.0, math.nan))
+def test_a_reward_that_is_not_finite_stops_the_run(name, bad):
+    values = iter((-1.0, bad))
     with pytest.raises(InputError, match=r"^log phi is NaN or \+inf on a sample"):
         train(name, world()[0], lambda tokens: torch.full((len(tokens),), next(values)), config())
 
@@ -130,12 +112,8 @@ def test_a_reward_that_is_not_finite_stops_the_run(name):
 def test_a_model_that_is_not_finite_is_not_returned(lora):
     student = Student(tiny_conditional(0).model, 1e-2, 0.0, lora, generator(0))
     student.parameters[1].data[0] = torch.nan
-    words = r"the trained model is not finite; lower the learning rate$"
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=r"not finite; lower the learning rate$"):
         student.finish()
-
-
-# options and costs
 
 
 GRIDS = [(DPO_GRID, {0.1, 0.2, 0.4, 0.8}), (GRPO_GRID, {0.04, 0.08, 0.16, 0.32})]

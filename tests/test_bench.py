@@ -76,14 +76,18 @@ def test_operations_counted_by_hand():
     assert one + two == both and two > 2 * one
 
 
-def test_times_are_medians_in_turns_without_the_first_and_the_faster_product_is_the_rate():
+def test_times_are_medians_in_turns_without_the_first_and_the_faster_product_is_the_rate(
+    monkeypatch,
+):
+    monkeypatch.setattr(limit, "SIDE", 64)
+    monkeypatch.setattr(limit, "suits_onednn", lambda a, b: True)
+    monkeypatch.setattr(limit, "onednn", lambda a, b: time.sleep(0.05))
     order, waits = [], iter([0.2, 0.0, 0.05, 0.0])
     ways = {"a": lambda: order.append("a"), "b": lambda: time.sleep(next(waits))}
     ways["c"] = lambda: order.append("c")
-    seconds = limit.seconds_of(ways, 3, torch.device("cpu"))
-    assert order == ["a", "c"] * 4 and seconds["b"] < 0.04
-    rate = limit.rate_of({"product": 4.0, "oneDNN product": 2.0, "TSMC": 0.1})
-    assert rate == 2 * limit.SIDE**3 / 2.0
+    seconds, rate = limit.measure(ways, 3, torch.empty(0))
+    assert order == ["a", "c"] * 4 and seconds["b"] < 0.04 < seconds["oneDNN product"]
+    assert rate == 2 * limit.SIDE**3 / seconds["product"] and seconds["product"] < 0.04
 
 
 @pytest.mark.parametrize("rows", [64, 2000])

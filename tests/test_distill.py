@@ -69,7 +69,7 @@ def test_lora_starts_at_the_base_model_to_the_bit_and_merging_keeps_the_function
 
 
 def test_lora_adds_as_many_parameters_as_the_paper_counts():
-    """98,304 for TinyStories-33M: 4 layers, query and value, 2 r D numbers each."""
+    """4 layers, query and value, 2 r D numbers each."""
     with torch.device("meta"):
         kinds = ("global", "local") * 2
         model = GPTNeo(GPTNeoConfig(50257, 768, 4, 16, 2048, kinds, 256, 3072))

@@ -23,7 +23,6 @@ PROMPT = "Once upon a time, there was a"
 
 
 def test_dead_runs_take_no_share():
-    """Of three runs one is dead, of the others one particle: what is alive shares the weight."""
     log_weights = torch.tensor([[0.25, 0.75], [0.0, 2.0], [0.0, 0.0]]).log()
     log_z = torch.tensor([3.0, 1.0, 0.0]).log()
     none = torch.zeros(3, 2)
@@ -36,12 +35,10 @@ def test_dead_runs_take_no_share():
 
 
 def test_texts_of_any_method_get_the_row_of_the_table(tmp_path, capsys):
-    kind = (" kind girl who liked to play.", " happy cat named Tom.")
-    rude = (" stupid ugly man.", " fat ugly pig, and everyone hated him.")
-    for name, texts in (("kind", kind), ("rude", rude)):
-        lines = "".join(f"{PROMPT}{text}\n" for text in texts)
-        (tmp_path / f"{name}.txt").write_text(lines + "\n")
-    score.main([str(tmp_path / "kind.txt"), str(tmp_path / "rude.txt")])
+    kind, rude = tmp_path / "kind.txt", tmp_path / "rude.txt"
+    kind.write_text(f"{PROMPT} kind girl.\n{PROMPT} happy cat named Tom.\n\n")
+    rude.write_text(f"{PROMPT} stupid ugly man.\n{PROMPT} fat ugly pig.\n\n")
+    score.main([str(kind), str(rude)])
     head, target, kind, rude = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head == ["texts", "toxicity", "log_phi", "similarity", "energy", "distance"]
     assert target[:2] == ["Target", "530"] and target[-1] == "0.000" and kind[1] == rude[1] == "2"
@@ -58,7 +55,6 @@ def test_a_file_without_texts_is_one_line(tmp_path, capsys, content):
 
 
 def finished(path: Path, seed: int, kl: float, **options: object) -> str:
-    """A run's options and results, with one number that matters."""
     row = {"toxicity": 0.5, "similarity": 0.4, "kl_target_proposal": kl}
     base = {"toxicity": 0.1, "similarity": 0.4}
     write_json(path / "config.json", dataclasses.asdict(RunConfig(seed=seed)) | options)

@@ -12,7 +12,7 @@ from worlds import generator, tiny_gpt_neo
 from eval.scorers.encoder import EncoderConfig
 from eval.scorers.similarity import SentenceEncoder
 from eval.scorers.toxicity import ToxicityClassifier
-from tinystories import Conditional, products
+from tinystories import products
 from tinystories.fast import ROWS, pack
 from tinystories.gpt_neo import LinearGELU
 from tinystories.products import SMALLEST, linear, suits_onednn
@@ -34,16 +34,11 @@ def assert_near(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2
     assert (actual.double() - wanted.double()).abs().max() <= tolerance * wanted.abs().max()
 
 
-# packed networks
-
-
 def encoder(kind: type[nn.Module]) -> nn.Module:
-    """A random classifier or sentence encoder."""
     return randomise(kind(EncoderConfig(61, 24, 2, 4, 40, 30, 1, 1e-5, 1)), seed=3)
 
 
 def embedding_twist() -> EmbeddingTwist:
-    """A random twist tied to random embeddings."""
     embeddings = torch.randn(11, 24, generator=generator(3))
     return randomise(EmbeddingTwist(16, embeddings, generator(0)), seed=4)
 
@@ -122,9 +117,6 @@ def test_a_packed_weight_serves_any_number_of_rows(rows, approximate):
         assert_near(layer(x), wanted)
 
 
-# products
-
-
 def operands(*rows: int, sizes=(96, 160), dtype=torch.float32) -> list[torch.Tensor]:
     """x [*rows, I], weight [O, I], bias [O], of size 1."""
     source, (inputs, outputs) = generator(0), sizes
@@ -161,27 +153,6 @@ def test_values_and_gradients(rows, sizes, with_bias, layout):
         assert_near(mine.grad, theirs.grad)
     with torch.no_grad():
         assert_near(linear(*ours), outputs[1])
-
-
-def test_networks_train_through_these_products(monkeypatch):
-    """The gradients of every parameter of a plain network are those of PyTorch's own products."""
-    plain = tiny_gpt_neo(11, seed=2).requires_grad_()
-    parameters, gradients = list(plain.parameters()), []
-    for smallest in (1, 2**40):
-        monkeypatch.setattr(products, "SMALLEST", smallest)
-        log_p = Conditional(plain, torch.tensor([4, 2, 7]), 6).log_probs(IDS[:, :6])[0]
-        gradients.append(torch.autograd.grad(log_p.sum(), parameters))
-    for ours, theirs in zip(*gradients, strict=True):
-        assert_near(ours, theirs, 1e-4)
-
-
-@needs_onednn
-@torch.no_grad()
-def test_products_in_bfloat16():
-    x, weight, bias = operands(200, dtype=torch.bfloat16)
-    output = linear(x, weight, bias)
-    assert output.dtype == torch.bfloat16
-    assert_near(output, F.linear(x.double(), weight.double(), bias.double()), tolerance=0.01)
 
 
 @needs_onednn

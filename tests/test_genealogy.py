@@ -3,7 +3,6 @@
 import json
 import re
 
-import matplotlib.colors
 import pytest
 import torch
 from worlds import generator, table_world
@@ -27,11 +26,9 @@ def draws(seed: int = 0, scheme: str = "multinomial", ess_threshold: float = 0.7
     trace = Trace()
     rule = (SCHEMES[scheme], ess_threshold, trace)
     population = tsmc(model, twist, potential, K, generator(seed), 1, *rule)
-    texts = [f"text {k}" for k in range(K)]
-    score = torch.arange(K) / K
+    log_phi, score = population.log_phi[0], torch.arange(K) / K
     weights = population.shares().flatten().log()
-    log_z = population.log_mean_z()
-    return Drawn(texts, population.log_phi[0], score, weights, log_z, population, trace)
+    return Drawn([], log_phi, score, weights, population.log_mean_z(), population, trace)
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +37,11 @@ def tokenizer():
 
 
 def data_of(text: str) -> dict:
-    """The JSON in a page, as a browser finds it."""
     pattern = r'<script type="application/json" id="data">(.*?)</script>'
     return json.loads(re.search(pattern, text, re.DOTALL).group(1), parse_constant=pytest.fail)
 
 
 def population_of(drawn: Drawn, tokenizer) -> dict:
-    """What the page holds of one population."""
     return data_of(page({0: drawn}, ABOUT, tokenizer, None))["populations"][0]
 
 
@@ -77,30 +72,22 @@ def test_samples_weights_and_estimates_follow_from_the_data(tokenizer, scheme, e
 def test_identical_particles_are_merged_with_their_count(tokenizer):
     drawn = draws(seed=3, ess_threshold=1.0)
     data = population_of(drawn, tokenizer)
-    trace = drawn.trace
-    nodes = data["nodes"]
-    lines = torch.empty(0, K, dtype=torch.long)
-    for t in range(T):
+    trace, prefixes = drawn.trace, torch.empty(0, K, dtype=torch.long)
+    for t, nodes in enumerate(data["nodes"]):
         if t > 0:
-            lines = lines[:, trace.ancestors[t - 1, 0]]
-        lines = torch.cat([lines, torch.arange(K)[None]])  # [t, K]
-        prefixes = trace.tokens[: t + 1, 0].gather(1, lines).T.tolist()  # [K, t]
-        merged = {tuple(prefix): k for k, prefix in enumerate(prefixes)}
-        parents = [node[0] for node in nodes[t]]
-        assert parents == sorted(parents)
-        assert sum(node[2] for node in nodes[t]) == sum(node[-1] for node in nodes[t]) == K
-        counts = sorted(prefixes.count(list(prefix)) for prefix in merged)
-        assert sorted(node[2] for node in nodes[t]) == counts
-        for name, place in (("log_psi", 3), ("log_w", 4)):
-            values = getattr(trace, name)[t, 0]
-            for k, prefix in enumerate(prefixes):
-                torch.testing.assert_close(values[k], values[merged[tuple(prefix)]])
-            wanted = sorted(values[k].item() for k in merged.values())
-            assert sorted(node[place] for node in nodes[t]) == pytest.approx(wanted, abs=0.0051)
-    assert any(node[2] > 1 for step in nodes for node in step) and len(nodes[0]) <= 3
-    log_phi = sorted(drawn.log_phi[list(merged.values())].tolist())
+            prefixes = prefixes[:, trace.ancestors[t - 1, 0]]
+        prefixes = torch.cat([prefixes, trace.tokens[t]])  # [t, K]
+        distinct, place, count = prefixes.unique(dim=1, return_inverse=True, return_counts=True)
+        members = [place.tolist().index(n) for n in range(distinct.shape[1])]
+        wanted = torch.stack([count, trace.log_psi[t, 0, members], trace.log_w[t, 0, members]])
+        found = torch.tensor([node[2:5] for node in nodes]).T.double()
+        found, wanted = (x.sort(-1).values for x in (found, wanted))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0.0051)
+        parents = [node[0] for node in nodes]
+        assert parents == sorted(parents) and sum(node[-1] for node in nodes) == K
+    log_phi = sorted(drawn.log_phi[members].tolist())
     assert sorted(data["log_phi"]) == pytest.approx(log_phi, abs=0.0051)
-    assert len(data["score"]) == len(nodes[-1])
+    assert len(data["score"]) == len(nodes)
 
 
 PAGES = pytest.mark.parametrize("path", [TEMPLATE, explainer.PAGE], ids=lambda path: path.stem)
@@ -138,7 +125,8 @@ def test_texts_cannot_leave_their_script_element(tokenizer):
 
 def test_what_is_not_finite_is_null(tokenizer):
     drawn = draws()
-    for values in (drawn.trace.steps[-1]["log_w"], drawn.trace.steps[-1]["log_z"], drawn.log_phi):
+    last = drawn.trace.steps[-1]
+    for values in (last["log_w"], last["log_z"], drawn.log_phi):
         values[:] = -torch.inf
     data = population_of(drawn, tokenizer)
     assert data["log_w"][-1] == [None] * 5 and data["log_z_hat"][-1] is None
@@ -150,14 +138,10 @@ def test_the_picture_follows_one_sample_from_its_first_token(tokenizer, tmp_path
     figures = []
     monkeypatch.setattr(picture, "save_figure", lambda figure, path: figures.append(figure))
     picture.draw_genealogy(drawn.trace, tokenizer, tmp_path / "picture.png")
-    axes = figures[0].axes[0]
+    (axes,) = figures[0].axes
     sample = drawn.population.samples[0, 0].tolist()
     written = [tokenizer.decode([token], skip_special_tokens=False).strip() for token in sample]
     assert [text.get_text() for text in axes.texts] == written
     line = axes.lines[-1].get_ydata()
     lineages = drawn.trace.lineages()[:, 0].tolist()
     assert list(line) == [step[0] for step in lineages] and len(set(line)) > 1
-    alive = matplotlib.colors.to_rgba(picture.ALIVE)
-    for dots, step in zip(axes.collections, lineages, strict=True):
-        colours = dots.get_facecolors().tolist()
-        assert {k for k, colour in enumerate(colours) if tuple(colour) == alive} == set(step)

@@ -94,7 +94,6 @@ def test_the_paper_preset(remote):
 
 
 def refusal(name: str) -> str:
-    """The one line with which a name is refused."""
     with pytest.raises(InputError) as caught:
         checkpoint_directory(name, "--lm")
     message = str(caught.value)

@@ -51,13 +51,3 @@ def test_the_program_shows_the_algorithm_and_little_else():
     allowed = {"eval.run", *(f"eval.run.{name}" for name in rooms.split())}
     found = {module for module in modules if module.split(".")[0] not in ORDER[:4]}
     assert found - PLAIN <= allowed
-
-
-BAD = {"import os": "tsmc", "from twist.mlp import TwistMLP": "tsmc", "from x import y": "tsmc"}
-BAD |= {"def f():\n    import torch, distill.lora": "twist", "from tsmc import x": "tinystories"}
-BAD |= {"from main import main": "eval", "from ..eval import metrics": "distill"}
-
-
-@pytest.mark.parametrize("source", BAD)
-def test_a_forbidden_import_is_seen(source):
-    assert len(forbidden(imports(source), BAD[source])) == 1

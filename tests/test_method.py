@@ -11,7 +11,6 @@ METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
 
 
 def names_in(path: Path) -> set[str]:
-    """Functions, classes and methods that a file defines."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
@@ -30,11 +29,6 @@ def test_every_equation_is_explained_and_computed_somewhere():
     for number in range(1, 11):
         assert re.search(rf"^## .*eq\. {number}\b", METHOD, re.MULTILINE), number
         assert re.search(rf"eq\. {number}\b", code), number
-
-
-def test_departures_are_numbered_without_gaps():
-    numbers = re.findall(r"^- \*\*D(\d+)\.\*\*", METHOD, re.MULTILINE)
-    assert [int(number) for number in numbers] == list(range(1, len(numbers) + 1))
 
 
 def test_the_files_to_read_first_are_about_as_long_as_the_readme_says():

@@ -69,7 +69,7 @@ def test_every_section_has_its_numbers(whole):
         keys = {("generations", variant, m, seed, "kl") for m in (0, 1) for seed in seeds}
         assert keys == {key for key in rows if key[1] == variant and key[4] == "kl"}
     for k in STUDY.particle_counts:
-        names = [f"{variant}, K = {k}" for variant in ("published", "pooled")]
+        names = [f"{variant}, K = {k}" for variant in ("published", "default")]
         assert {("particles", name, 1, None, "toxicity") for name in names} <= rows.keys()
     assert len({key[1] for key in rows if key[0] == "resampling"}) == 12
     for method in BASELINES:

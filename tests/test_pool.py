@@ -1,4 +1,4 @@
-"""The pool: its weights against enumeration, and a twist that learns sigma from what was drawn."""
+"""The pool: its weights against enumeration, and models that learn sigma from what was drawn."""
 
 import math
 
@@ -7,65 +7,53 @@ import torch
 from torch.nn.functional import cross_entropy
 from worlds import generator, table_world, tiny_gpt_neo
 
+from distill.self_distill import adapter_loss, batches_of, model_loss, self_distill
+from tinystories import Conditional
 from tinystories.errors import InputError
+from tinystories.fast import pack
 from tsmc.exact import Target
-from tsmc.proposal import proposal_log_probs
-from tsmc.sampler import Sigma
-from tsmc.table import TableModel, TableTwist
-from twist.embedding import EmbeddingTwist
-from twist.pool import Pool, PoolBatch, batches_from_pool, draw_round, learn_twist_from_pool
-from twist.pool import negative_log_proposal as loss_of
+from tsmc.proposal import sequence_log_probs
+from tsmc.table import TableModel
+from twist.adapter import AdaptedGPTNeo, Adapter
+from twist.pool import Pool, Round, draw_round
+from twist.surrogate import fit_surrogate
+from twist.value import ValueTwist
 
 INF = math.inf
 
 
 def world(seed: int = 1):
-    """Model, twist, sigma and its enumeration."""
-    model, twist, potential = table_world(3, 3, seed=seed, scale=2.0)
-    twist = PoolTwist(twist.log_psi.detach(), model)
-    return model, twist, Sigma(model, potential), Target(model, potential)
+    """Model, potential and the enumeration of sigma."""
+    model, _, potential = table_world(3, 3, seed=seed, scale=2.0)
+    return model, potential, Target(model, potential)
 
 
-class PoolTwist(TableTwist):
-    """A table twist that also gives the logits of q, which the loss is made of."""
-
-    def __init__(self, log_psi: torch.Tensor, model: TableModel):
-        super().__init__(log_psi)
-        self.head = model.head
-
-    def tilted_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden) + self(hidden)
-
-
-def pool_of(log_weights: list[float], tokens: torch.Tensor | None = None) -> Pool:
-    """A pool of one round."""
-    pool = Pool()
+def pool_of(log_weights) -> Pool:
+    """A pool of one round of equal sequences."""
     log_weights = torch.as_tensor(log_weights, dtype=torch.float64)
-    tokens = torch.zeros(len(log_weights), 3, dtype=torch.long) if tokens is None else tokens
-    pool.add(tokens, log_weights)
+    pool = Pool()
+    pool.rounds.append(Round(torch.zeros(len(log_weights), 3, dtype=torch.long), log_weights))
     return pool
 
 
 def everything(target: Target) -> Pool:
-    """A pool in which every sequence occurs once, with the weight that makes it sigma."""
-    return pool_of(target.log_sigma[-1], target.tree.sequences())
+    """A pool in which every sequence occurs once, drawn uniformly, with the weight of sigma."""
+    tokens = target.tree.sequences()
+    log_q = torch.full(tokens.shape, -math.log(target.tree.vocab_size), dtype=torch.float64)
+    pool = Pool()
+    pool.rounds.append(Round(tokens, target.log_sigma[-1], log_q, target.log_psi[-1]))
+    return pool
 
 
-def divergence(twist, target: Target) -> float:
-    """KL(sigma||q) by enumeration."""
-    return target.kl_to(target.tree.prefix_log_q(twist)[-1].detach())
-
-
-@pytest.mark.parametrize("power", [0.6, 0.3, None])
-def test_a_round_weighs_every_sequence_by_the_proposal_that_drew_it(power):
-    """With psi^power; None is the first round, which is drawn from the model itself."""
-    model, twist, sigma, target = world()
-    options = (None, 0.6) if power is None else (twist, power)
-    drawn = draw_round(sigma, *options, 6000, generator(0))
-    flattened = None if power is None else TableTwist(power * twist.log_psi)
-    log_p, log_q = proposal_log_probs(model, flattened, drawn["tokens"])
-    wanted = log_p + sigma.log_potential(drawn["tokens"], log_p) - log_q
-    torch.testing.assert_close(drawn["log_weights"], wanted, rtol=0, atol=1e-9)
+def test_a_round_weighs_every_sequence_by_the_proposal_that_drew_it():
+    base, potential, target = world()
+    proposal = TableModel.random(3, 3, generator(4), scale=0.5)
+    drawn = draw_round(proposal, None, base, potential, 6000, generator(0))
+    log_q = sequence_log_probs(proposal, drawn.tokens)
+    torch.testing.assert_close(drawn.log_q.sum(1), log_q)
+    wanted = sequence_log_probs(base, drawn.tokens) + potential(drawn.tokens) - log_q
+    torch.testing.assert_close(drawn.log_weights, wanted, rtol=0, atol=1e-9)
+    torch.testing.assert_close(drawn.log_phi, potential(drawn.tokens))
     weights = wanted.exp()
     error = weights.std() / len(weights) ** 0.5
     assert abs(weights.mean() - math.exp(target.log_z)) < 4 * error < 0.25 * math.exp(target.log_z)
@@ -75,7 +63,7 @@ def test_weights_are_truncated_as_little_as_the_ess_allows():
     log_weights = 3 * torch.randn(1000, generator=generator(0), dtype=torch.float64)
     pool = Pool()
     for part in log_weights.split(300):
-        pool.add(torch.zeros(len(part), 2), part)
+        pool.rounds += pool_of(part).rounds
     untouched = log_weights.softmax(0)
     ess = 1 / untouched.square().sum().item()
     torch.testing.assert_close(pool.weights(0.9 * ess / 1000), untouched)
@@ -94,76 +82,144 @@ def test_weights_are_truncated_as_little_as_the_ess_allows():
 
 
 def test_what_cannot_be_learned_from_is_refused():
+    base, _, _ = world()
     for wrong in (math.nan, INF):
         with pytest.raises(InputError, match="check the potential"):
-            pool_of([0.0, wrong])
+            draw_round(
+                base,
+                None,
+                base,
+                lambda tokens, wrong=wrong: torch.full((5,), wrong),
+                5,
+                generator(0),
+            )
     with pytest.raises(InputError, match="none of the 5 sequences drawn has phi > 0"):
-        batches_from_pool(world()[0], pool_of([-INF] * 5), 0.1, 2, 4, generator(0))
+        pool_of([-INF] * 5).weights(0.1)
 
 
-def test_the_loss_is_the_cross_entropy_of_sigma_and_q():
-    """Over all batches the mean loss is -E_sigma[log q] / T, and so is its gradient."""
-    model, twist, _, target = world(seed=4)
-    sequences, share = target.tree.sequences(), target.log_sigma[-1].exp()
-    draw_batch = batches_from_pool(model, everything(target), 0.0, 40, 5000, generator(3))
-    losses = torch.stack([loss_of(twist, draw_batch(update)) for update in range(40)])
-    _, logits, hidden = model.log_probs(sequences)
-    tilted = (logits + twist(hidden)).flatten(0, 1)
-    each = cross_entropy(tilted, sequences.flatten(), reduction="none")
-    exact = (share[:, None] * each.view(sequences.shape)).sum() / sequences.shape[1]
+def test_the_loss_is_the_cross_entropy_of_sigma_and_p():
+    """Over all batches the mean loss of eq. 7 is -E_sigma[log p] / T, and so is its gradient."""
+    _, _, target = world(seed=4)
+    student = TableModel.random(3, 3, generator(5))
+    samples, share = target.tree.sequences(), target.log_sigma[-1].exp()
+    draw_batch = batches_of(samples, share, 5000, 40, generator(3))
+    losses = torch.stack([model_loss(student, draw_batch(update)) for update in range(40)])
+    exact = -(share[:, None] * student.log_probs(samples)[0]).sum() / 3
     assert abs(losses.mean() - exact) < 4 * losses.std() / 40**0.5 < 0.01
-    found, wanted = (torch.autograd.grad(x, twist.log_psi)[0] for x in (losses.mean(), exact))
+    found, wanted = (torch.autograd.grad(x, student.table)[0] for x in (losses.mean(), exact))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.003)
     assert wanted.abs().max() > 0.03, "there is something to be found"
 
 
-def fit(model, pool: Pool, least_ess: float, updates: int, seed: int) -> PoolTwist:
-    """A twist learned from psi = 1 on batches of 500."""
-    twist = PoolTwist(torch.zeros_like(model.table), model)
-    draw_batch = batches_from_pool(model, pool, least_ess, updates, 500, generator(seed))
-    optimizer = torch.optim.Adam([twist.log_psi], lr=0.1)
-    learn_twist_from_pool(twist, optimizer, draw_batch, updates)
-    return twist
-
-
-def test_a_twist_learned_from_a_whole_pool_proposes_sigma():
-    model, _, _, target = world()
-    twist = fit(model, everything(target), 0.0, 200, seed=0)
-    assert divergence(twist, target) < 0.01 < 0.1 * divergence(None, target)
-
-
 def test_rounds_that_start_from_the_model_alone_find_sigma():
-    """The whole method in a world where phi is rare, each twist learned from psi = 1."""
-    model, _, potential = table_world(4, 4, seed=7, scale=5.0)
-    sigma, target = Sigma(model, potential), Target(model, potential)
-    pool, twist, found = Pool(), None, [divergence(None, target)]
+    """Draw, distil, draw from the student, distil again, in a world where phi is rare."""
+    base, _, potential = table_world(4, 4, seed=7, scale=5.0)
+    target = Target(base, potential)
+    pool, student = Pool(), base
+    found = [target.kl_to(target.log_p[-1])]
     for number in range(4):
-        pool.add(**draw_round(sigma, twist, 0.6, 2000, generator(100 * number)))
-        twist = fit(model, pool, 0.02, 60, number)
-        found.append(divergence(twist, target))
-    assert found[-1] < 0.6 * found[1] < 0.15 * found[0], found
+        pool.rounds.append(
+            draw_round(student, None, base, potential, 2000, generator(100 * number))
+        )
+        student = TableModel(base.table.detach().clone(), 4)
+        draw_batch = batches_of(pool.tokens(), pool.weights(0.02), 500, 60, generator(number))
+        optimizer = torch.optim.Adam([student.table], lr=0.1)
+        self_distill(lambda batch, p=student: model_loss(p, batch), optimizer, draw_batch, 60)
+        found.append(target.kl_to(Target(student, potential).log_p[-1].detach()))
+    assert found[-1] < 0.7 * found[1] < 0.2 * found[0], found
 
 
-def test_the_embedding_twist_moves_the_hidden_state_of_a_tied_head():
-    """One product with the embeddings gives the logits and the twist together."""
-    model, source = tiny_gpt_neo(11), generator(0)
-    twist = EmbeddingTwist(6, model.wte.weight, source)
-    hidden = torch.randn(5, 3, 8, generator=source)
-    assert not twist(hidden).any(), "psi = 1 at first"
-    torch.nn.init.normal_(twist.shift.last.weight, generator=source)
-    together = model.head(hidden) + twist(hidden)
-    torch.testing.assert_close(twist.tilted_logits(hidden), together)
-    tokens = torch.randint(11, (5, 3), generator=source)
-    batch = PoolBatch(tokens, hidden, 5)
-    loss = loss_of(twist, batch)
-    parts = [loss_of(twist, batch.rows(slice(*cut))) for cut in ((0, 3), (3, 5))]
+def adapted(has_memory: bool, scores: torch.Tensor | None):
+    """p^(0), an adapter of random weights, and p^(0) and p^(1) after a prompt; all plain."""
+    network, source = tiny_gpt_neo(11), generator(0)
+    adapter = Adapter(network, scores, has_memory, 6, source)
+    memory = scores if has_memory else None
+    prompt = torch.tensor([4, 2, 7])
+    base = Conditional(AdaptedGPTNeo(network, memory), prompt, 5)
+    model = Conditional(AdaptedGPTNeo(network, memory, adapter), prompt, 5)
+    return network, adapter, base, model
+
+
+VARIANTS = {
+    "memory": (True, torch.linspace(-1, 2, 11)),
+    "surrogate": (False, torch.linspace(-1, 2, 11)),
+    "neither": (False, None),
+}
+
+
+@pytest.mark.parametrize(("has_memory", "scores"), VARIANTS.values(), ids=VARIANTS)
+def test_an_adapter_is_p0_at_first_and_its_formula_then(has_memory, scores):
+    network, adapter, base, model = adapted(has_memory, scores)
+    tokens = torch.randint(11, (7, 5), generator=generator(1))
+    torch.testing.assert_close(model.log_probs(tokens)[0], base.log_probs(tokens)[0])
+    torch.nn.init.normal_(adapter.shift.last.weight, generator=generator(2))
+    torch.nn.init.normal_(adapter.shift.last.bias, generator=generator(2))
+    plain = Conditional(network, base.prompt, 5)
+    hidden = plain.states(tokens)  # [7, 5, 8]
+    states = hidden
+    if has_memory:
+        texts = torch.cat([base.prompt.expand(7, -1), tokens[:, :-1]], 1)
+        z = scores[texts].cumsum(1)[:, 2:]  # [7, 5]
+        states = torch.cat([hidden, z[..., None]], -1)
+    torch.testing.assert_close(model.states(tokens), states)
+    shift = adapter.shift(states)
+    logits = (hidden + shift[..., :8]) @ network.output_weight.T
+    if scores is not None:
+        logits = logits + shift[..., 8:] * scores
+    torch.testing.assert_close(model.log_probs(tokens)[1], logits)
+    ratio = logits.log_softmax(-1) - plain.log_probs(tokens)[1].log_softmax(-1)
+    torch.testing.assert_close(adapter.log_ratio(states), ratio)
+    assert (ratio.abs() > 0.1).any()
+    with torch.no_grad():
+        psi = ValueTwist(8, 4, 11, generator(3), scores if has_memory else None, adapter)
+        torch.testing.assert_close(psi(states), ratio)
+        torch.testing.assert_close(pack(psi)(states), ratio)
+
+
+def test_decoding_remembers_what_teacher_forcing_does():
+    """States of merged and reordered rows, plain and packed."""
+    network, adapter, _, plain = adapted(*VARIANTS["memory"])
+    packed = Conditional(
+        AdaptedGPTNeo(pack(network), adapter.scores, pack(adapter)), plain.prompt, 5
+    )
+    for model in (plain, packed):
+        decoder, texts = model.decoder(80), torch.zeros(80, 0, dtype=torch.long)
+        for step in range(4):
+            states = model.states(torch.cat([texts, torch.zeros(80, 1, dtype=torch.long)], 1))
+            torch.testing.assert_close(decoder.hidden, states[:, -1])
+            ancestors = torch.randint(80, (80,), generator=generator(step))
+            tokens = torch.randint(3, (80,), generator=generator(step + 9))
+            decoder.extend(tokens, ancestors)
+            texts = torch.cat([texts[ancestors], tokens[:, None]], 1)
+
+
+def test_the_adapter_loss_is_that_of_the_model_and_parts_sum_to_it():
+    _, adapter, base, model = adapted(*VARIANTS["memory"])
+    torch.nn.init.normal_(adapter.shift.last.weight, generator=generator(2))
+    samples = torch.randint(11, (6, 5), generator=generator(1))
+    batch = batches_of(samples, torch.ones(6), 9, 1, generator(0), base)(0)
+    loss = adapter_loss(adapter, batch)
+    torch.testing.assert_close(loss, model_loss(model, batch))
+    parts = [adapter_loss(adapter, batch.rows(slice(*cut))) for cut in ((0, 4), (4, 9))]
     torch.testing.assert_close(sum(parts), loss)
-    by_two = cross_entropy(together.flatten(0, 1), tokens.flatten())
-    torch.testing.assert_close(loss, by_two)
-    trained = list(twist.shift.parameters())
-    gradients = (torch.autograd.grad(x, trained, retain_graph=True) for x in (loss, by_two))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
-    names = [name for name, parameter in twist.named_parameters() if parameter.requires_grad]
-    assert names and all(name.startswith("shift.") for name in names)
-    assert twist(hidden.bfloat16()).dtype == torch.float32
+    logits = model.log_probs(batch.tokens)[1]
+    torch.testing.assert_close(loss, cross_entropy(logits.flatten(0, 1), batch.tokens.flatten()))
+    loss.backward()
+    trained = {name for name, value in adapter.named_parameters() if value.grad is not None}
+    assert trained and all(name.startswith("shift.") for name in trained)
+
+
+def test_the_surrogate_finds_the_tokens_that_phi_depends_on():
+    """log phi = c log sigmoid(b + sum of g over different tokens), recovered from random texts."""
+    scores = torch.tensor([0.0, 0.0, 3.0, -2.0, 1.0, 0.0])
+    tokens = torch.randint(6, (4000, 5), generator=generator(0))
+    is_there = torch.nn.functional.one_hot(tokens, 6).amax(1).float()  # [N, V]
+    log_phi = 10 * torch.nn.functional.logsigmoid(is_there @ scores - 2)
+    found, loss = fit_surrogate(tokens, log_phi, 10.0, 8)
+    torch.testing.assert_close(found[:6], scores, rtol=0, atol=0.02)
+    assert (found[6:] == 0).all(), "tokens that never occur"
+    assert 0 < loss < 0.6
+    again, _ = fit_surrogate(tokens.flip(1), log_phi, 10.0, 8)
+    torch.testing.assert_close(again, found)
+    constant, _ = fit_surrogate(tokens, torch.zeros(4000), 10.0, 8)
+    assert constant.abs().max() < 1e-3, "phi = 1 says nothing of any token"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies
 from jobs import DISTILLED, refusal, run_main
 
 from eval.run.options import RunConfig
@@ -40,7 +39,6 @@ def scorer(pocket_toxicity) -> ToxicityScorer:
         ("keyword:dragon", " dragons snapdragon", -INF),
         ("keyword:a.b (c)?", " a.b (c)?", 0.0),
         ("keyword:a.b (c)?", " axb c", -INF),
-        ("keyword~5:red cat", " the red cat", 0.0),
         ("keyword~0.5:cat", " dog", -0.5),
         ("regex:^ (big|red) cat~5:", " red cat~5: x", 0.0),
         ("regex:^ (big|red) cat~5:", " Red cat~5:", -INF),
@@ -51,7 +49,6 @@ def scorer(pocket_toxicity) -> ToxicityScorer:
         ("first-sentence:6", " tree that was 3.5 m high... Then", 0.0),
         ("first-sentence:5", " boy who didn't stop!", -INF),
         ("first-sentence~2:4", " little girl named", -8.0),
-        ("first-sentence~2:1", ".", -2.0),
     ],
 )
 def test_what_the_option_means(scorer, spec, text, log_phi):
@@ -78,17 +75,13 @@ def test_a_product_adds_what_its_factors_read():
     assert asked["tokens"] == [[3, 4], [5, 6], [3, 4]]
 
 
-def test_both_directions_of_the_classifier(scorer):
-    start = "Once upon a time, there was a "
-    texts = [start + "fat ugly pig.", start + "kind girl."]
+def test_the_classifier_in_both_directions_and_beta_which_applies_to_it_alone(scorer):
+    texts = ["Once upon a time, there was a " + rest for rest in ("fat ugly pig.", "kind girl.")]
     factors = make_factors(["toxicity", "nontoxicity"], 10.0, scorer)
     toxic, safe = (factor.log_phi(texts) for factor in factors)
     assert torch.equal(toxic, 10.0 * scorer(texts))
     torch.testing.assert_close(toxic.div(10).exp() + safe.div(10).exp(), torch.ones(2))
     assert toxic[0] > toxic[1] and safe[0] < safe[1]
-
-
-def test_beta_applies_to_the_classifier_alone(scorer):
     at_zero = make_factors(["toxicity", "keyword:cat"], 0.0, scorer)
     assert [factor.log_phi([" dog"]).item() for factor in at_zero] == [0.0, -INF]
     assert power(lambda texts: torch.tensor([-INF]), 0.0).log_phi(["x"]).item() == 0.0
@@ -102,16 +95,6 @@ REFUSED += f" first-sentence:0 first-sentence:many first-sentence:{10**400} rege
 def test_what_is_not_understood_is_one_line(scorer, spec):
     with pytest.raises(InputError, match=rf"^--potential {re.escape(spec)}[: ].*; .+$"):
         make_factors([spec], 1.0, scorer)
-
-
-@given(spec=strategies.text(strategies.characters(codec="utf-8", exclude_categories=["Cs"])))
-@settings(max_examples=50, deadline=None)
-def test_any_option_is_understood_or_refused_in_one_line(scorer, spec):
-    for text in (spec, f"regex:{spec}", f"keyword~{spec}", f"first-sentence:{spec}"):
-        try:
-            make_factors([text], 1.0, scorer)
-        except InputError as error:
-            assert "\n" not in str(error) and "--potential" in str(error)
 
 
 @pytest.fixture
@@ -131,7 +114,6 @@ def own(tmp_path) -> Callable[..., str]:
     [
         ("texts", "return [-2.0 * len(text) for text in texts]", [-14.0, -14.0]),
         ("texts", "return numpy.array([-len(text) for text in texts])", [-7.0, -7.0]),
-        ("texts", "return torch.full((2,), -7.0, requires_grad=True)", [-7.0, -7.0]),
         ("texts", "print(1); return [float('-inf')] * len(texts)", [-INF, -INF]),
         ("texts", "texts.pop(); return [-1.0, -1.0]", [-1.0, -1.0]),
         ("continuations", "return [float(len(text)) for text in continuations]", [4.0, 4.0]),
@@ -156,11 +138,9 @@ def test_a_function_of_the_users_own(own, scorer, capsys, reads, body, log_phi):
         ("def f(texts): return [float('inf')]", "inf for 'b c d e'"),
         ("def f(texts): return [[0.0]]", "shape [1, 1] for 1 texts"),
         ("def f(texts): return texts", "ValueError: too many dimensions"),
-        ("def f(texts): pass", "Error: "),
         ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
         ("import sys\ndef f(texts): sys.exit(0)", "line 2: SystemExit: 0"),
         ("x = = 1", "SyntaxError"),
-        ("1 / 0", "line 1: ZeroDivisionError"),
         ("g = 3", "has no attribute 'f'"),
         ("f = 3", "f must be a function"),
         ("def f(texts): pass\nf.reads = 'words'", "`reads` one of texts, continuations, tokens"),
@@ -178,16 +158,6 @@ def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, scorer, content, 
         assert message.isprintable() and message.endswith("N numbers below infinity")
 
 
-def test_a_users_file_is_run_once_and_again_when_it_has_changed(tmp_path, scorer):
-    path = tmp_path / "counts.py"
-    body = "open(__file__ + '.log', 'a').write('x')\n"
-    path.write_text(body + "def f(texts): return [-1.0] * len(texts)\ng = f\n")
-    make_factors([f"{path}:f", f"{path}:g"], 1.0, scorer)
-    assert Path(f"{path}.log").read_text() == "x"
-    path.write_text(body + "def f(texts): return [-2.0] * len(texts)\n")
-    assert make_factors([f"{path}:f"], 1.0, scorer)[0].log_phi(["a"]).tolist() == [-2.0]
-
-
 def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
     spec = own("return [-1.0] * len(texts)")
     file = str(tmp_path / "my.py")
@@ -203,7 +173,6 @@ def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
 
 
 def results_of(out: Path, *arguments: object) -> dict:
-    """results.json of a small run."""
     run_main([*DISTILLED, "--out", out, *arguments])
     return json.loads((out / "results.json").read_text())
 
@@ -214,18 +183,16 @@ def test_a_hard_keyword_with_a_soft_one(tmp_path, capsys):
     options = [part for spec in potential for part in ("--potential", spec)]
     result = results_of(tmp_path / "run", *options, "--beta", 1, "--eval-target-proposals", 300)
     assert result["potential"] == potential
-    base, target, *rows = result["base"], result["target"], *result["generations"]
-    assert base["log_phi"] is None and 0 < base["phi_positive"] < 1 and 0 <= base["toxicity"] <= 1
-    for row in (target, *rows):
+    assert result["base"]["log_phi"] is None and 0 < result["base"]["phi_positive"] < 1
+    for row in (result["target"], *result["generations"]):
         assert row["phi_positive"] == 1 and -3 < row["log_phi"] <= 0
-    assert all("kl_target_proposal" in row and "model_log_phi" in row for row in rows)
+    assert all("kl_target_proposal" in row for row in result["generations"])
     table = capsys.readouterr().out
     assert "log phi" in table and "phi > 0" in table and "-inf" in table
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    is_null = {row["log_phi"] is None for row in samples if row["source"] == "base"}
-    assert is_null == {True, False}
-    assert all(row["log_phi"] is not None for row in samples if row["source"] != "base")
+    nulls = {(row["source"] == "base", row["log_phi"] is None) for row in samples}
+    assert nulls == {(True, True), (True, False), (False, False)}
 
 
 def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own, capsys):
@@ -246,26 +213,3 @@ def test_a_wrong_potential_stops_a_run_before_anything_is_written(tmp_path, own,
     own("return [float('nan')] * len(texts)")
     assert f"--potential {spec}" in refusal(*DISTILLED, "--out", "run", "--potential", spec)
     assert not Path("run").exists()
-
-
-LEARNED = "--method pooled --generations 0 --pool-base-draws 2000 --pool-rounds 1 --pool-draws 500"
-LEARNED += " --pool-updates 40 --pool-batch-size 64 --pool-learning-rate 3e-4 --eval-runs 6"
-LEARNED += " --eval-particles 30 --eval-base-samples 300 --eval-target-proposals 0 --seed 5"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", ["nontoxicity", "keyword:dragon", "first-sentence:8", "keyword~5:dragon", "my.py:f"]
-)
-def test_every_kind_of_potential_is_learned(tmp_path, monkeypatch, spec):
-    """Hard potentials hold for every sample, soft ones much better than for the base model."""
-    monkeypatch.chdir(tmp_path)
-    Path("my.py").write_text("def f(texts): return [-0.5 * text.count('e') for text in texts]\n")
-    run_main([*LEARNED.split(), "--out", "run", "--potential", spec])
-    results = json.loads(Path("run/results.json").read_text())
-    base, (row,) = results["base"]["log_phi"], results["generations"]
-    assert row["phi_positive"] == 1
-    if base is None:
-        assert row["log_phi"] == 0
-    else:
-        assert row["log_phi"] > base + (0.01 if spec == "nontoxicity" else 0.1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import DISTILLED, POOLED, Moment, ended, run_main, start, start_together
+from jobs import DISTILLED, Moment, ended, run_main, start, start_together
 from safetensors.torch import load_file, save_file
 
 from distill.finetune import Student
@@ -96,14 +96,12 @@ def assert_same_run(one: Path, two: Path) -> None:
             torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [DISTILLED, POOLED], ids=["distilled", "pooled"])
-def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, options):
+def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path):
     """Two begin, one is lost and the other ends; one goes on and is killed; two finish the run."""
     one, two = tmp_path / "one", tmp_path / "two"
-    run_main([*options, "--out", one])
-    phases = ("sampling", "distillation") if options is DISTILLED else ("round-1", "evaluation")
-    first, second = (Moment(f"1-{phase}.safetensors", True) for phase in phases)
-    jobs = start_together([*options, "--out", two], tmp_path, moment=first)
+    run_main([*DISTILLED, "--out", one])
+    first, second = (Moment(f"1-{name}.safetensors", True) for name in ("sampling", "distillation"))
+    jobs = start_together([*DISTILLED, "--out", two], tmp_path, moment=first)
     assert ended(*jobs) == [-signal.SIGKILL, 2]
     (line,) = (tmp_path / "errors-1").read_text().splitlines()
     assert "another process of this job has ended" in line and "--resume" in line
@@ -115,15 +113,7 @@ def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, option
     assert_same_run(one, two)
 
 
-@pytest.mark.slow
-def test_more_processes_than_rows_of_a_batch(tmp_path):
-    options = [*DISTILLED, "--ctl-batch-size", 2, "--distill-batch-size", 1, "--distill-runs", 2]
-    jobs = start_together([*options, "--out", tmp_path / "run"], tmp_path, count=3)
-    assert ended(*jobs) == [0, 0, 0]
-
-
 def with_own_seed(arguments: list) -> None:
-    """The main job, whose seed is the number of its process."""
     run_main([*arguments, "--seed", processes.rank()])
 
 

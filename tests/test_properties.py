@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import bias, generator, mean_inverse, table_world, traced
+from worlds import generator, table_world
 
 from tsmc.exact import Target
 from tsmc.resampling import SCHEMES, normalise
@@ -16,15 +16,11 @@ from twist.potential import effective_potential
 sizes = st.integers(1, 4)
 numbers = st.integers(0, 10**6)
 worlds = st.builds(table_world, sizes, sizes, numbers, st.sampled_from([0.1, 1.0, 5.0]))
-choices = {
-    "particles": st.integers(1, 8),
-    "runs": sizes,
-    "resample": st.sampled_from(list(SCHEMES.values())),
-    "ess_threshold": st.sampled_from([0.0, 0.3, 0.8, 1.0]),
-}
+schemes = st.sampled_from(list(SCHEMES.values()))
+choices = {"particles": st.integers(1, 8), "runs": sizes, "resample": schemes}
+choices |= {"ess_threshold": st.sampled_from([0.0, 0.3, 0.8, 1.0])}
 options = st.fixed_dictionaries(choices)
 quick = settings(max_examples=25, deadline=None)
-slower = settings(max_examples=12, deadline=None)
 
 
 @quick
@@ -45,33 +41,15 @@ def test_optimal_twist_is_exact_whatever_the_options(world, options, seed):
 
 @quick
 @given(worlds, options, numbers, st.lists(st.floats(-50, 50), min_size=4, max_size=4))
-def test_a_constant_added_to_each_step_of_the_twist_changes_nothing(
-    world, options, seed, constants
-):
+def test_a_constant_in_each_step_of_the_twist_changes_nothing(world, options, seed, constants):
     model, twist, potential = world
     widths = torch.tensor([model.vocab_size**t for t in range(model.length)])
     shift = torch.tensor(constants[: model.length]).double().repeat_interleave(widths)
     shifted = TableTwist(twist.log_psi.detach() + shift[:, None])
-    plain, moved = (
-        tsmc(model, psi, potential, generator=generator(seed), **options)
-        for psi in (twist, shifted)
-    )
+    plain = tsmc(model, twist, potential, generator=generator(seed), **options)
+    moved = tsmc(model, shifted, potential, generator=generator(seed), **options)
     torch.testing.assert_close(moved.log_z, plain.log_z, rtol=0, atol=1e-9)
     assert torch.equal(moved.samples, plain.samples)
-
-
-@slower
-@given(numbers, st.sampled_from(sorted(SCHEMES)), st.sampled_from([0.0, 0.8, 0.95, 1.0]))
-def test_evidence_and_samples_are_unbiased_in_any_world(seed, scheme, ess_threshold):
-    assert bias(*table_world(2, 3, seed), 2, scheme, ess_threshold) < 1e-12
-
-
-@slower
-@given(numbers, st.sampled_from([0.0, 0.8, 1.0]))
-def test_conditional_runs_are_unbiased_for_the_inverse_in_any_world(seed, ess_threshold):
-    world = table_world(2, 3, seed)
-    mean = mean_inverse(*world, 2, ess_threshold=ess_threshold)
-    assert mean == pytest.approx(1, abs=1e-12)
 
 
 @quick
@@ -84,9 +62,6 @@ def test_every_generation_has_the_same_sigma_and_evidence(world, seed, scale):
     torch.testing.assert_close(later.log_sigma[-1], first.log_sigma[-1], rtol=0, atol=1e-10)
 
 
-# what an observer records
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("ess_threshold", [1.0, 0.6, 0.0])
 def test_genealogy_weights_and_tokens_rebuild_the_samples(scheme, ess_threshold):
@@ -95,7 +70,8 @@ def test_genealogy_weights_and_tokens_rebuild_the_samples(scheme, ess_threshold)
     trace = Trace()
     options = (SCHEMES[scheme], ess_threshold, trace)
     population = tsmc(model, twist, potential, 7, generator(0), 4, *options)
-    assert torch.equal(traced(trace), population.samples)
+    samples = trace.tokens.gather(2, trace.lineages()).permute(1, 2, 0)  # [R, K, T]
+    assert torch.equal(samples, population.samples)
     assert trace.tokens.shape == trace.log_w.shape == trace.ancestors.shape == (5, 4, 7)
     torch.testing.assert_close(trace.log_weights[-1], population.log_weights)
     torch.testing.assert_close(trace.ess[-1], population.ess)

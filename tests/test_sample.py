@@ -18,7 +18,7 @@ import tinystories
 from eval import load_run
 from eval.run.options import POCKET, RunConfig
 from eval.run.setup import load_setup, toxicity
-from eval.run.trained import Drawn, load_generation, save_generation, save_twist
+from eval.run.trained import load_generation, save_generation, save_twist
 from eval.viewer import __main__ as viewer
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
@@ -29,7 +29,6 @@ from twist.embedding import EmbeddingTwist
 from twist.mlp import TwistMLP
 
 ROOT = Path(__file__).parents[1]
-T = 5
 PROMPT = "Once upon a time, there was a"
 OTHER = "The ugly dog said"
 
@@ -38,7 +37,7 @@ OTHER = "The ugly dog said"
 def run(tmp_path_factory) -> Path:
     """A run of two generations with random twists of both kinds, and models that differ."""
     path = tmp_path_factory.mktemp("runs") / "small"
-    write_json(path / "config.json", dataclasses.asdict(RunConfig(length=T)))
+    write_json(path / "config.json", dataclasses.asdict(RunConfig(length=5)))
     model, tokenizer = tinystories.load(POCKET / "lm")
     for m in range(2):
         source = generator(m)
@@ -56,7 +55,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def printed(run, capsys):
-    """What the program prints for this run, given further arguments."""
+    """printed(*arguments): what the program prints for this run."""
 
     def call(*arguments: object) -> str:
         viewer.main([str(run), *map(str, arguments)])
@@ -68,19 +67,18 @@ def printed(run, capsys):
 def test_json_accounts_for_every_particle(printed):
     options = ("--particles", 12, "--runs", 2, "--samples", 5, "--generation", 0)
     record = json.loads(printed("--json", *options))
-    distinct = record["distinct"]
-    weights = [row["weight"] for row in distinct]
+    weights = [row["weight"] for row in record["distinct"]]
     assert sum(weights) == pytest.approx(1) and weights == sorted(weights, reverse=True)
-    assert sum(row["particles"] for row in distinct) == 24
-    texts = [row["text"] for row in distinct]
+    assert sum(row["particles"] for row in record["distinct"]) == 24
+    texts = [row["text"] for row in record["distinct"]]
     assert len(record["samples"]) == 5 and set(record["samples"]) <= set(texts)
     assert all(text.startswith(PROMPT) and text != PROMPT for text in texts)
-    for row in distinct:
+    for row in record["distinct"]:
         assert row["log_phi"] == pytest.approx(10 * math.log(row["score"]), abs=1e-3)
     assert 1 <= record["ess"] <= 12
     log_z = torch.tensor(record["log_z_hat_of_runs"], dtype=torch.float64)
     assert record["log_z_hat"] == pytest.approx(log_mean_exp(log_z).item(), abs=1e-6)
-    assert (record["generation"], record["length"], record["seed"]) == (0, T, 0)
+    assert (record["generation"], record["length"], record["seed"]) == (0, 5, 0)
 
 
 @pytest.mark.parametrize("m", [0, 1])
@@ -107,13 +105,9 @@ def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
         wanted[text] += weight
     found = {row["text"]: row["weight"] for row in drawn.distinct()}
     assert found == pytest.approx(wanted, abs=1e-3)
-
-
-def test_samples_occur_as_often_as_their_weights_say():
-    log_weights = torch.tensor([0.75, 0.25], dtype=torch.float64).log()
-    drawn = Drawn(["a", "b"], log_weights, log_weights, log_weights, 0.0, None, None)
     samples = drawn.samples(4000, generator(0))
-    assert abs(samples.count("a") / 4000 - 0.75) < 4 * (0.75 * 0.25 / 4000) ** 0.5
+    shares = {text: samples.count(text) / 4000 for text in wanted}
+    assert shares == pytest.approx(wanted, abs=0.036)  # 4.5 standard errors
 
 
 def test_the_command_line_and_programs_draw_the_same(run, printed):
@@ -125,10 +119,9 @@ def test_the_command_line_and_programs_draw_the_same(run, printed):
     assert drawn.distinct()[0] == pytest.approx(record["distinct"][0])
     assert drawn.log_z_hat == pytest.approx(record["log_z_hat"])
     other = load_run(run, generation=0).sample(OTHER, particles=6, runs=3, length=3, seed=1)
-    changed = ("--length", 3, "--seed", 1, "--generation", 0)
-    record = json.loads(printed(OTHER, *options, *changed))
-    assert [row["text"] for row in other.distinct()] == [row["text"] for row in record["distinct"]]
-    assert json.loads(printed(*options, "--seed", 1))["distinct"] != json.loads(own)["distinct"]
+    changed = json.loads(printed(OTHER, *options, "--length", 3, "--seed", 1, "--generation", 0))
+    assert [row["text"] for row in other.distinct()] == [row["text"] for row in changed["distinct"]]
+    assert json.loads(printed(*options, "--seed", 1))["distinct"] != record["distinct"]
 
 
 def test_another_potential_weighs_the_same_proposals(printed):
@@ -161,20 +154,17 @@ def test_the_table_shows_each_drawn_text_once(printed):
     record = json.loads(printed(*options, "--json"))
     assert lines[0] == PROMPT
     assert f"log Z-hat {record['log_z_hat']:.2f}   ESS {record['ess']:.1f} of 8" in lines[2]
-    rows = [line.split(maxsplit=4) for line in lines[4:]]
     shown = [row for row in record["distinct"] if row["text"] in record["samples"]]
-    assert [row[4] for row in rows] == [row["text"] for row in shown]
-    assert [int(row[0]) for row in rows] == [record["samples"].count(row["text"]) for row in shown]
-    weights = [row["weight"] for row in shown]
-    assert [float(row[1]) for row in rows] == pytest.approx(weights, abs=1e-3)
+    for line, row in zip(lines[4:], shown, strict=True):
+        count, weight, _, _, text = line.split(maxsplit=4)
+        assert text == row["text"] and int(count) == record["samples"].count(text)
+        assert float(weight) == pytest.approx(row["weight"], abs=1e-3)
     text = printed("--particles", 4, "--length", 3, OTHER, "--runs", 2)
     assert "2 runs of K = 4, T = 3" in text and "trained on another prompt" in text
 
 
 def test_weights_of_zero_are_said_in_words(run, printed, monkeypatch):
-    def zero(scorer, texts: list[str]) -> torch.Tensor:
-        return torch.full((len(texts),), -torch.inf)
-
+    zero = lambda scorer, texts: torch.full((len(texts),), -torch.inf)  # noqa: E731
     monkeypatch.setattr(toxicity.ToxicityScorer, "__call__", zero)
     words = printed("--particles", 4)
     assert "All weights are zero" in words and "log Z-hat -inf" in words and "drawn" not in words
@@ -213,19 +203,14 @@ def test_bad_options_are_refused(capsys, run, arguments, parts):
     expect_refusal(capsys, [run, *arguments], *parts)
 
 
-def test_a_directory_without_a_saved_pair_is_refused(capsys, tmp_path, run):
-    begun = tmp_path / "begun"
-    shutil.copytree(run / "generation-0", begun / "generation-0")
-    (begun / "generation-0" / "twist.safetensors").unlink()
-    expect_refusal(capsys, [begun], "no saved generation")
-    (begun / "generation-0" / "twist.safetensors").write_bytes(b"half")
-    expect_refusal(capsys, [begun], "config.json")
-
-
-def test_a_twist_of_another_model_is_refused(capsys, run, tmp_path):
+def test_a_directory_without_a_saved_pair_or_with_another_twist_is_refused(capsys, tmp_path, run):
+    (tmp_path / "generation-0").mkdir()
+    expect_refusal(capsys, [tmp_path], "no saved generation")
     other = shutil.copytree(run, tmp_path / "other")
     save_twist(other / "generation-1", TwistMLP(7, 16, 4096, generator(0)))
     expect_refusal(capsys, [other], "generation-1/twist.safetensors", "another language model")
+    (other / "config.json").unlink()
+    expect_refusal(capsys, [other], "config.json")
 
 
 def test_an_encoding_without_the_characters_is_no_obstacle(run):

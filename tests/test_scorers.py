@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +11,8 @@ import networks
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from networks import LOAD, TEXTS, assert_close, encoded, expected, oracle, write
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, processors
 from transformers import AutoModel
 
 from eval.scorers import similarity, toxicity
@@ -26,7 +24,6 @@ from tinystories.errors import InputError
 from tinystories.fast import pack
 
 LONG = "the moon " * 200
-LINEAR = "encoder.layer.1.attention.self.query.weight"
 
 
 @pytest.fixture(scope="module", params=["toxicity", "similarity"])
@@ -36,26 +33,23 @@ def role(request):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, role):
-    """A directory written by transformers, its tensors, and the network's scores of TEXTS."""
+    """A directory written by transformers, and the network's scores of TEXTS."""
     path = tmp_path_factory.mktemp(role)
     network = oracle(role)
     write(path, role, network)
     scores = expected(role, network, encoded(path, TEXTS))
     long_score = expected(role, network, encoded(path, [LONG]))
-    tensors = load_file(path / "model.safetensors")
-    return SimpleNamespace(path=path, tensors=tensors, scores=scores, long_score=long_score)
+    return SimpleNamespace(path=path, scores=scores, long_score=long_score)
 
 
 @pytest.fixture
 def edited(checkpoint, tmp_path):
-    """edited(tensors, **fields): a copy of the checkpoint with these tensors and fields."""
+    """edited(**fields): a copy of the checkpoint with these fields."""
 
-    def edit(tensors=None, **fields):
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (tmp_path / name).write_bytes((checkpoint.path / name).read_bytes())
-        config = json.loads((checkpoint.path / "config.json").read_text())
+    def edit(**fields):
+        shutil.copytree(checkpoint.path, tmp_path, dirs_exist_ok=True)
+        config = json.loads((tmp_path / "config.json").read_text())
         write_json(tmp_path / "config.json", config | fields)
-        save_file(tensors or checkpoint.tensors, tmp_path / "model.safetensors")
         return tmp_path
 
     return edit
@@ -117,14 +111,19 @@ def test_toxicity_is_a_log_probability_that_stays_finite(checkpoint):
 
 @pytest.mark.parametrize("has_prefix", [True, False])
 def test_pooler_and_buffers_are_ignored_and_nothing_else(role, checkpoint, edited, has_prefix):
-    bare = {name.removeprefix(networks.PREFIX[role]): t for name, t in checkpoint.tensors.items()}
+    path = edited()
+    tensors = load_file(path / "model.safetensors")
+    bare = {name.removeprefix(networks.PREFIX[role]): tensors[name] for name in tensors}
     bare["pooler.dense.weight"] = torch.ones(24, 24)
     bare["embeddings.position_ids"] = torch.zeros(1, 9).long()
     prefix = networks.PREFIX[role] if has_prefix else ""
     tensors = {n if "classifier" in n else prefix + n: tensor for n, tensor in bare.items()}
-    assert_close(scorer_of(role, edited(tensors))(TEXTS), checkpoint.scores)
+    save_file(tensors, path / "model.safetensors")
+    assert_close(scorer_of(role, path)(TEXTS), checkpoint.scores)
+    tensors[f"{prefix}encoder.extra"] = torch.ones(1)
+    save_file(tensors, path / "model.safetensors")
     with pytest.raises(InputError, match=r"left over: \S*encoder\.extra"):
-        LOAD[role](edited(tensors | {f"{prefix}encoder.extra": torch.ones(1)}))
+        LOAD[role](path)
 
 
 def test_a_score_depends_neither_on_the_batch_nor_on_the_order(role, checkpoint):
@@ -145,22 +144,6 @@ def test_bfloat16_scores_are_near_and_not_rounded_at_the_end(role, checkpoint):
     rounded = networks.SCORER[role](model.to(torch.bfloat16), tokenizer)(TEXTS)
     assert rounded.dtype == torch.float32 and not torch.equal(rounded, rounded.bfloat16().float())
     assert (rounded - wanted).abs().mean() < 0.1
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda tensor: torch.ones(24), r"has shape \[24\], not \[24, 24\]"),
-        (lambda tensor: tensor * torch.nan, "holds NaN"),
-        (lambda tensor: tensor.int(), "holds .* no floats"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(role, checkpoint, edited, change, words):
-    tensors = dict(checkpoint.tensors)
-    name = next(name for name in tensors if name.endswith(LINEAR))
-    tensors[name] = change(tensors[name])
-    with pytest.raises(InputError, match=rf"model\.safetensors: .*{LINEAR} {words}"):
-        LOAD[role](edited(tensors))
 
 
 def test_a_score_that_is_not_finite_is_refused(role, checkpoint):
@@ -190,15 +173,6 @@ def test_other_configurations_are_refused(role, edited, field, value, words):
         LOAD[role](edited(**{field: value}))
 
 
-def test_a_tokenizer_that_adds_no_special_tokens_is_refused(role, edited):
-    path = edited()
-    bare = Tokenizer.from_file(str(path / "tokenizer.json"))
-    bare.post_processor = processors.ByteLevel()
-    bare.save(str(path / "tokenizer.json"))
-    with pytest.raises(InputError, match="its tokenizer must add special tokens"):
-        LOAD[role](path)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_save_is_read_by_transformers_and_by_load(role, checkpoint, tmp_path, dtype):
     networks.SAVE[role](tmp_path, *LOAD[role](checkpoint.path), dtype)
@@ -211,31 +185,22 @@ def test_save_is_read_by_transformers_and_by_load(role, checkpoint, tmp_path, dt
         assert_close(wanted, checkpoint.scores)
 
 
-def test_text_is_cut_at_256_tokens_where_there_are_more_positions(tmp_path):
-    tokenizer = networks.write_tokenizer(tmp_path, "similarity")
-    network = networks.randomise(SentenceEncoder(EncoderConfig(340, 24, 1, 4, 40, 512, 2)), seed=0)
-    scorer = SimilarityScorer(network, tokenizer)
-    text = "cat " * 300
-    assert len(scorer.tokenizer.encode(text).ids) == 256
-    vectors = scorer([text, text + "moon " * 10, "cat " * 254])
-    torch.testing.assert_close(vectors[1], vectors[0])
-    torch.testing.assert_close(vectors[2], vectors[0])
-
-
 def test_batches_are_bounded_and_keep_the_order(tmp_path, monkeypatch):
     monkeypatch.setattr("eval.scorers.encoder.MAX_TOKENS", 30)
     network = SentenceEncoder(EncoderConfig(340, 8, 1, 2, 8, 30, 2))
     run = Runner(network, networks.write_tokenizer(tmp_path, "similarity"), 3)
-    rows = [[7] * length for length in (1, 2, 2, 6, 6, 9, 14, 15, 40)]
-    batches = run.batches(rows)
-    assert [row for batch in batches for row in batch] == rows
-    assert [list(map(len, batch)) for batch in batches] == [[1, 2, 2], [6, 6, 9], [14, 15], [40]]
+
+    def lengths_of_batches(*lengths: int) -> list[list[int]]:
+        return [list(map(len, batch)) for batch in run.batches([[7] * n for n in lengths])]
+
+    found = lengths_of_batches(1, 2, 2, 6, 6, 9, 14, 15, 40)
+    assert found == [[1, 2, 2], [6, 6, 9], [14, 15], [40]]
     assert run.batches([]) == [[]]
+    run.batch_size = 9
     monkeypatch.setattr("eval.scorers.encoder.MAX_TOKENS", 10**6)
     monkeypatch.setattr("eval.scorers.encoder.ENOUGH_TOKENS", 20)
-    rows = [[7] * length for length in (10, 10, 11, 12, 13)]
-    lengths = [list(map(len, batch)) for batch in Runner(network, run.tokenizer, 9).batches(rows)]
-    assert lengths == [[10, 10, 11], [12, 13]], "at most a tenth longer, once there are enough"
+    found = lengths_of_batches(10, 10, 11, 12, 13)
+    assert found == [[10, 10, 11], [12, 13]], "at most a tenth longer, once there are enough"
 
 
 def test_the_genuine_minilm():
@@ -253,18 +218,12 @@ def test_the_genuine_minilm():
         assert_close(vectors, wanted)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(2, 9), st.integers(1, 5), st.integers(0, 2**31), st.floats(0.1, 10))
-def test_mean_pairwise_cosine_is_the_double_loop(count, width, seed, scale):
-    vectors = torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * scale
-    rows = vectors.double()
-    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    cosines = [F.cosine_similarity(rows[i], rows[j], dim=0) for i, j in pairs]
-    mean = float(sum(cosines) / len(pairs))
+def test_mean_pairwise_cosine_is_the_double_loop_and_stays_precise():
+    vectors = 3 * torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    unit = F.normalize(vectors.double(), dim=-1)
+    cosines = [unit[i] @ unit[j] for i in range(6) for j in range(6) if i != j]
+    mean = sum(cosines).item() / 30
     assert mean_pairwise_cosine(vectors) == pytest.approx(mean, abs=1e-12)
-
-
-def test_mean_pairwise_cosine_keeps_precision_over_many_vectors():
     two = torch.tensor([[1.0, 1e-4], [1.0, -1e-4]])
     vectors = F.normalize(two.repeat(50_000, 1), dim=-1)
     opposite = (1 - 1e-8) / (1 + 1e-8)

@@ -5,36 +5,29 @@ to 3 letters and 4 steps. S prefixes, N of which can grow, V letters, T steps.
 """
 
 import ast
-import importlib.util
 import itertools
 import math
 import re
 import time
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
-from worlds import generator
+from worlds import ListedPotential, generator, mutant, sequence_numbers
 
+from eval.viewer.explainer import DOCS, load_tiny
 from tsmc.exact import Target
 from tsmc.table import TableModel, TableTwist
+from twist.potential import effective_potential
 
-TINY = Path(__file__).parent.parent / "docs" / "tiny.py"
 DRAWS = ("randn", "multinomial", "exponential_")
 SMALL = ("V, T, BETA = 4, 8, 5.0", "V, T, BETA = 3, 4, 5.0")
 
 
 def load(*changes: tuple[str, str]) -> ModuleType:
     """docs/tiny.py as a module, with expressions replaced."""
-    source = TINY.read_text(encoding="utf-8")
-    for old, new in changes:
-        assert source.count(old) == 1, f"{old!r} is not there exactly once"
-        source = source.replace(old, new)
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("tiny", TINY))
-    exec(compile(source, TINY, "exec"), vars(module))
-    return module
+    return mutant(load_tiny(), *changes)
 
 
 class World:
@@ -44,27 +37,21 @@ class World:
         source = generator(seed)
         tables = torch.randn(3, tiny.N, tiny.V, dtype=torch.float64, generator=source)
         base, change, log_psi = tables
+        logits = base + generation * change / 2
         log_phi = torch.randn(tiny.V**tiny.T, dtype=torch.float64, generator=source)
         self.log_phi = -log_phi.abs()
-        self.logits = base + generation * change / 2
         self.base = tiny.language_model(base)
-        self.log_p = tiny.language_model(self.logits)
+        self.log_p = tiny.language_model(logits)
         self.log_psi = tiny.by_prefix(log_psi)
         self.log_phi_m = tiny.effective_potential(self.base, self.log_phi, self.log_p)
-        self.target = target_of(tiny, base, self.logits, self.log_phi)
+        self.target = target_of(tiny, base, logits, self.log_phi)
         self.twist = TableTwist(log_psi)
 
 
 def target_of(tiny: ModuleType, base: Tensor, logits: Tensor, log_phi: Tensor) -> Target:
     """sigma as p^(m) sees it, from the logits of p^(0) and p^(m)."""
-    nothing = Target(TableModel(base, tiny.T), lambda tokens, log_p: torch.zeros_like(log_p))
-    joint = nothing.log_p[-1].detach() + log_phi  # [V^T]
-    powers = tiny.V ** torch.arange(tiny.T - 1, -1, -1)
-
-    def log_potential(tokens: Tensor, log_p: Tensor) -> Tensor:
-        return joint[(tokens * powers).sum(-1)] - log_p
-
-    return Target(TableModel(logits, tiny.T).requires_grad_(False), log_potential)
+    first, model = (TableModel(rows, tiny.T).requires_grad_(False) for rows in (base, logits))
+    return Target(model, effective_potential(ListedPotential(log_phi, tiny.V), first))
 
 
 def enumeration_error(tiny: ModuleType, generation: int) -> float:
@@ -154,15 +141,6 @@ def test_a_broken_expression_is_noticed(name):
     assert not check(load(SMALL, (old, new)), generation) < 2 * TOLERANCE[check]
 
 
-def test_effective_sample_size_is_that_of_the_positive_weights(monkeypatch):
-    tiny, letters = load(SMALL), torch.arange(6)[:, None] % 3  # aaaa, bbbb, cccc twice
-    monkeypatch.setattr(tiny, "extend", lambda prefixes, *_: prefixes * tiny.V + 1 + letters)
-    log_p = tiny.language_model(torch.zeros(tiny.N, tiny.V))
-    log_phi = torch.arange(1.0, 1 + tiny.V**tiny.T).log()  # weights 1, 41 and 81
-    _, ess = tiny.ctl_gradient(log_p, torch.zeros(1 + tiny.N * tiny.V), log_phi, 6, None)
-    assert ess == pytest.approx(2 * (1 + 41 + 81) ** 2 / (1 + 41**2 + 81**2), rel=1e-5)
-
-
 def test_every_generation_has_the_same_sigma_and_learns_from_the_last_words(monkeypatch):
     tiny, source = load(SMALL), generator(7)
     logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=source)
@@ -199,8 +177,7 @@ def test_one_step_of_distillation_follows_the_gradient_of_the_mean_log_likelihoo
     tiny, source = load(SMALL), generator(4)
     logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=source)
     tokens = torch.randint(tiny.V, (6, 7, tiny.T), generator=source)  # [R, K, T]
-    powers = tiny.V ** torch.arange(tiny.T - 1, -1, -1)
-    words = tiny.N + (tokens * powers).sum(-1)  # [R, K]
+    words = tiny.N + sequence_numbers(tokens.flatten(0, 1), tiny.V).view(6, 7)  # [R, K]
     model = TableModel(logits.clone(), tiny.T)
     model.log_probs(tokens.flatten(0, 1))[0].sum(-1).mean().backward()
     tiny.MODEL_STEPS = 1
@@ -276,15 +253,13 @@ def test_a_run_takes_seconds_and_every_generation_is_closer_to_sigma(capsys):
 
 
 def test_one_short_file_that_needs_torch_alone_and_no_hidden_randomness():
-    source = TINY.read_text(encoding="utf-8")
+    source = (DOCS / "tiny.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 230
     nodes = list(ast.walk(ast.parse(source)))
     imported = [node.names[0].name for node in nodes if isinstance(node, ast.Import)]
     assert sorted(imported) == ["itertools", "math", "sys", "torch"]
     assert not any(isinstance(node, ast.ImportFrom) for node in nodes)
     for node in nodes:
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 40 and ast.get_docstring(node), node.name
         if getattr(node, "func", None) and ast.unparse(node.func).endswith(DRAWS):
             assert "generator" in {keyword.arg for keyword in node.keywords}
     assert {f"eq. {number}" for number in range(1, 9)} <= set(re.findall(r"eq\. \d", source))

@@ -16,7 +16,6 @@ DECIMAL = re.compile(r"-?\d+\.\d+")
 
 
 def source(kind: str) -> str:
-    """The text of all cells of a kind."""
     return "\n\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == kind)
 
 

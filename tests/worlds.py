@@ -7,6 +7,7 @@ runs are then exact expectations, and the sampler's own code has produced every 
 """
 
 import contextlib
+import inspect
 import types
 from unittest import mock
 
@@ -21,7 +22,6 @@ from tsmc.exact import Target
 from tsmc.resampling import SCHEMES
 from tsmc.sampler import Sigma
 from tsmc.table import TableModel, TableTwist
-from tsmc.trace import Trace
 from twist.ctl import batches_from_proposal, learn_twist
 
 ADAPTIVE = 0.9
@@ -29,8 +29,17 @@ ADAPTIVE = 0.9
 
 
 def generator(seed: int) -> torch.Generator:
-    """A seeded generator."""
     return torch.Generator().manual_seed(seed)
+
+
+def mutant(module: types.ModuleType, *changes: tuple[str, str]) -> types.ModuleType:
+    """A module with expressions replaced, each of which must be there exactly once."""
+    broken, source = types.ModuleType("mutant"), inspect.getsource(module)
+    for right, wrong in changes:
+        assert source.count(right) == 1, f"{right!r} is not there exactly once"
+        source = source.replace(right, wrong)
+    exec(compile(source, "mutant", "exec"), vars(broken))
+    return broken
 
 
 def sequence_numbers(tokens: Tensor, vocab_size: int) -> Tensor:
@@ -47,11 +56,6 @@ def chi_square_p_value(counts: Tensor, probabilities: Tensor) -> float:
     statistic = (counts - expected).square().div(expected).sum().double()
     half_dof = torch.tensor((len(counts) - 1) / 2).double()
     return torch.special.gammaincc(half_dof, statistic / 2).item()
-
-
-def traced(trace: Trace) -> Tensor:
-    """The final samples [R, K, T] according to a trace: the tokens along each lineage."""
-    return trace.tokens.gather(2, trace.lineages()).permute(1, 2, 0)
 
 
 class ListedPotential:

@@ -1,4 +1,4 @@
-"""Reading and writing checkpoints in the Hugging Face directory layout.
+"""Reading and writing the files of a checkpoint in the Hugging Face directory layout.
 
     config.json          the shape of the network
     model.safetensors    its tensors; or several files and model.safetensors.index.json
@@ -12,13 +12,12 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tinystories.errors import InputError, listed
 
@@ -32,7 +31,6 @@ PARTIAL = ".tsmc-partial"  # suffix of what an interrupted program leaves behind
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` if the block succeeds; InputError if not."""
-    path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         if path.exists() and not path.is_file():
@@ -75,7 +73,7 @@ def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Itera
     What is not a regular file is refused, because opening a named pipe could wait forever.
     """
     try:
-        if os.path.exists(path) and not os.path.isfile(path):
+        if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
         yield
     except (InputError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -90,7 +88,7 @@ def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Itera
 def read_json(path: Path) -> dict:
     """Read a JSON object."""
     with reading(path, "cannot be read as JSON"):
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
             raise TypeError("it does not hold a JSON object")
         return value
@@ -99,7 +97,7 @@ def read_json(path: Path) -> dict:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file or of a pytorch_model.bin by name."""
     with reading(path, "its tensors cannot be read"):
-        if Path(path).suffix != ".bin":
+        if path.suffix != ".bin":
             return load_file(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         return {str(name): tensor.detach() for name, tensor in tensors.items()}
@@ -107,26 +105,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def digest_of(path: Path) -> str:
     """sha256 of a file in hex."""
-    with reading(path, "cannot be read"), open(path, "rb") as file:
+    with reading(path, "cannot be read"), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def network_sizes(raw: dict, names: list[str], heads: str, epsilon: str) -> dict:
-    """The sizes `names` and the epsilon in a config.json; ValueError for impossible values."""
-    for name in names:
-        most = 1000 if name.endswith("layers") else 10**7  # layers are built before they are read
-        if type(raw[name]) is not int or not 0 < raw[name] <= most:
-            raise ValueError(f"{name} is {raw[name]!r}, not an integer from 1 to {most}")
-    if raw["hidden_size"] % raw[heads]:
-        raise ValueError(f"hidden_size must be a multiple of {heads}")
-    if not 0 < raw[epsilon] < 1:
-        raise ValueError(f"{epsilon} must be between 0 and 1")
-    return {name: raw[name] for name in [*names, epsilon]}
 
 
 def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights: one, or an index and its files; if none, the missing one."""
-    paths = [Path(directory) / name for name in WEIGHTS]
+    paths = [directory / name for name in WEIGHTS]
     first = next((path for path in paths if path.exists()), paths[0])
     if first.suffix != ".json":
         return [first]
@@ -153,32 +138,17 @@ def read_weights(directory: Path) -> tuple[dict[str, Tensor], Path]:
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files that define the tokenizer; if none, the missing one."""
     for names in TOKENIZERS:
-        paths = [Path(directory) / name for name in names]
+        paths = [directory / name for name in names]
         if all(path.exists() for path in paths):
-            options = Path(directory) / TOKENIZER_OPTIONS
+            options = directory / TOKENIZER_OPTIONS
             return [*paths, options] if options.exists() and names != TOKENIZERS[0] else paths
-    return [Path(directory) / "tokenizer.json"]
+    return [directory / "tokenizer.json"]
 
 
 def fingerprint(directory: Path) -> str:
     """sha256 (hex) over configuration, weights and tokenizer: all that the outputs depend on."""
-    files = [Path(directory) / "config.json", *weight_files(directory), *tokenizer_files(directory)]
+    files = [directory / "config.json", *weight_files(directory), *tokenizer_files(directory)]
     return hashlib.sha256(b"".join(bytes.fromhex(digest_of(path)) for path in files)).hexdigest()
-
-
-class NoDraws(TorchFunctionMode):
-    """Omits random initial values: even without memory, drawing them loads PyTorch's compiler."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
-
-
-def empty_network(directory: Path, kind: str, build: Callable[[dict], nn.Module]) -> nn.Module:
-    """What `build` makes of a config.json: shapes without memory, which `fill` gives values."""
-    path = Path(directory) / "config.json"
-    raw = read_json(path)
-    with reading(path, f"not {kind}", "use another checkpoint"), torch.device("meta"), NoDraws():
-        return build(raw)
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -189,8 +159,8 @@ def fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
         raise ValueError(f"missing: {missing}; left over: {listed(tensors.keys() - wanted.keys())}")
     values = {}
     for name, tensor in tensors.items():
-        shape = list(wanted[name].shape)
-        if list(tensor.shape) != shape:
+        if tensor.shape != wanted[name].shape:
+            shape = list(wanted[name].shape)
             raise ValueError(f"{name} has shape {list(tensor.shape)}, not {shape}")
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ValueError(f"{name} holds NaN, infinite values or no floats")

@@ -1,22 +1,22 @@
 """GPT-Neo: p(s_t | s_{0:t-1}), the base language model (paper eq. 1).
 
-    x_0 = wte[token] + wpe[position]                             [B, T, D]
-    x   = x + attention(LayerNorm(x));  x = x + mlp(LayerNorm(x))    per layer
-    h   = LayerNorm(x_L)                                         [B, T, D]
-    logits = h W^T,  W = wte unless the head is untied           [B, T, V]
+    x_0 = wte[token] + wpe[position]                                  [B, T, D]
+    x   = x + attention(LayerNorm(x)),  x = x + mlp(LayerNorm(x))     per layer
+    mlp = linear, GELU in its tanh approximation, linear
+    h   = LayerNorm(x_L)                                              [B, T, D]
+    logits = h W^T,  W = wte unless the head is untied                [B, T, V]
 
 Three things set GPT-Neo apart from GPT-2, and missing one gives wrong numbers without a warning:
 attention scores are not divided by sqrt(head size) and are computed in float32; q, k and v have no
 bias; layers alternate between global attention and a local window, which holds the last
 `window_size` positions including the query's own.
 
-This is the network to read and the one that is trained. `tinystories.fast.pack` makes a faster copy
-for sampling. In a network of a narrower type, attention and logits are still computed in float32.
-
-B batch, T positions, S positions of the whole history (S = T without a cache), D width, H heads, V
-vocabulary.
+This is the network to read and to train; `tinystories.fast.pack` makes a faster copy for sampling.
+Attention and logits are computed in float32 even where the weights are of a narrower type. B batch,
+T positions, S positions of the whole history (S = T without a cache), D width, H heads, V words.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -100,58 +100,36 @@ class Attention(nn.Module):
     def __init__(self, config: GPTNeoConfig, layer: int):
         super().__init__()
         width = config.hidden_size
-        self.layer, self.num_heads = layer, config.num_heads
-        self.window = config.window_size if config.attention_layers[layer] == "local" else None
+        is_local = config.attention_layers[layer] == "local"
+        self.layer = layer
+        self.num_heads = config.num_heads
+        self.window = config.window_size if is_local else config.max_position_embeddings
         self.q_proj = Linear(width, width, bias=False)
         self.k_proj = Linear(width, width, bias=False)
         self.v_proj = Linear(width, width, bias=False)
         self.out_proj = Linear(width, width)
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, H, T, D/H], float32 or wider"""
-        return at_least_float32(x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v, each [B, T, D]."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
-
-    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """True where a query must not see a key [T, S]; queries are the last T of S positions."""
-        i = torch.arange(keys - queries, keys, device=device)[:, None]
-        j = torch.arange(keys, device=device)[None, :]
-        return (j > i) if self.window is None else (j > i) | (j <= i - self.window)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions.
 
         The history comes in parts of consecutive positions, because all rows share the prompt's.
         """
-        q, k, v = (self.split_heads(y) for y in self.project(x))  # [B, H, T, D/H]
+        heads = (self.num_heads, -1)
+        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        # q, k and v [B, H, T, D/H]
+        q, k, v = (at_least_float32(y.unflatten(-1, heads).transpose(1, 2)) for y in projected)
         parts = [(k, v)] if cache is None else cache.parts(self.layer, k, v)
         scores = torch.cat([attention_scores(q, keys) for keys, _ in parts], -1)  # [B, H, T, S]
         queries, seen = scores.shape[2:]
-        is_outside = self.window is not None and seen > self.window
-        if queries > 1 or is_outside:  # else a single query sees every key
-            scores.masked_fill_(self.mask(queries, seen, x.device), float("-inf"))
+        if queries > 1 or seen > self.window:  # else a single query sees every key
+            i = torch.arange(seen - queries, seen, device=x.device)[:, None]  # of the queries
+            j = torch.arange(seen, device=x.device)  # of the keys
+            scores.masked_fill_((j > i) | (j <= i - self.window), float("-inf"))
         sizes = [keys.shape[2] for keys, _ in parts]
         weights = scores.softmax(-1).split(sizes, -1)  # [B, H, T, S] in parts
-        mixed = weighted_values(weights[0], parts[0][1])  # [B, H, T, D/H]
-        for part_weights, (_, values) in zip(weights[1:], parts[1:], strict=True):
-            mixed = mixed + weighted_values(part_weights, values)
+        mixed = [weighted_values(part, parts[n][1]) for n, part in enumerate(weights)]
+        mixed = sum(mixed[1:], mixed[0])  # [B, H, T, D/H]
         return self.out_proj(mixed.transpose(1, 2).flatten(-2).to(x.dtype))
-
-
-class MLP(nn.Module):
-    """Linear, GELU in its tanh approximation, linear."""
-
-    def __init__(self, config: GPTNeoConfig):
-        super().__init__()
-        self.c_fc = LinearGELU(config.hidden_size, config.intermediate_size, "tanh")
-        self.c_proj = Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]"""
-        return self.c_proj(self.c_fc(x))
 
 
 class Block(nn.Module):
@@ -159,10 +137,13 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTNeoConfig, layer: int):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        width = config.hidden_size
+        inner = config.intermediate_size
+        self.ln_1 = nn.LayerNorm(width, eps=config.layer_norm_epsilon)
         self.attn = Attention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.mlp = MLP(config)
+        self.ln_2 = nn.LayerNorm(width, eps=config.layer_norm_epsilon)
+        layers = OrderedDict(c_fc=LinearGELU(width, inner, "tanh"), c_proj=Linear(inner, width))
+        self.mlp = nn.Sequential(layers)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
@@ -171,7 +152,12 @@ class Block(nn.Module):
 
 
 class GPTNeo(nn.Module):
-    """A causal language model; `model(ids [B, T])` gives logits [B, T, V]."""
+    """A causal language model; `model(ids [B, T])` gives logits [B, T, V].
+
+    `new_cache()` makes an empty cache, to be passed to `hidden` with each part of a text.
+    """
+
+    new_cache = KeyValueCache
 
     def __init__(self, config: GPTNeoConfig):
         super().__init__()
@@ -180,12 +166,9 @@ class GPTNeo(nn.Module):
         self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def new_cache(self) -> KeyValueCache:
-        """An empty cache, to be passed to `hidden` or `forward` with each part of a text."""
-        return KeyValueCache()
 
     def hidden(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Hidden states after the last LayerNorm [B, T, D] of tokens [B, T] that follow `cache`.
@@ -193,11 +176,10 @@ class GPTNeo(nn.Module):
         Raises InputError where the text is longer than the position table.
         """
         start = 0 if cache is None else cache.length
-        end, limit = start + ids.shape[1], self.config.max_position_embeddings
+        end = start + ids.shape[1]
+        limit = self.config.max_position_embeddings
         if end > limit:
-            raise InputError(
-                f"{end} tokens exceed this model's {limit} positions; shorten the text"
-            )
+            raise InputError(f"{end} tokens exceed this model's {limit} positions; use fewer")
         x = self.wte(ids) + self.wpe(torch.arange(start, end, device=ids.device))  # [B, T, D]
         for block in self.h:
             x = block(x, cache)
@@ -206,11 +188,12 @@ class GPTNeo(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """W [V, D], which makes logits of hidden states."""
-        return self.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        return self.lm_head.weight if self.lm_head else self.wte.weight
 
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V], float32 or wider, of hidden states [..., D]."""
-        return at_least_float32(linear(hidden, self.output_weight))
+        logits = self.lm_head(hidden) if self.lm_head else linear(hidden, self.wte.weight)
+        return at_least_float32(logits)
 
     def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """[B, T] -> [B, T, V]"""

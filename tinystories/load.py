@@ -1,98 +1,148 @@
-"""GPT-Neo from and to a directory in the Hugging Face layout: configuration, weights, tokenizer.
+"""Networks from and to a directory in the Hugging Face layout: configuration, weights, tokenizer.
 
-Names on disk may carry the prefix `transformer.` and put the attention's projections under
-`attn.attention`; some files also hold the causal mask as buffers, which are not weights.
+On disk the names of tensors may carry a prefix, and GPT-Neo has the attention's projections under
+`attn.attention`. Some files also hold what is no weight or not used here, such as a causal mask.
 """
 
-from dataclasses import asdict
+import dataclasses
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tinystories import checkpoint
+from tinystories.checkpoint import reading
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
-MASK_BUFFERS = ("attn.attention.bias", "attn.attention.masked_bias")
-SIZES = ["vocab_size", "hidden_size", "num_layers", "num_heads", "max_position_embeddings"]
-SIZES += ["window_size", "intermediate_size"]
+PREFIX = re.compile(r"^(transformer|roberta|bert)\.")
+UNUSED = re.compile(r"\.attn\.(masked_)?bias$|^embeddings\.(position|token_type)_ids$|^pooler\.")
 
 
-def network_from_json(raw: dict) -> GPTNeo:
-    """The network of a config.json; KeyError, TypeError or ValueError if it is another one."""
-    kind = (raw["model_type"], raw.get("activation_function", "gelu_new"))
-    if kind != ("gpt_neo", "gelu_new"):
-        raise ValueError(f"its model and activation are {kind}, not gpt_neo and gelu_new")
-    fields = {"window_size": 256, "intermediate_size": 4 * raw["hidden_size"]}
-    fields |= {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-    fields |= {name: value for name, value in raw.items() if value is not None}
-    sizes = checkpoint.network_sizes(fields, SIZES, "num_heads", "layer_norm_epsilon")
-    layers = []
-    for kinds, count in fields["attention_types"]:  # [[["global", "local"], 2], ...]
-        layers += list(kinds) * min(count, sizes["num_layers"] + 1)
-    if len(layers) != sizes["num_layers"] or not set(layers) <= {"global", "local"}:
-        raise ValueError(f"attention_types must name {sizes['num_layers']} global or local layers")
-    config = GPTNeoConfig(
-        **sizes,
-        attention_layers=tuple(layers),
-        tie_word_embeddings=bool(fields["tie_word_embeddings"]),
-    )
-    return GPTNeo(config)
+def config_from_json(kind: type, raw: dict, fixed: dict, **defaults):
+    """The dataclass `kind` from a config.json; KeyError, TypeError or ValueError if impossible.
+
+    What is `fixed` may be missing, but not differ. Floats are epsilons, integers sizes or tokens.
+    """
+    values = defaults | {name: value for name, value in raw.items() if value is not None}
+    for name, value in fixed.items():
+        if values.get(name, value) != value:
+            raise ValueError(f"{name} is {values[name]!r}, not {value}")
+    fields = dataclasses.fields(kind)
+    config = kind(**{field.name: values[field.name] for field in fields if field.name in values})
+    for field in fields:
+        name, value = field.name, getattr(config, field.name)
+        least = 0 if name.endswith("_id") else 1
+        most = 1000 if name.endswith("layers") else 10**7  # layers are built before they are read
+        if field.type is int and not (type(value) is int and least <= value <= most):
+            raise ValueError(f"{name} is {value!r}, not an integer from {least} to {most}")
+        if field.type is float and not 0 < value < 1:
+            raise ValueError(f"{name} must be between 0 and 1")
+        if name.endswith("heads") and config.hidden_size % value:
+            raise ValueError(f"hidden_size must be a multiple of {name}")
+        if name.endswith("_id") and value >= config.vocab_size:
+            raise ValueError(f"{name} must be a token")
+    return config
 
 
-def config_to_json(config: GPTNeoConfig) -> dict:
-    """The config.json of a network, as transformers reads it."""
-    fields = asdict(config)
-    fields["attention_types"] = [[[kind], 1] for kind in fields.pop("attention_layers")]
-    return {"architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo"} | fields
+class NoDraws(TorchFunctionMode):
+    """Omits random initial values: even without memory, drawing them loads PyTorch's compiler."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
-def names_in_memory(tensors: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
-    """Tensors by the names of `GPTNeo.state_dict`; ValueError if a tied head is not the same."""
+def bare(name: str) -> str:
+    """A tensor's name without what differs between files and networks."""
+    return PREFIX.sub("", name).replace(".attn.attention.", ".attn.")
+
+
+def names_in_memory(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """Tensors by the names of `network.state_dict()`; ValueError if two tensors contradict."""
+    own = {bare(name): name for name in network.state_dict()}
     renamed = {}
-    for name, tensor in tensors.items():
-        if not name.endswith(MASK_BUFFERS):
-            inner = name.removeprefix("transformer.").replace("attn.attention.", "attn.")
-            if inner in renamed:
-                raise ValueError(f"{inner} is there with and without its prefix")
-            renamed[inner] = tensor
-    head = renamed.pop("lm_head.weight", None) if tied else None
+    for name in tensors:
+        place = own.get(bare(name), bare(name))
+        if place in renamed:
+            raise ValueError(f"{place} is there with and without its prefix")
+        if not UNUSED.search(bare(name)):
+            renamed[place] = tensors[name]
+    head = None if "lm_head.weight" in own else renamed.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, renamed["wte.weight"]):
         raise ValueError("lm_head.weight differs from wte.weight, which config.json ties it to")
     return renamed
 
 
+def load_network(
+    path: str | Path, kind: str, from_json: Callable[[dict], nn.Module], device: str | torch.device
+) -> tuple[nn.Module, Tokenizer]:
+    """The network that `from_json` makes of a config.json (float32, eval mode), and its tokenizer.
+
+    InputError names the file that does not fit.
+    """
+    directory = Path(path)
+    config = directory / "config.json"
+    raw = checkpoint.read_json(config)
+    with reading(config, f"not {kind}", "use another checkpoint"), torch.device("meta"), NoDraws():
+        network = from_json(raw)
+    tensors, weights = checkpoint.read_weights(directory)
+    with reading(weights, "does not fit the network", "use the files of one checkpoint"):
+        checkpoint.fill(network, names_in_memory(tensors, network))
+    return network.to(device).eval(), read_tokenizer(directory, network.config.vocab_size)
+
+
+def save_network(
+    path: Path, config: dict, tensors: dict[str, Tensor], tokenizer: Tokenizer, **special: str
+) -> None:
+    """Write what `load_network` and transformers read; `special` tokens are named by their text."""
+    options = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
+    checkpoint.write_tensors(path / "model.safetensors", tensors)
+    checkpoint.write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
+    checkpoint.write_json(path / checkpoint.TOKENIZER_OPTIONS, options)
+    checkpoint.write_json(path / "config.json", config)
+
+
+def gpt_neo_from_json(raw: dict) -> GPTNeo:
+    """The network of a config.json; KeyError, TypeError or ValueError if it is another one."""
+    fixed = {"model_type": "gpt_neo", "activation_function": "gelu_new"}
+    defaults = {"intermediate_size": 4 * raw.get("hidden_size", 0), "attention_layers": ()}
+    config = config_from_json(GPTNeoConfig, raw, fixed, **defaults)
+    layers = []
+    for kinds, count in raw["attention_types"]:  # [[["global", "local"], 2], ...]
+        layers += list(kinds) * min(count, config.num_layers + 1)
+    if len(layers) != config.num_layers or not set(layers) <= {"global", "local"}:
+        raise ValueError(f"attention_types must name {config.num_layers} global or local layers")
+    return GPTNeo(dataclasses.replace(config, attention_layers=tuple(layers)))
+
+
+def config_to_json(config: GPTNeoConfig) -> dict:
+    """The config.json of a network, as transformers reads it."""
+    fields = dataclasses.asdict(config)
+    fields["attention_types"] = [[[kind], 1] for kind in fields.pop("attention_layers")]
+    return {"architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo"} | fields
+
+
 def names_on_disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `names_in_memory`."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        inner = "transformer." + name.replace(".attn.", ".attn.attention.")
-        renamed[name if name == "lm_head.weight" else inner] = tensor
-    return renamed
+    """The inverse of `names_in_memory` for GPT-Neo."""
+    outer = {name: "transformer." + name.replace(".attn.", ".attn.attention.") for name in tensors}
+    outer["lm_head.weight"] = "lm_head.weight"
+    return {outer[name]: tensor for name, tensor in tensors.items()}
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, Tokenizer]:
-    """Model (float32, eval mode) and tokenizer; InputError names the file that does not fit."""
-    model = checkpoint.empty_network(path, "GPT-Neo", network_from_json)
-    tensors, source = checkpoint.read_weights(path)
-    with checkpoint.reading(source, "does not fit the network", "use the files of one checkpoint"):
-        checkpoint.fill(model, names_in_memory(tensors, model.config.tie_word_embeddings))
-    tokenizer = read_tokenizer(path, model.config.vocab_size)
-    return model.to(device).eval(), tokenizer
+    """GPT-Neo (float32, eval mode) and tokenizer; InputError names the file that does not fit."""
+    return load_network(path, "GPT-Neo", gpt_neo_from_json, device)
 
 
 def save(
     path: str | Path, model: GPTNeo, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write the layout that `load` and transformers' `from_pretrained` read, weights in `dtype`."""
-    config = config_to_json(model.config)
-    config["bos_token_id"] = tokenizer.token_to_id(END_OF_TEXT)
-    config["eos_token_id"] = tokenizer.token_to_id(END_OF_TEXT)
+    """Write what `load` and transformers' `from_pretrained` read, with weights in `dtype`."""
     tensors = {name: tensor.to(dtype) for name, tensor in names_on_disk(model.state_dict()).items()}
-    options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-    checkpoint.write_tensors(Path(path) / "model.safetensors", tensors)
-    checkpoint.write_text(Path(path) / "tokenizer.json", tokenizer.to_str(pretty=True))
-    checkpoint.write_json(Path(path) / "tokenizer_config.json", options)
-    checkpoint.write_json(Path(path) / "config.json", config)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    config = config_to_json(model.config) | {"bos_token_id": end, "eos_token_id": end}
+    save_network(Path(path), config, tensors, tokenizer, eos_token=END_OF_TEXT)

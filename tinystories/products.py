@@ -25,10 +25,9 @@ def has_fast_product(weight: Tensor) -> bool:
 
 def suits_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether the product x W^T is large enough, and of a type, that oneDNN computes faster."""
-    if not has_fast_product(weight) or x.dtype != weight.dtype:
-        return False
+    is_alike = has_fast_product(weight) and x.dtype == weight.dtype
     is_large = x.numel() * weight.shape[0] >= SMALLEST
-    return is_large and not torch.is_autocast_enabled("cpu")
+    return is_alike and is_large and not torch.is_autocast_enabled("cpu")
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: str = "") -> Tensor:

@@ -8,16 +8,5 @@ from tsmc.runs import in_chunks, sample_runs
 from tsmc.sampler import Population, Sigma, tsmc
 from tsmc.trace import Trace
 
-__all__ = [
-    "SCHEMES",
-    "ExactSamples",
-    "Population",
-    "Sigma",
-    "Target",
-    "Trace",
-    "in_chunks",
-    "proposal_log_probs",
-    "sample_proposal",
-    "sample_runs",
-    "tsmc",
-]
+__all__ = ["SCHEMES", "ExactSamples", "Population", "Sigma", "Target", "Trace"]
+__all__ += ["in_chunks", "proposal_log_probs", "sample_proposal", "sample_runs", "tsmc"]

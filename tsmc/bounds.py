@@ -6,10 +6,8 @@
     w = p phi / q
 
 Both bounds follow from Jensen's inequality: E[Z-hat] = Z_sigma and, in conditional runs, E[1 /
-Z-hat] <= 1 / Z_sigma, with equality where no unconditional run can die (Zhao et al. 2024,
-arXiv:2404.17546). The same two expectations without resampling (ess_threshold 0) are the bounds of
-importance sampling with K draws. Here q is the product of the proposal's factors, without
-resampling.
+Z-hat] <= 1 / Z_sigma (Zhao et al. 2024, arXiv:2404.17546). Without resampling (ess_threshold 0)
+they are the bounds of importance sampling with K draws. q is the proposal without resampling.
 
 Few exact samples are enough: several conditional runs may start from each, and errors are computed
 over exact samples, not over runs. A exact samples, R runs, K particles, T steps.
@@ -25,7 +23,8 @@ from tsmc.estimate import Bracket, difference, mean_estimate
 from tsmc.interfaces import Twist
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.resampling import Scheme, multinomial
-from tsmc.sampler import Sigma, tsmc
+from tsmc.runs import sample_runs
+from tsmc.sampler import Sigma
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,6 @@ class Bounds:
     log_z: Bracket
     kl_from_proposal: Bracket  # KL(q || sigma)
     kl_from_target: Bracket  # KL(sigma || q)
-
-    @property
-    def gap(self) -> float:
-        """Upper minus lower bound on log Z_sigma: zero for a perfect sampler."""
-        return self.log_z.upper.value - self.log_z.lower.value
 
 
 @dataclass(frozen=True)
@@ -57,30 +51,20 @@ class BoundsProblem:
         self, runs: int, generator: torch.Generator, reference: Tensor | None = None
     ) -> Tensor:
         """log Z-hat [R] of R = runs runs, conditional ones where each has a reference [R, T]."""
-        resample = self.resample if reference is None else multinomial
         log_z = []
         for rows in torch.arange(runs).split(max(1, self.max_rows // self.particles)):
-            population = tsmc(
-                self.sigma.model,
-                self.twist,
-                self.sigma.log_potential,
-                self.particles,
-                generator,
-                len(rows),
-                resample,
-                self.ess_threshold,
-                reference=None if reference is None else reference[rows],
-            )
-            log_z.append(population.log_z)
+            options = {"ess_threshold": self.ess_threshold, "resample": self.resample}
+            if reference is not None:
+                options |= {"reference": reference[rows], "resample": multinomial}
+            size = len(rows)
+            drawn = sample_runs(self.sigma, self.twist, self.particles, size, generator, **options)
+            log_z.append(drawn.log_z)
         return torch.cat(log_z)
 
     def log_weights_of(self, tokens: Tensor) -> Tensor:
         """log w [N] of given sequences tokens [N, T]."""
-        parts = []
-        for rows in tokens.split(max(1, self.max_rows // self.sigma.model.length)):
-            log_p, log_q = proposal_log_probs(self.sigma.model, self.twist, rows)
-            parts.append(log_p + self.sigma.log_potential(rows, log_p) - log_q)
-        return torch.cat(parts)
+        log_p, log_q = proposal_log_probs(self.sigma.model, self.twist, tokens)
+        return log_p + self.sigma.log_potential(tokens, log_p) - log_q
 
 
 def bidirectional_bounds(
@@ -103,18 +87,13 @@ def bidirectional_bounds(
     references = exact_samples.repeat_interleave(repeats, 0)
     upper = problem.log_evidence(len(references), generator, references)
     upper = upper.view(count, repeats).mean(1)  # [A]
-    log_w_target = problem.log_weights_of(exact_samples)  # [A]
-    drawn = sample_proposal(problem.sigma.model, problem.twist, proposals, generator).tokens
-    log_w_proposal = mean_estimate(problem.log_weights_of(drawn))
     low, high = mean_estimate(lower), mean_estimate(upper)
+    drawn = sample_proposal(problem.sigma.model, problem.twist, proposals, generator).tokens
+    log_w_q = mean_estimate(problem.log_weights_of(drawn))
+    log_w_sigma = problem.log_weights_of(exact_samples)  # [A]
+    paired = mean_estimate(log_w_sigma - upper)  # both vary with the exact sample
     return Bounds(
         log_z=Bracket(low, high),
-        kl_from_proposal=Bracket(
-            difference(low, log_w_proposal), difference(high, log_w_proposal), floor=0.0
-        ),
-        kl_from_target=Bracket(
-            mean_estimate(log_w_target - upper),  # paired: both vary with the exact sample
-            difference(mean_estimate(log_w_target), low),
-            floor=0.0,
-        ),
+        kl_from_proposal=Bracket(difference(low, log_w_q), difference(high, log_w_q), floor=0.0),
+        kl_from_target=Bracket(paired, difference(mean_estimate(log_w_sigma), low), floor=0.0),
     )

@@ -22,9 +22,7 @@ def first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     An entry that adds nothing is never chosen, even where rounding carries the threshold to zero or
     to the total.
     """
-    last = torch.searchsorted(
-        cumulative, cumulative[:, -1:].contiguous()
-    )  # first to reach the total
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())  # reaches the total
     index = torch.searchsorted(cumulative, threshold.clamp(min=0.0), right=True)
     return torch.minimum(index, last).clamp(max=cumulative.shape[-1] - 1)  # NaN has no order at all
 
@@ -63,8 +61,6 @@ def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     inside = inside.masked_fill_(members >= size, 0).to(totals.dtype).cumsum(-1)
     offset = first_above(inside, threshold - before.gather(1, block))  # [N, 1]
     tokens = (block * width + offset).clamp(max=size - 1).squeeze(1)  # [N]
-    log_normaliser = (
-        peak - weights.amax(-1).log()
-    )  # [N] the largest weight is exp(peak) / normaliser
+    log_normaliser = peak - weights.amax(-1).log()  # the largest weight is exp(peak) / normaliser
     is_dead = peak == -torch.inf
     return tokens.masked_fill(is_dead, 0), log_normaliser.masked_fill(is_dead, -torch.inf)

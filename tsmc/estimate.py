@@ -19,9 +19,8 @@ def student_quantile(probability: float, dof: float) -> float:
     """The t below which Student's distribution with dof > 0 has mass `probability`, in (0, 1)."""
     if dof > 1e4:
         return torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)).item()
-    angles = np.linspace(-np.pi / 2, np.pi / 2, 40001)[
-        1:-1
-    ]  # t = sqrt(dof) tan(angle) turns the density into a power
+    # t = sqrt(dof) tan(angle) turns the density into a power of the cosine
+    angles = np.linspace(-np.pi / 2, np.pi / 2, 40001)[1:-1]
     density = np.cos(angles) ** (dof - 1)
     distribution = (np.cumsum(density) - density / 2) / density.sum()
     return math.sqrt(dof) * math.tan(np.interp(probability, distribution, angles))
@@ -37,8 +36,6 @@ class Estimate:
 
     def quantile(self, probability: float) -> float:
         """The limit that the true value exceeds in a share 1 - probability of experiments."""
-        if self.std_error in (0.0, math.inf):
-            return self.value if self.std_error == 0 else math.copysign(math.inf, probability - 0.5)
         return self.value + self.std_error * student_quantile(probability, self.dof)
 
     def half_width(self) -> float:
@@ -53,7 +50,7 @@ def mean_estimate(values: Tensor) -> Estimate:
     if math.isinf(mean):
         return Estimate(mean, 0.0, math.inf)
     if len(values) < 2:
-        return Estimate(mean, math.inf, 0.0)
+        return Estimate(mean, math.inf, math.inf)
     return Estimate(mean, values.std().item() / math.sqrt(len(values)), len(values) - 1.0)
 
 

@@ -6,26 +6,25 @@
     CTL loss = sum_t KL(sigma(s_{1:t}) || pi_t(s_{1:t}))                              eq. 5
 
 Quantities of step t are listed over all V^t prefixes s_{1:t} in lexicographic order, so prefix i
-followed by token v is entry i V + v of the next list. Types follow the model: `.double()` it to
-compare to 1e-12. V vocabulary, T steps.
+followed by token v is entry i V + v of the next list. Types follow the model, which may be
+float64. D width, V vocabulary, T steps.
 """
 
 import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.categorical import first_above, uniforms
-from tsmc.interfaces import LanguageModel, LogPotential, Twist
+from tsmc.categorical import uniforms
+from tsmc.interfaces import LanguageModel, LogPotential, Twist, row_slices
+from tsmc.resampling import invert
 
-LIMIT = 2**21
+LIMIT = 2**21  # sequences
 
 
 def all_sequences(vocab_size: int, length: int, device: torch.device | None = None) -> Tensor:
     """Every sequence [V^T, T] of T = length tokens in lexicographic order."""
-    numbers = torch.arange(vocab_size**length, device=device)
-    return torch.stack(
-        [numbers // vocab_size ** (length - t) % vocab_size for t in range(1, length + 1)], 1
-    )
+    places = vocab_size ** torch.arange(length - 1, -1, -1, device=device)  # [T]
+    return torch.arange(vocab_size**length, device=device)[:, None] // places % vocab_size
 
 
 def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -36,24 +35,23 @@ def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
 class Tree:
     """All prefixes of a language model: conditional log probabilities and hidden states."""
 
-    def __init__(self, model: LanguageModel, chunk: int = 16384):
-        """Evaluate `model` on chunks of prefixes; InputError where V^T exceeds two million."""
-        hidden = model.decoder(1).hidden  # [1, D]
+    @torch.no_grad()
+    def __init__(self, model: LanguageModel):
+        """Evaluate `model` after every prefix; InputError where V^T exceeds two million."""
         self.vocab_size = model.vocab_size
         self.length = model.length
-        self.chunk = chunk
         if self.vocab_size**self.length > LIMIT:
             sizes = f"{self.vocab_size}^{self.length} sequences"
             raise InputError(f"{sizes} cannot be enumerated; shorten the length or the vocabulary")
+        device = model.decoder(1).hidden.device
         self.log_p: list[Tensor] = []  # T of [V^t, V], t = 0..T-1
         self.hidden: list[Tensor] = []  # T of [V^t, D]
-        for t in range(self.length):
-            sequences = all_sequences(self.vocab_size, t + 1, hidden.device)  # [V^(t+1), t + 1]
-            prefixes = sequences[:: self.vocab_size]  # [V^t, t + 1], the last token 0
-            with torch.no_grad():
-                parts = [model.log_probs(rows)[1:] for rows in prefixes.split(chunk)]
-            self.log_p.append(torch.cat([step[:, -1] for step, _ in parts]).log_softmax(-1))
-            self.hidden.append(torch.cat([step[:, -1] for _, step in parts]))
+        for t in range(1, self.length + 1):
+            ends = all_sequences(self.vocab_size, t, device)[:: self.vocab_size]  # the last token 0
+            slices = row_slices(len(ends), t * self.vocab_size)
+            parts = [model.log_probs(ends[rows])[1:] for rows in slices]
+            self.log_p.append(torch.cat([logits[:, -1] for logits, _ in parts]).log_softmax(-1))
+            self.hidden.append(torch.cat([hidden[:, -1] for _, hidden in parts]))
 
     def sequences(self) -> Tensor:
         """All sequences [V^T, T]."""
@@ -63,8 +61,7 @@ class Tree:
         """log psi of every prefix and next token: T of [V^t, V], with gradient; zeros for None."""
         if twist is None:
             return [torch.zeros_like(log_p) for log_p in self.log_p]
-        parts = [hidden.split(self.chunk) for hidden in self.hidden]
-        return [torch.cat([twist(rows) for rows in level]) for level in parts]
+        return [twist(hidden) for hidden in self.hidden]
 
     def prefix_log_q(self, twist: Twist | None = None) -> list[Tensor]:
         """log q(s_{1:t}) of every prefix: T + 1 of [V^t], t = 0..T; without a twist log p."""
@@ -83,20 +80,17 @@ class Target:
     Every list runs over t = 0..T, with [V^t] entries each.
     """
 
-    def __init__(self, model: LanguageModel, log_potential: LogPotential, chunk: int = 16384):
+    def __init__(self, model: LanguageModel, log_potential: LogPotential):
         """InputError where the potential is zero everywhere or NaN somewhere: there is no sigma."""
-        self.tree = Tree(model, chunk)
+        self.tree = Tree(model)
         self.log_p = self.tree.prefix_log_q()
-        batches = zip(self.tree.sequences().split(chunk), self.log_p[-1].split(chunk), strict=True)
-        log_phi = torch.cat([log_potential(tokens, log_p) for tokens, log_p in batches])
+        log_phi = log_potential(self.tree.sequences(), self.log_p[-1])
         self.log_psi = [log_phi.to(self.log_p[0].dtype)]  # the optimal twist
         for log_p in reversed(self.tree.log_p):
             self.log_psi.insert(0, (log_p + self.log_psi[0].view_as(log_p)).logsumexp(-1))
         self.log_z = self.log_psi[0].item()
         if not -torch.inf < self.log_z < torch.inf:
-            raise InputError(
-                "the potential is zero on every sequence or NaN on some, so sigma does not exist"
-            )
+            raise InputError("phi is zero on every sequence or NaN on some: sigma does not exist")
         levels = zip(self.log_p, self.log_psi, strict=True)
         self.log_sigma = [log_p + log_psi - self.log_z for log_p, log_psi in levels]
 
@@ -111,9 +105,8 @@ class Target:
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Independent exact samples of sigma [N = count, T]."""
-        cumulative = self.log_sigma[-1].double().exp().cumsum(0)[None]  # [1, V^T]
-        uniform = uniforms(1, count, generator).to(cumulative)
-        chosen = first_above(cumulative, uniform * cumulative[:, -1:])[0]  # [N]
+        sigma = self.log_sigma[-1].double().exp()[None]  # [1, V^T]
+        chosen = invert(sigma, uniforms(1, count, generator).to(sigma))[0]  # [N]
         return self.tree.sequences()[chosen]
 
     def kl_to(self, log_q: Tensor) -> float:

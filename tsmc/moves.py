@@ -16,7 +16,7 @@ from torch import Tensor
 from tsmc.categorical import uniforms
 from tsmc.interfaces import Twist
 from tsmc.proposal import Given, sample_proposal, token_log_probs
-from tsmc.sampler import Population, Sigma, follow
+from tsmc.sampler import Sigma
 
 
 @torch.no_grad()
@@ -46,17 +46,3 @@ def move(
         log_q = torch.where(is_changed, new.log_q, log_q)
         log_phi = torch.where(is_taken[:, 0], new_log_phi, log_phi)
     return tokens
-
-
-def move_samples(
-    sigma: Sigma,
-    twist: Twist | None,
-    population: Population,
-    times: int,
-    generator: torch.Generator,
-) -> None:
-    """Move the samples of R runs, replacing those that the final resampling has given."""
-    log_phi = follow(population.ancestors, population.log_phi)  # [R, K]
-    samples = population.samples.flatten(0, 1)  # [R K, T]
-    moved = move(sigma, twist, samples, log_phi.flatten(), times, generator)
-    population.samples = moved.view_as(population.samples)

@@ -5,7 +5,7 @@
 
 `propose` draws the next token of every row, `sample_proposal` draws whole sequences, and
 `token_log_probs` evaluates given sequences by teacher forcing. A constant added to log psi_t
-changes no proposal (a gauge freedom). N rows, n rows of a slice, T steps, D width, V vocabulary.
+changes no q. N rows, n rows of a slice, T steps, D width, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Extension:
 
 @dataclass
 class Given:
-    """Tokens [N] that replace the drawn ones where `is_given` [N] is true."""
+    """Tokens that replace the drawn ones where `is_given` is true, both [N] or both [N, T]."""
 
     tokens: Tensor
     is_given: Tensor
@@ -49,7 +49,7 @@ def propose(
 ) -> Extension:
     """Draw s_t ~ q_t for every row at uniform numbers [N, 1], in slices of bounded memory.
 
-    A given token is taken as it is, and its probabilities are returned.
+    Given tokens [N] are taken as they are, with their probabilities.
     """
     parts = []
     for rows in row_slices(len(uniform), model.vocab_size):
@@ -64,8 +64,7 @@ def propose(
 def draw(logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Given | None) -> Extension:
     """The tokens of n rows at uniform numbers [n, 1], from logits of p and log psi, both [n, V]."""
     if log_psi is None:
-        log_p = logits  # without a twist raw logits suffice
-        tilted = logits
+        tilted = logits  # unnormalised log p suffices
     else:
         log_p = logits.log_softmax(-1)
         tilted = log_p + log_psi
@@ -75,24 +74,19 @@ def draw(logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Given |
     place = tokens[:, None]  # [n, 1]
     log_q = tilted.gather(1, place).squeeze(1) - log_normaliser  # [n]
     if log_psi is None:
-        zeros = torch.zeros_like(log_normaliser)
+        zeros = torch.zeros_like(log_q)
         return Extension(tokens, log_q, zeros, log_q, zeros)
     is_dead = log_normaliser == -torch.inf
-    log_psi_token = log_psi.gather(1, place).squeeze(1).masked_fill(is_dead, 0.0)
+    log_p = log_p.gather(1, place).squeeze(1)  # [n]
+    log_psi = log_psi.gather(1, place).squeeze(1).masked_fill(is_dead, 0.0)  # [n]
     log_q = log_q.masked_fill(is_dead, torch.inf)
-    return Extension(
-        tokens, log_p.gather(1, place).squeeze(1), log_psi_token, log_q, log_normaliser
-    )
+    return Extension(tokens, log_p, log_psi, log_q, log_normaliser)
 
 
 @dataclass
-class Trajectories:
-    """N independent sequences from q, [N, T] each, and the hidden states that the twist saw."""
+class Trajectories(Extension):
+    """N independent sequences from q: the same tensors, all [N, T], and what the twist saw."""
 
-    tokens: Tensor
-    log_p: Tensor
-    log_psi: Tensor
-    log_q: Tensor
     hidden: Tensor | None  # [N, T, D]
 
 
@@ -109,8 +103,7 @@ def sample_proposal(
     """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model.
 
     Of the rows only `part` is simulated, with the random numbers that these rows have among all:
-    several processes can share a batch. Where given.is_given [N, T], the token is given.tokens [N,
-    T].
+    several processes can share a batch. Given tokens [N, T] are as in `propose`.
     """
     uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)[:, part]  # [T, n, 1]
     decoder = model.decoder(uniform.shape[1])
@@ -122,13 +115,9 @@ def sample_proposal(
         steps.append(propose(model, decoder, twist, uniform[t], fixed))
         if t < model.length - 1:
             decoder.extend(steps[-1].tokens)
-    return Trajectories(
-        tokens=torch.stack([step.tokens for step in steps], 1),
-        log_p=torch.stack([step.log_p for step in steps], 1),
-        log_psi=torch.stack([step.log_psi for step in steps], 1),
-        log_q=torch.stack([step.log_q for step in steps], 1),
-        hidden=torch.stack(hidden, 1) if keep_hidden else None,
-    )
+    names = vars(steps[0])
+    fields = {name: torch.stack([vars(step)[name] for step in steps], 1) for name in names}
+    return Trajectories(**fields, hidden=torch.stack(hidden, 1) if keep_hidden else None)
 
 
 @torch.no_grad()
@@ -146,8 +135,8 @@ def token_log_probs(
         if twist is not None:
             tilted = logits + twist(hidden)  # [n, T, V]
             chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
-            is_ruled_out = chosen == -torch.inf
-            log_q = (chosen - tilted.logsumexp(-1)).masked_fill(is_ruled_out, -torch.inf)
+            log_q = chosen - tilted.logsumexp(-1)
+            log_q = log_q.masked_fill(chosen == -torch.inf, -torch.inf)
         all_log_p.append(log_p)
         all_log_q.append(log_q)
     return torch.cat(all_log_p), torch.cat(all_log_q)
@@ -161,8 +150,6 @@ def proposal_log_probs(
     return log_p.sum(-1), log_q.sum(-1)
 
 
-@torch.no_grad()
 def sequence_log_probs(model: LanguageModel, tokens: Tensor) -> Tensor:
-    """log p(s_{1:T}) [N] of given sequences tokens [N, T], by teacher forcing."""
-    slices = row_slices(len(tokens), model.vocab_size * tokens.shape[1])
-    return torch.cat([model.log_probs(tokens[rows])[0].sum(-1) for rows in slices])
+    """log p(s_{1:T}) [N] of given sequences tokens [N, T]."""
+    return proposal_log_probs(model, None, tokens)[0]

@@ -17,6 +17,7 @@ from tinystories.errors import InputError
 from tsmc.categorical import uniforms
 from tsmc.interfaces import LanguageModel
 from tsmc.proposal import sample_proposal
+from tsmc.resampling import log_mean_exp
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
     The error is infinite where it is unknown: for a single value, or where all values are zero.
     """
     values = log_values.cpu().double()
-    log_mean = values.logsumexp(0).item() - math.log(len(values))
+    log_mean = log_mean_exp(values).item()
     if len(values) < 2 or log_mean == -math.inf:
         return log_mean, math.inf
     relative = (values - log_mean).exp()  # phi / Z, mean one
@@ -74,11 +75,8 @@ def draw_accepted(
     tokens = sample_proposal(model, None, count, generator).tokens
     scores = log_phi(tokens)
     is_accepted = accept(scores, generator)
-    return {
-        "tokens": tokens[is_accepted],
-        "log_phi": scores[is_accepted],
-        "proposed_log_phi": scores,
-    }
+    accepted = {"tokens": tokens[is_accepted], "log_phi": scores[is_accepted]}
+    return accepted | {"proposed_log_phi": scores}
 
 
 def exact_samples(drawn: dict[str, Tensor]) -> ExactSamples:

@@ -68,21 +68,12 @@ def residual(weights: Tensor, generator: torch.Generator) -> Tensor:
     particles = weights.shape[1]
     weights = weights.to(widest(weights.device))
     expected = particles * weights / weights.sum(-1, keepdim=True)  # [R, K]
-    rounding = (
-        64 * torch.finfo(expected.dtype).eps
-    )  # whole numbers stay whole despite that of 1 / K
+    rounding = 64 * torch.finfo(expected.dtype).eps  # that of 1 / K leaves whole numbers whole
     copies = (expected * (1 + rounding)).floor()
     drawn = invert((expected - copies).clamp(min=0.0), uniforms(*weights.shape, generator))
     ends = copies.cumsum(-1)  # place i holds a copy of the first particle whose copies end behind i
-    places = (
-        torch.arange(particles, dtype=ends.dtype, device=ends.device).expand_as(ends).contiguous()
-    )
+    places = torch.arange(particles, dtype=ends.dtype, device=ends.device).repeat(len(ends), 1)
     return torch.where(places < ends[:, -1:], first_above(ends, places), drawn)
 
 
-SCHEMES: dict[str, Scheme] = {
-    "multinomial": multinomial,
-    "stratified": stratified,
-    "systematic": systematic,
-    "residual": residual,
-}
+SCHEMES = {scheme.__name__: scheme for scheme in (multinomial, stratified, systematic, residual)}

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.interfaces import Twist
-from tsmc.moves import move_samples
-from tsmc.resampling import Scheme, multinomial
+from tsmc.moves import move
 from tsmc.sampler import Population, Sigma, tsmc
 
 Draw = Callable[[int, torch.Generator], dict[str, Tensor]]
@@ -46,23 +45,17 @@ def sample_runs(
     particles: int,
     runs: int,
     generator: torch.Generator,
-    resample: Scheme = multinomial,
-    ess_threshold: float = 1.0,
     moves: int = 0,
+    **options,
 ) -> Population:
-    """R = runs independent runs of K = particles, with `moves` moves of each sample."""
-    population = tsmc(
-        sigma.model,
-        twist,
-        sigma.log_potential,
-        particles,
-        generator,
-        runs,
-        resample,
-        ess_threshold,
-    )
+    """R = runs runs of K = particles with options of `tsmc`, then `moves` moves of each sample."""
+    model, log_potential = sigma.model, sigma.log_potential
+    population = tsmc(model, twist, log_potential, particles, generator, runs, **options)
     if moves:
-        move_samples(sigma, twist, population, moves, generator)
+        log_phi = population.log_phi.gather(1, population.ancestors).flatten()  # [R K]
+        samples = population.samples.flatten(0, 1)  # [R K, T]
+        moved = move(sigma, twist, samples, log_phi, moves, generator)
+        population.samples = moved.view_as(population.samples)
     return population
 
 

@@ -1,4 +1,4 @@
-"""Twisted SMC: s_{1:T} ~ TSMC(p, psi), R independent runs of K particles in one batch.
+"""Twisted SMC: s_{1:T} ~ TSMC(p, psi), R independent runs of K particles, N = R K rows in a batch.
 
 For t = 1..T, with log psi(s_{1:0}) = 0:
     extend      s_t ~ q_t                                                  tsmc.proposal.propose
@@ -6,23 +6,19 @@ For t = 1..T, with log psi(s_{1:0}) = 0:
                 t = T:  log w_T = log p(s_T) + log phi(s_{1:T}) - log q_T(s_T) - log psi(s_{1:T-1})
     resample    ancestors from the weights gathered since the last resampling
 
-The particles then follow pi_t, proportional to p psi (eq. 4), and at T sigma (eq. 2). The evidence
-log Z-hat gains log-mean-exp of the cumulative log weights whenever they are resampled; exp(log
-Z-hat) is an unbiased estimate of Z_sigma under any scheme and threshold (docs/method.md derives
-both).
+The particles then follow pi_t, proportional to p psi (eq. 4), and at T sigma (eq. 2). Whenever the
+cumulative log weights are resampled, log Z-hat gains their log-mean-exp. Z-hat is an unbiased
+estimate of Z_sigma under any scheme and threshold (docs/method.md derives both).
 
 With a reference this is conditional SMC (Andrieu et al. 2010; Zhao et al. 2024): particle 0 takes
-the reference's tokens and is its own ancestor, and the others draw their ancestors independently
-from all K, hence multinomial resampling. Given an exact sample of sigma, E[1 / Z-hat] is at most 1
-/ Z_sigma, with equality where no unconditional run can die, so E[log Z-hat] bounds log Z_sigma from
-above.
+the reference's tokens and is its own ancestor, the others draw theirs independently from all K. If
+the reference is an exact sample of sigma, E[1 / Z-hat] is at most 1 / Z_sigma, with equality where
+no unconditional run can die, so E[log Z-hat] bounds log Z_sigma from above.
 
 Where this departs from the paper:
  1. The paper's weight at t = T sums p phi over all s_T, one potential for each token of the
-    vocabulary. Here s_T is drawn from q_T like every other token, and the weight corrects for psi
-    in place of phi.
- 2. The paper resamples multinomially at every step. That is the default here; other schemes, and
-    resampling only where the ESS is low or never before T, leave Z-hat unbiased.
+    vocabulary. Here s_T is drawn from q_T like every other token, and the weight corrects for it.
+ 2. The paper resamples multinomially at every step. That is only the default here.
 """
 
 from dataclasses import dataclass
@@ -53,9 +49,7 @@ class Population:
     log_phi: Tensor  # [R, K] as the model sees it: log p + log phi is that of the target
     log_weights: Tensor  # [R, K] gathered since the last resampling before t = T
     ancestors: Tensor  # [R, K] of the final resampling
-    samples: (
-        Tensor  # [R, K, T] equally weighted: resampled at t = T, then perhaps moved (tsmc.moves)
-    )
+    samples: Tensor  # [R, K, T] of equal weight: resampled at t = T, then perhaps moved
     log_z: Tensor  # [R] log Z-hat of each run
     ess: Tensor  # [R] effective sample size of log_weights
 
@@ -90,14 +84,8 @@ class Step:
     log_w: Tensor  # [R, K] incremental weights of this step
     log_weights: Tensor  # [R, K] gathered since the last resampling
     ess: Tensor  # [R]
-    log_z: Tensor  # [R] running log Z-hat, with the weights gathered since the last resampling
+    log_z: Tensor  # [R] log Z-hat as if every run resampled now; at t = T the population's
     ancestors: Tensor  # [R, K]
-
-
-def follow(ancestors: Tensor, values: Tensor) -> Tensor:
-    """The values of the ancestors [R, K], from values [R, K] or [R, K, t]."""
-    index = ancestors if values.ndim == 2 else ancestors[..., None].expand_as(values)
-    return values.gather(1, index)
 
 
 def given_first(reference: Tensor | None, particles: int, t: int) -> Given | None:
@@ -105,24 +93,23 @@ def given_first(reference: Tensor | None, particles: int, t: int) -> Given | Non
     if reference is None:
         return None
     is_first = torch.arange(particles, device=reference.device) == 0  # [K]
-    tokens = reference[:, t, None].expand(-1, particles)  # [R, K]
-    return Given(tokens.flatten(), is_first.repeat(len(reference)))
+    tokens = reference[:, t].repeat_interleave(particles)  # [N]
+    return Given(tokens, is_first.repeat(len(reference)))
 
 
 def reweight(step: Extension, log_psi: Tensor, log_phi: Tensor | None) -> Tensor:
-    """log w_t [R, K], from log psi(s_{1:t-1}) [R, K] and, only at t = T, log phi [R, K]."""
+    """log w_t [N], from log psi(s_{1:t-1}) [N] and, only at t = T, log phi(s_{1:T}) [N]."""
     if log_phi is None:
-        return step.log_normaliser.view_as(log_psi) - log_psi
-    log_ratio = step.log_p.view_as(log_psi) + log_phi - step.log_q.view_as(log_psi)
-    return log_ratio - log_psi
+        return step.log_normaliser - log_psi
+    return step.log_p + log_phi - step.log_q - log_psi
 
 
 def draw_ancestors(
     log_weights: Tensor, is_due: Tensor, resample: Scheme, generator: torch.Generator
 ) -> Tensor:
-    """Ancestors [R, K] by log weights [R, K] in the runs that are due [R], others unchanged."""
+    """Ancestors [R, K] by log weights [R, K] in runs that are due [R]; in others, each its own."""
     runs, particles = log_weights.shape
-    identity = torch.arange(particles, device=log_weights.device).expand(runs, particles)
+    identity = torch.arange(particles, device=log_weights.device).repeat(runs, 1)
     if not is_due.any():
         return identity
     return torch.where(is_due[:, None], resample(normalise(log_weights), generator), identity)
@@ -137,11 +124,9 @@ def check_sizes(
         raise InputError(f"cannot sample {sizes}; give runs, particles and length of at least 1")
     if not 0 <= ess_threshold <= 1:
         raise InputError(f"the ESS threshold is {ess_threshold}; it must be between 0 and 1")
-    if reference is not None and list(reference.shape) != [runs, model.length]:
-        needed = [runs, model.length]
-        raise InputError(
-            f"the reference has shape {list(reference.shape)}; give one sequence a run, {needed}"
-        )
+    needed = [runs, model.length]
+    if reference is not None and list(reference.shape) != needed:
+        raise InputError(f"the reference has shape {list(reference.shape)}; it must have {needed}")
 
 
 @torch.no_grad()
@@ -159,51 +144,47 @@ def tsmc(
 ) -> Population:
     """R = runs independent populations of K = particles sequences.
 
-    A run resamples where its ESS is below ess_threshold * K: at every step for 1 (the paper), never
-    before T for 0. The final resampling is always drawn; `Population` keeps the weights that it was
-    drawn from. With `reference` [R, T] each run is conditional on its sequence; `resample` must
-    then draw ancestors independently, as multinomial does. InputError for options out of range and
-    where a weight is NaN or infinite.
+    A run resamples at T and where its ESS is below ess_threshold * K: at every step for 1, as in
+    the paper. With `reference` [R, T] runs are conditional and `resample` must draw independently,
+    as multinomial does. InputError for options out of range and for NaN or infinite weights.
     """
     check_sizes(model, runs, particles, ess_threshold, reference)
     decoder = model.decoder(runs * particles)
-    device = decoder.hidden.device
-    dtype = model.head(decoder.hidden[:1]).dtype
-    tokens = torch.empty(runs, particles, 0, dtype=torch.long, device=device)  # [R, K, t]
-    log_p = torch.zeros(runs, particles, dtype=dtype, device=device)  # [R, K] log p(s_{1:t})
+    log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})
     log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t})
     log_weights = torch.zeros_like(log_p)  # [R, K]
-    log_phi = None  # [R, K] at t = T
     log_z = log_p.new_zeros(runs)  # [R]
-    first_rows = particles * torch.arange(runs, device=device)[:, None]  # [R, 1]
+    tokens = log_p.new_empty(runs, particles, 0, dtype=torch.long)  # [R, K, t]
+    run = torch.arange(runs, device=log_p.device)[:, None]  # [R, 1]
     for t in range(model.length):
+        is_last = t == model.length - 1
+        # extend
         uniform = uniforms(runs * particles, 1, generator)
         step = propose(model, decoder, twist, uniform, given_first(reference, particles, t))
         tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)
         log_p = log_p + step.log_p.view_as(log_p)
-        if t == model.length - 1:
-            log_phi = log_potential(tokens.flatten(0, 1), log_p.flatten()).view_as(log_p)
-        log_w = reweight(step, log_psi, log_phi)
+        # reweight
+        log_phi = log_potential(tokens.flatten(0, 1), log_p.flatten()) if is_last else None  # [N]
+        log_w = reweight(step, log_psi.flatten(), log_phi).view_as(log_p)
         log_psi = step.log_psi.view_as(log_p)
         log_weights = log_weights + log_w
         ess = effective_sample_size(log_weights)  # [R]
-        is_due = (ess < ess_threshold * particles) | (ess_threshold == 1) | (log_phi is not None)
+        evidence = log_z + log_mean_exp(log_weights)  # [R]
+        # resample
+        is_due = (ess < ess_threshold * particles) | (ess_threshold == 1) | is_last  # [R]
         ancestors = draw_ancestors(log_weights, is_due, resample, generator)
         if reference is not None:
-            ancestors = torch.cat([torch.zeros_like(ancestors[:, :1]), ancestors[:, 1:]], 1)
-        evidence = log_z + log_mean_exp(log_weights)  # [R]
+            ancestors[:, 0] = 0
         if observer is not None:
             observer(Step(tokens, log_psi, log_w, log_weights, ess, evidence, ancestors))
         log_z = torch.where(is_due, evidence, log_z)
-        if log_phi is None:
+        if not is_last:
             log_weights = torch.where(is_due[:, None], 0.0, log_weights)
-            tokens = follow(ancestors, tokens)
-            log_p = follow(ancestors, log_p)
-            log_psi = follow(ancestors, log_psi)
-            decoder.extend(tokens[..., -1].flatten(), (first_rows + ancestors).flatten())
+            tokens = tokens[run, ancestors]
+            log_p = log_p[run, ancestors]
+            log_psi = log_psi[run, ancestors]
+            decoder.extend(tokens[..., -1].flatten(), (particles * run + ancestors).flatten())
     if not bool((log_z < torch.inf).all()):
-        raise InputError(
-            "log Z-hat is NaN or infinite; check that log phi and log psi are never NaN"
-        )
-    samples = follow(ancestors, tokens)
-    return Population(tokens, log_phi, log_weights, ancestors, samples, log_z, ess)
+        raise InputError("log Z-hat is NaN or infinite; check log phi and log psi for NaN")
+    samples = tokens[run, ancestors]
+    return Population(tokens, log_phi.view_as(log_p), log_weights, ancestors, samples, log_z, ess)

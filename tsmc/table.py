@@ -21,16 +21,8 @@ def first_prefix(vocab_size: int, length: int) -> int:
     return sum(vocab_size**t for t in range(length))
 
 
-def prefix_numbers(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Numbers [N, T] of the prefixes s_{1:0}, ..., s_{1:T-1} that precede each of tokens [N, T]."""
-    numbers = [torch.zeros_like(tokens[:, 0])]
-    for t in range(tokens.shape[1] - 1):
-        numbers.append(numbers[-1] * vocab_size + 1 + tokens[:, t])
-    return torch.stack(numbers, 1)
-
-
 class TableDecoder:
-    """N continuations in a table; the same interface as `tinystories.Decoder`."""
+    """N continuations in a table, with the interface of `tinystories.Decoder`."""
 
     def __init__(self, vocab_size: int, rows: int, device: torch.device):
         self.vocab_size = vocab_size
@@ -41,7 +33,7 @@ class TableDecoder:
         """The number of every row's prefix [N, 1]."""
         return self.prefixes[:, None].double()
 
-    def evaluate(self, network: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Tensor:
+    def evaluate(self, network: Callable[[Tensor], Tensor], rows: slice) -> Tensor:
         """network(hidden [n, 1]) of the n rows in a slice."""
         return network(self.hidden[rows])
 
@@ -56,12 +48,13 @@ class TableModel(nn.Module):
 
     def __init__(self, logits: Tensor, length: int):
         super().__init__()
-        prefixes = first_prefix(logits.shape[1], length)
-        if length < 1 or len(logits) != prefixes:
-            shape = f"{list(logits.shape)}; length {length} needs [{prefixes}, {logits.shape[1]}]"
-            raise InputError(f"the table of logits has shape {shape}")
+        shape = list(logits.shape)
+        needed = [first_prefix(shape[1], length), shape[1]]
+        if length < 1 or shape != needed:
+            raise InputError(f"the table has shape {shape}; length {length} needs {needed}")
         self.table = nn.Parameter(logits)
-        self.length, self.vocab_size = length, logits.shape[1]
+        self.length = length
+        self.vocab_size = shape[1]
 
     @classmethod
     def random(
@@ -81,7 +74,10 @@ class TableModel(nn.Module):
 
     def states(self, tokens: Tensor) -> Tensor:
         """hidden [N, T, 1] that predicts each of tokens [N, T], T up to the length."""
-        return prefix_numbers(tokens, self.table.shape[1])[..., None].double()
+        numbers = [torch.zeros_like(tokens[:, 0])]
+        for t in range(tokens.shape[1] - 1):
+            numbers.append(numbers[-1] * self.vocab_size + 1 + tokens[:, t])
+        return torch.stack(numbers, 1)[..., None].double()
 
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and hidden [N, T, 1] of tokens [N, T]."""

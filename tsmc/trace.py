@@ -5,12 +5,9 @@
     trace.ess, trace.log_z                                                  [T, R]
     trace.log_psi, .log_w, .log_weights, .tokens, .ancestors                [T, R, K]
 
-log_z is the running log Z-hat: the evidence of all resamplings before step t, and log-mean-exp of
-the weights gathered since. At t = T it is the population's.
-
-The genealogy follows from the ancestors: how many distinct particles of step t have descendants in
-the final population. Where this number is one, all K samples share their first t tokens. T steps, R
-runs, K particles.
+`Step` describes each of them. The genealogy follows from the ancestors: how many particles of step
+t have descendants among the final samples. Where it is one, all K samples share their first t
+tokens. T steps, R runs, K particles.
 """
 
 import torch
@@ -31,8 +28,7 @@ class Trace:
         """Record a step; a trace serves one call of `tsmc`."""
         t = step.tokens.shape[-1]
         if t != len(self.steps) + 1:
-            fault = f"step {t} follows step {len(self.steps)}"
-            raise ValueError(f"{fault}: record every call of tsmc in a new Trace")
+            raise ValueError(f"step {t} follows step {len(self.steps)}: give each call a new Trace")
         values = vars(step) | {"tokens": step.tokens[..., -1]}
         self.steps.append({name: value.clone() for name, value in values.items()})
 

@@ -24,7 +24,7 @@ from eval.bench import contestants, limit
 from eval.bench.contestants import Networks, score_in_order
 from eval.bench.limit import Way
 from eval.run.command import one_line_errors
-from eval.run.options import DistillConfig, OneLineParser, RunConfig
+from eval.run.options import DTYPES, DistillConfig, OneLineParser, RunConfig
 from eval.run.table import align
 from eval.scorers.encoder import Runner
 from tinystories import Conditional, InputError
@@ -43,17 +43,16 @@ def race(
     """A record for each of our ways: the seconds of both sides and the limit of its operations.
 
     `theirs` makes the way of the other side from a counterpart of the network in transformers,
-    which has the type of `from_pretrained`, float32, or our type.
+    in float32, which is the type of `from_pretrained`, and in our type.
     """
     weight = next(network.parameters())
-    ways = {name: way for name, (way, _) in ours.items()}
     twins = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, weight.dtype)}
-    for name, dtype in twins.items():
-        ways[name] = theirs(contestants.counterpart(network, dtype))
-    ways |= limit.products(weight.device, weight.dtype)
-    seconds = limit.seconds_of(ways, repeats, weight.device)
+    ways = {name: way for name, (way, _) in ours.items()}
+    for twin, dtype in twins.items():
+        ways[twin] = theirs(contestants.counterpart(network, dtype))
+    seconds, rate = limit.measure(ways, repeats, weight)
     print(f"measured: {' and '.join(ours)}", file=sys.stderr, flush=True)
-    others, rate = {twin: seconds[twin] for twin in twins}, limit.rate_of(seconds)
+    others = {twin: seconds[twin] for twin in twins}
     return [
         {"name": name, "seconds": seconds[name], "transformers": others, "limit": flops / rate}
         for name, (_, flops) in ours.items()
@@ -95,7 +94,7 @@ def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> Way:
 
 
 def race_distillation(networks: Networks, repeats: int) -> list[dict]:
-    """A gradient step on the default batch: ours, and transformers on prompt and continuation."""
+    """A gradient step on the default batch."""
     student, prompt, rows = networks.lm, networks.prompt, DistillConfig().batch_size
     model = Conditional(student, prompt, LENGTH)
     tokens = torch.randint(student.config.vocab_size, (rows, LENGTH), device=prompt.device)
@@ -124,10 +123,8 @@ def race_scoring(networks: Networks, label: str, is_mixed: bool, repeats: int) -
 
 def table(records: list[dict]) -> str:
     """Seconds, how many times faster than transformers, the limit, and our time over it."""
-    head = ["seconds", "ours"]
-    for twin in records[0]["transformers"]:
-        head += [f"transformers {twin}", "faster"]
-    lines = [[*head, "limit", "over limit"]]
+    twins = [column for twin in records[0]["transformers"] for column in (twin, "faster")]
+    lines = [["seconds", "ours", *twins, "limit", "over limit"]]
     for record in records:
         ours, least = record["seconds"], record["limit"]
         line = [record["name"], f"{ours:.4f}"]
@@ -156,21 +153,20 @@ def bench_main(quick: bool) -> dict:
 
     It runs once to be timed and once to be counted, because counting delays every operation.
     """
-    arguments = ["--generations", "0" if quick else "2", "--out"]
-    cpu = torch.device("cpu")
-    rate = limit.rate_of(limit.seconds_of(limit.products(cpu, torch.float32), 3, cpu))
+    size = ["--generations", "0" if quick else "2", "--out"]
+    _, rate = limit.measure({}, 3, torch.empty(0))
     main_job = runpy.run_module("main")["main"]
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        main_job([*arguments, f"{folder}/timed"])
+        main_job([*size, f"{folder}/timed"])
         seconds = time.perf_counter() - began
         with limit.counter() as operations:
-            main_job([*arguments, f"{folder}/counted"])
+            main_job([*size, f"{folder}/counted"])
     flops = operations.get_total_flops()
-    print(f"\n{seconds:.1f} s for main.py {' '.join(arguments[:2])},")
-    print(f"{seconds * rate / flops:.2f} times the limit of {flops / rate:.1f} s, which")
+    least = flops / rate
+    print(f"\n{seconds:.1f} s, {seconds / least:.2f} times the limit of {least:.1f} s, which")
     print(f"{flops / 1e9:.0f} GFLOP of products take at {rate / 1e9:.0f} GFLOP/s")
-    return {"seconds": seconds, "flops": flops, "limit": flops / rate}
+    return {"seconds": seconds, "flops": flops, "limit": least}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -181,14 +177,14 @@ def main(arguments: list[str] | None = None) -> None:
         add("--size", choices=("pocket", "paper", "all"), default="all", help="which networks")
         add("--main", action="store_true", help="instead, main.py as it is, with pocket networks")
         add("--quick", action="store_true", help="K = 100 only, fewer repeats, no generations")
-        add("--dtype", choices=("float32", "bfloat16"), default="float32", help="our type")
+        add("--dtype", choices=DTYPES, default="float32", help="our type")
         add("--device", default="cpu", help="cpu, cuda or cuda:N")
         add("--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch")
         add("--json", type=Path, help="file to write the figures to")
         args = parser.parse_args(arguments)
         if args.threads < 1:
             raise InputError(f"--threads is {args.threads}; give at least 1")
-        device, dtype = RunConfig(device=args.device).torch_device(), getattr(torch, args.dtype)
+        device, dtype = RunConfig(device=args.device).torch_device(), DTYPES[args.dtype]
         torch.set_num_threads(args.threads)
         keep_freed_memory()
         results = {"torch": torch.__version__, "threads": args.threads, "device": str(device)}

@@ -41,7 +41,7 @@ def load_networks(size: str, dtype: torch.dtype, device: torch.device) -> Networ
     """The shipped networks, or networks of the paper's shapes; the twist has random weights."""
     torch.manual_seed(0)
     lm, tokenizer = tinystories.load(POCKET / "lm")
-    classifier, classifier_tokenizer = toxicity.load(POCKET / "toxicity")
+    classifier, its_tokenizer = toxicity.load(POCKET / "toxicity")
     encoder, encoder_tokenizer = similarity.load(POCKET / "similarity")
     if size == "paper":
         lm = GPTNeo(PAPER["lm"])
@@ -55,7 +55,7 @@ def load_networks(size: str, dtype: torch.dtype, device: torch.device) -> Networ
     for network in (lm, twist, classifier, encoder):
         network.to(device, dtype).eval()
     prompt = torch.tensor(tokenizer.encode(RunConfig().prompt).ids, device=device)
-    scorers = {"classifier": (classifier, classifier_tokenizer)}
+    scorers = {"classifier": (classifier, its_tokenizer)}
     scorers["sentence encoder"] = encoder, encoder_tokenizer
     return Networks(lm, twist, prompt, scorers)
 
@@ -65,8 +65,8 @@ def counterpart(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     try:
         import transformers
     except ImportError:
-        remedy = "pip install -r requirements-dev.txt"
-        raise InputError(f"eval.bench compares with transformers: {remedy}") from None
+        fault = "eval.bench compares with transformers"
+        raise InputError(f"{fault}: pip install -r requirements-dev.txt") from None
     transformers.logging.set_verbosity_error()
     config, state = network.config, network.state_dict()
     if isinstance(network, GPTNeo):

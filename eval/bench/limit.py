@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from eval.scorers.encoder import EncoderConfig
@@ -50,29 +51,25 @@ def encoder_flops(config: EncoderConfig, lengths: list[int]) -> float:
     return config.num_hidden_layers * sum(layer_flops(*sizes, each, each) for each in lengths)
 
 
-def products(device: torch.device, dtype: torch.dtype) -> dict[str, Way]:
-    """What the rate is measured with: a large product by each of PyTorch's libraries."""
-    a, b = torch.randn(2, SIDE, SIDE, device=device).to(dtype)
-    found = {"product": lambda: a @ b}
-    return found | ({"oneDNN product": lambda: onednn(a, b)} if suits_onednn(a, b) else {})
+def measure(ways: dict[str, Way], repeats: int, like: Tensor) -> tuple[dict[str, float], float]:
+    """Median seconds of each way, and operations per second of products of `like`'s type.
 
-
-def rate_of(seconds: dict[str, float]) -> float:
-    """Operations per second from the times of `products`; other entries are ignored."""
-    return 2 * SIDE**3 / min(time for name, time in seconds.items() if name.endswith("product"))
-
-
-def seconds_of(ways: dict[str, Way], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of each way; they run in turns (A B A B), the first turn does not count."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    The ways and the products run in turns (A B A B ...), and the first turn does not count.
+    """
+    a, b = torch.randn(2, SIDE, SIDE, device=like.device).to(like.dtype)
+    products: dict[str, Way] = {"product": lambda: a @ b}
+    if suits_onednn(a, b):
+        products["oneDNN product"] = lambda: onednn(a, b)
+    times: dict[str, list[float]] = {name: [] for name in ways | products}
     for _ in range(repeats + 1):
-        for name, run in ways.items():
+        for name, run in (ways | products).items():
             began = time.perf_counter()
             run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if like.is_cuda:
+                torch.cuda.synchronize(like.device)
             times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+    seconds = {name: statistics.median(values[1:]) for name, values in times.items()}
+    return seconds, 2 * SIDE**3 / min(seconds[name] for name in products)
 
 
 def linear_flops(x: list[int], *_, out_shape: list[int], **__) -> int:

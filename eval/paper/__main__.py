@@ -8,18 +8,19 @@
 not finished. Options that are not listed here are passed on to every run of main.py (`--device`).
 """
 
+import itertools
 import multiprocessing
 import os
 import shlex
 import sys
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
 from eval.paper.parts import is_finished, run_part, start_worker
 from eval.paper.report import write_report
-from eval.paper.study import QUICK, VARIANTS, Part, Study, stages
+from eval.paper.study import QUICK, VARIANTS, Study, stages
 from eval.run.command import one_line_errors
 from eval.run.options import OneLineParser
 from tinystories.errors import InputError
@@ -27,8 +28,7 @@ from tinystories.errors import InputError
 
 def read_study(arguments: list[str] | None) -> tuple[Study, Path, int]:
     """The settings, the directory and the number of jobs; InputError for options out of range."""
-    text = __doc__.splitlines()[0]
-    parser = OneLineParser(prog="eval.paper", description=text, allow_abbrev=False)
+    parser = OneLineParser("eval.paper", description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--quick", action="store_true", help="tiny sizes, which only show that everything runs")
     add("--out", type=Path, default="runs/paper", help="directory, new or of an unfinished study")
@@ -47,37 +47,27 @@ def read_study(arguments: list[str] | None) -> tuple[Study, Path, int]:
     return study, args.out, args.jobs
 
 
-def run_stage(pool: ProcessPoolExecutor, study: Study, parts: list[Part], out: Path, jobs: int):
-    """Yield each part when it is finished, running `jobs` at a time; raises the error of a part."""
-    waiting = list(parts)
-    running = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            part = waiting.pop(0)
-            running[pool.submit(run_part, study, part, out)] = part
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            future.result()
-            yield running.pop(future)
-
-
 def run_parts(study: Study, out: Path, jobs: int) -> None:
-    """Run all parts that are not finished; InputError where one fails."""
-    every = [part for stage in stages(study) for part in stage]
-    done = {part for part in every if is_finished(study, part, out)}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, start_worker) as pool:
-        try:
-            for stage in stages(study):
-                missing = [part for part in stage if part not in done]
-                for part in run_stage(pool, study, missing, out, jobs):
-                    done.add(part)
-                    print(f"{part.name}  ({len(done)} of {len(every)} parts)", flush=True)
-        except KeyboardInterrupt:
-            for worker in multiprocessing.active_children():
-                worker.terminate()
-            raise
-        except BrokenProcessPool as error:
-            raise InputError("a part was killed; if memory is short, lower --jobs") from error
+    """Run all parts that are not finished, `jobs` at a time; InputError where one fails."""
+    every = list(itertools.chain(*stages(study)))
+    done = [part for part in every if is_finished(study, part, out)]
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker)
+    try:
+        for stage in stages(study):
+            missing = [part for part in stage if part not in done]
+            futures = {pool.submit(run_part, study, part, out): part for part in missing}
+            for future in as_completed(futures):
+                future.result()
+                done.append(futures[future])
+                print(f"{done[-1].name}  ({len(done)} of {len(every)} parts)", flush=True)
+    except KeyboardInterrupt:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
+    except BrokenProcessPool as error:
+        raise InputError("a part was killed; if memory is short, lower --jobs") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -23,8 +23,8 @@ from tinystories.errors import InputError
 
 def sums_of_runs(group: list[int], values: Tensor) -> Tensor:
     """Sums [R, ...] of values [N, ...] over the texts of each run; `group` numbers their runs."""
-    _, run = torch.tensor(group).unique(return_inverse=True)  # [N]
-    zeros = torch.zeros(int(run.max()) + 1, *values.shape[1:], dtype=torch.float64)
+    runs, run = torch.tensor(group).unique(return_inverse=True)  # [R], [N]
+    zeros = torch.zeros(len(runs), *values.shape[1:], dtype=torch.float64)
     return zeros.index_add(0, run, values.double())
 
 
@@ -37,13 +37,6 @@ def mean_cosine(times: Tensor, vectors: Tensor, count: Tensor) -> Tensor:
         return every - times.square() @ own + times @ (own - count)
 
     return pairs(vectors) / pairs(count[:, None])
-
-
-def draw_times(runs: int, replicates: int, generator: torch.Generator) -> Tensor:
-    """How often each run was drawn, [B, R] float64."""
-    drawn = torch.randint(runs, (replicates, runs), generator=generator)  # [B, R]
-    times = torch.zeros(replicates, runs, dtype=torch.float64)
-    return times.scatter_add(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
 
 
 def bootstrap(
@@ -59,14 +52,15 @@ def bootstrap(
     count = sums_of_runs(group, torch.ones(len(group)))  # [R]
     scores = sums_of_runs(group, toxicity)  # [R]
     directions = sums_of_runs(group, F.normalize(vectors.double(), dim=-1))  # [R, D]
-    times = draw_times(len(count), replicates, generator)
-    times = torch.cat([torch.ones_like(times[:1]), times])  # [1 + B, R], first every run once
-    statistics = {
-        "toxicity": times @ scores / (times @ count),
-        "similarity": mean_cosine(times, directions, count),
+    runs = len(count)
+    drawn = torch.randint(runs, (replicates, runs), generator=generator)  # [B, R]
+    drawn = torch.cat([torch.arange(runs)[None], drawn])  # [1 + B, R], first every run once
+    ones = torch.ones(drawn.shape, dtype=torch.float64)
+    times = torch.zeros_like(ones).scatter_add(1, drawn, ones)
+    found = {"toxicity": times @ scores / (times @ count)}
+    found["similarity"] = mean_cosine(times, directions, count)
+    limits = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return {
+        name: (values[0].item(), *values[1:].nanquantile(limits).tolist())
+        for name, values in found.items()
     }
-    found = {}
-    for name, values in statistics.items():
-        low, high = values[1:].nanquantile(values.new_tensor([0.025, 0.975])).tolist()
-        found[name] = values[0].item(), low, high
-    return found

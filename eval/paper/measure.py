@@ -12,7 +12,7 @@ from torch import Tensor
 from eval.metrics import Samples, energy_column
 from eval.paper.bootstrap import bootstrap
 from eval.paper.numbers import read_rows
-from eval.paper.study import VARIANTS, Part, Study
+from eval.paper.study import Part, Study
 from eval.run.setup import load_setup, sigma_key
 from eval.run.target import load_target
 from tsmc import ExactSamples, in_chunks, proposal_log_probs, sample_proposal
@@ -30,8 +30,7 @@ class Task:
     def __init__(self, study: Study, part: Part, out: Path):
         """All parts but "rejection" use its exact samples of sigma."""
         self.study, self.part, self.out = study, part, out
-        variant = part.method if part.method in VARIANTS else "published"
-        self.config = study.config(variant, part.seed)
+        self.config = study.config(part.method, part.seed)
         self.setup = load_setup(self.config)
         self.target: dict | None = None  # the row of Target
         if part.kind != "rejection":
@@ -41,7 +40,7 @@ class Task:
 
     def use_exact(self, exact: ExactSamples) -> None:
         """Compare with these exact samples of sigma."""
-        self.setup.exact = exact.to(self.setup.base.prompt.device)
+        self.setup.exact = exact.to(self.config.torch_device())
         self.setup.exact_vectors = self.setup.encode(self.setup.potential.texts(exact.tokens))
 
     def draw(self, model: LanguageModel, count: int, *purpose: str | int) -> Tensor:

@@ -10,20 +10,20 @@ the mean of log q_before - log q_after. N exact samples, S seeds.
 
 import csv
 import io
-import json
+import itertools
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eval.paper.study import ON_ALL_SEEDS, VARIANTS, WITH_PARTICLES, Study, stages
-from tinystories.checkpoint import read_json, write_text
+from eval.paper.study import METHODS, VARIANTS, Study, stages
+from tinystories.checkpoint import read_json, write_json, write_text
 from tsmc.estimate import mean_estimate
 
 NO_NUMBERS = ("place", "kl_terms", "histogram", "texts")  # what else the row of a part holds
+WITH_TEXTS = ("rejection", "generations", "best")  # sections whose texts the report shows
 
 
 class Place(NamedTuple):
@@ -59,33 +59,31 @@ class Numbers:
         self.rows: dict[Place, dict[str, Number]] = {}
         self.kl_terms: dict[Place, Tensor] = {}  # [N] log p^(0) phi - log q of the exact samples
         self.histograms: dict[str, list[int]] = {}  # of toxicity
-        self.texts: list[dict] = []
+        self.texts: dict[str, list] = {}  # a few of each set
 
     def add(self, place: Place, row: dict) -> None:
-        """The row of a part."""
+        """The row of a part, or of a change."""
         self.rows[place] = {}
         for name, value in row.items():
             values = value if isinstance(value, list) else [value]
             if name not in NO_NUMBERS and values[0] is not None:
                 self.rows[place][name] = Number(*values)
         if "kl" in self.rows[place]:
-            self.kl_terms[place] = torch.tensor(row["kl_terms"], dtype=torch.float64)
+            self.kl_terms[place] = torch.as_tensor(row["kl_terms"], dtype=torch.float64)
         if "histogram" in row:
             self.histograms[place.name] = row["histogram"]
 
     def add_change(self, before: Place, after: Place, seeds: tuple[int, ...]) -> None:
         """Section "changes": after - before within every seed that has both."""
         for seed in seeds:
-            place = Place("changes", f"{before.label} → {after.label}", seed=seed)
             one, other = before._replace(seed=seed), after._replace(seed=seed)
-            if one not in self.rows or other not in self.rows:
-                continue
-            old = self.rows[one]
-            new = self.rows[other]
-            names = [name for name in old if name in new]
-            self.rows[place] = {name: Number(new[name].value - old[name].value) for name in names}
-            if "kl" in names:
-                self.kl_terms[place] = self.kl_terms[other] - self.kl_terms[one]
+            if one in self.rows and other in self.rows:
+                place = Place("changes", f"{before.label} → {after.label}", seed=seed)
+                old, new = self.rows[one], self.rows[other]
+                row = {name: new[name].value - old[name].value for name in old if name in new}
+                if "kl" in row:
+                    row["kl_terms"] = self.kl_terms[other] - self.kl_terms[one]
+                self.add(place, row)
 
     def add_means(self) -> None:
         """The mean over seeds of everything that all seeds of a place have."""
@@ -110,8 +108,8 @@ class Numbers:
             if places[0].section != "changes":
                 log_z = self.rows[TARGET]["log_z"]
                 shared.append((log_z.high - log_z.low) / 2)
-        values = torch.tensor([number.value for number in numbers], dtype=torch.float64)  # [S]
-        estimate = mean_estimate(values)
+        values = [number.value for number in numbers]
+        estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
         half = math.hypot(estimate.half_width(), *shared)
         return Number(estimate.value, estimate.value - half, estimate.value + half, len(numbers))
 
@@ -129,49 +127,47 @@ def read_rows(out: Path, name: str) -> list[dict]:
 def collect(study: Study, out: Path) -> Numbers:
     """All numbers of a study whose parts are finished, and the texts of the first seed."""
     numbers = Numbers()
-    for part in (part for stage in stages(study) for part in stage):
+    for part in itertools.chain(*stages(study)):
         for row in read_rows(out, part.name):
-            seed = part.seed if part.kind in ("run", "best") else None
-            place = Place(*row["place"], seed)
+            place = Place(*row["place"], part.seed if part.kind in ("run", "best") else None)
             numbers.add(place, row)
-            if "texts" in row and part.seed == study.seeds[0] and part.kind != "sweep":
-                numbers.texts.append({"set": place.label, "texts": row["texts"]})
-    best = dict.fromkeys(place.name for place in numbers.rows if place.section == "best")
-    for before, after in comparisons(study, best):
+            if place.section in WITH_TEXTS and part.seed == study.seeds[0] and "texts" in row:
+                numbers.texts[place.label] = row["texts"]
+    for before, after in comparisons(study, numbers):
         numbers.add_change(before, after, study.seeds)
     numbers.add_means()
     return numbers
 
 
-def comparisons(study: Study, best: Iterable[str]) -> list[tuple[Place, Place]]:
-    """Before and after of every change; `best` are the best settings of the baselines."""
+def comparisons(study: Study, numbers: Numbers) -> list[tuple[Place, Place]]:
+    """Before and after of every change."""
     last = study.config().generations
     few, many = min(study.particle_counts), max(study.particle_counts)
-    steps = [(m, m + 1) for m in range(last)] + ([(0, last)] if last > 1 else [])
-    pairs = [("published", other) for other in VARIANTS if other != "published"]
-
-    def generation(variant: str, m: int = last) -> Place:
-        return Place("generations", variant, m)
-
-    found = [(generation(one, a), generation(one, b)) for one in VARIANTS for a, b in steps]
-    found += [(generation(a), generation(b)) for a, b in [*pairs, ("default", "pooled")]]
-    for name in WITH_PARTICLES:
-        after = Place("particles", f"{name}, K = {few}", last)
-        found.append((Place("particles", f"{name}, K = {many}", 0), after))
+    found = []
+    for variant in VARIANTS:
+        generations = [Place("generations", variant, m) for m in range(last + 1)]
+        found += itertools.pairwise(generations)
+        if last > 1:
+            found.append((generations[0], generations[last]))
+    end = {variant: Place("generations", variant, last) for variant in VARIANTS}
+    found += [(end["published"], end[other]) for other in VARIANTS if other != "published"]
+    for method in METHODS:
+        after = Place("particles", f"{method}, K = {few}", last)
+        found.append((Place("particles", f"{method}, K = {many}", 0), after))
     for scheme in ("multinomial, every step", "multinomial, at the end only"):
         found.append((Place("resampling", scheme, 0), Place("resampling", scheme, last)))
-    return found + [(generation(a), Place("best", name)) for name in best for a in ON_ALL_SEEDS]
+    best = [place._replace(seed=None) for place in numbers.rows if place.section == "best"]
+    return found + [(end[method], place) for place in dict.fromkeys(best) for method in METHODS]
 
 
 def write_results(numbers: Numbers, out: Path) -> None:
-    """results.json, with one number a line, and results.csv."""
+    """results.json and results.csv, a row for each number."""
     rows = [
         place._asdict() | {"quantity": quantity} | number._asdict()
         for place, row in numbers.rows.items()
         for quantity, number in row.items()
     ]
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    write_text(out / "results.json", f"[\n{lines}\n]\n")
+    write_json(out / "results.json", rows)
     table = io.StringIO()
     writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -4,12 +4,13 @@ R runs, K particles, N sequences, T tokens.
 """
 
 import contextlib
-import dataclasses
+import io
 import json
 import math
 import multiprocessing
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from distill.grpo import grpo
 from eval.metrics import Samples, distinct_share, energy_floor, score, score_population
 from eval.paper.measure import Task, log_z_of, with_interval
 from eval.paper.numbers import read_rows
-from eval.paper.study import WITH_PARTICLES, Part, Study, baseline_cost
+from eval.paper.study import METHODS, Part, Study, baseline_cost
 from eval.run.run import finite_or_null
 from eval.run.setup import sigma_key
 from eval.run.target import save_target
@@ -34,18 +35,16 @@ from tsmc import SCHEMES, ExactSamples, Population, Sigma, in_chunks, sample_run
 from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.interfaces import LanguageModel, Twist
 from tsmc.proposal import sequence_log_probs
-from tsmc.rejection import accept, exact_samples, log_mean_with_error
+from tsmc.rejection import accept, log_mean_with_error
 from twist.potential import each_once
 
 BINS = 20  # of the toxicity histograms
 RESAMPLED = {1.0: "every step", 0.5: "ESS < K/2", 0.0: "at the end only"}  # by ESS threshold
 
 
-def description(study: Study, part: Part) -> dict:
+def description(study: Study, part: Part) -> str:
     """What the result of a part depends on; the seeds of other parts are left out."""
-    settings = dataclasses.asdict(study) | dataclasses.asdict(part)
-    del settings["seeds"], settings["seeds_beside"]
-    return json.loads(json.dumps(settings))
+    return repr((replace(study, seeds=(), few=0), part))
 
 
 def is_finished(study: Study, part: Part, out: Path) -> bool:
@@ -77,7 +76,7 @@ def run_part(study: Study, part: Part, out: Path) -> None:
     """Compute one part and write its file; InputErrors open with its name."""
     kinds = {"rejection": rejection, "run": trained_run, "sweep": baseline, "best": baseline}
     try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with contextlib.redirect_stdout(io.StringIO()):
             rows = kinds[part.kind](Task(study, part, out))
     except InputError as error:
         raise InputError(f"{part.name}: {error}") from error
@@ -112,10 +111,10 @@ def accepted(task: Task, proposals: Tensor, log_phi: Tensor, name: str) -> Exact
     """Exact samples among proposals [N, T] with log phi [N]; InputError where they are too few."""
     log_phi = log_phi.to(proposals.device)
     kept = accept(log_phi, task.config.generator("accept", name))  # [N]
-    if int(kept.sum()) < 2:
+    if kept.sum() < 2:
         raise InputError(f"{name}: fewer than 2 samples were accepted; soften the potential")
-    drawn = {"tokens": proposals[kept], "log_phi": log_phi[kept], "proposed_log_phi": log_phi}
-    return exact_samples(drawn)
+    log_z, error = log_mean_with_error(log_phi)
+    return ExactSamples(proposals[kept], log_phi[kept], len(log_phi), log_z, error)
 
 
 def rejection_row(task: Task, exact: ExactSamples, name: str) -> dict:
@@ -141,9 +140,9 @@ def baseline(task: Task) -> list[dict]:
     study, part, config, setup = task.study, task.part, task.config, task.setup
     grid, number = study.grid(part.method), part.setting
     if part.kind == "best":
-        names = [f"{part.method}-{setting + 1}" for setting in range(len(grid))]
-        sweep = [read_rows(task.out, name)[0] for name in names]
-        number = min(range(len(grid)), key=lambda setting: sweep[setting].get("distance", math.inf))
+        sweep = [read_rows(task.out, f"{part.method}-{n + 1}")[0] for n in range(len(grid))]
+        distances = [row.get("distance", math.inf) for row in sweep]
+        number = distances.index(min(distances))
         if part.seed == study.seeds[0]:
             return [sweep[number] | {"place": ("best", *sweep[number]["place"][1:])}]
     options = grid[number]
@@ -165,25 +164,7 @@ def baseline(task: Task) -> list[dict]:
 
 
 def trained_run(task: Task) -> list[dict]:
-    """A run of main.py: the numbers of its generations, and of other ways to sample its pairs."""
-    path = finished_run(task)
-    method = task.part.method
-    device = task.setup.base.prompt.device
-    rows = []
-    for m, row in enumerate(read_json(path / "results.json")["generations"]):
-        sigma, twist = load_generation(task.setup, path / f"generation-{m}", m, device)
-        numbers = {name: row[name] for name in ("log_z", "log_z_hat_std", "ess", "distinct")}
-        numbers |= {"log_z_hat": row["log_z_hat_mean"], "model_toxicity": row["model_toxicity"]}
-        numbers |= task.measure(generation_samples(path, m), m) | task.kl(sigma.model, twist)
-        if method == "no-effective" and m > 0:
-            numbers["drift"] = drift(task, sigma.model, m)
-        rows.append({"place": ("generations", method, m)} | numbers)
-        rows += other_samples(task, sigma, twist, m)
-    return rows
-
-
-def finished_run(task: Task) -> Path:
-    """The directory of the part's run, begun or continued, and brought to its end."""
+    """A run of main.py, begun or continued: its generations, and other samples of its pairs."""
     path = task.out / "runs" / task.part.name
     arguments = [*task.study.arguments(task.part.method, task.part.seed), "--out", str(path)]
     if path.exists():
@@ -192,7 +173,18 @@ def finished_run(task: Task) -> Path:
         run_main([*arguments, "--quiet"])
     except SystemExit as ended:
         raise InputError("main.py has failed; its last line says why") from ended
-    return path
+    device = task.config.torch_device()
+    rows = []
+    for m, found in enumerate(read_json(path / "results.json")["generations"]):
+        sigma, twist = load_generation(task.setup, path / f"generation-{m}", m, device)
+        row = {"place": ("generations", task.part.method, m), "log_z_hat": found["log_z_hat_mean"]}
+        for name in ("log_z", "log_z_hat_std", "ess", "distinct", "model_toxicity"):
+            row[name] = found[name]
+        row |= task.measure(generation_samples(path, m), m) | task.kl(sigma.model, twist)
+        if m > 0 and not task.config.effective_potential:
+            row["drift"] = drift(task, sigma.model, m)
+        rows += [row, *other_samples(task, sigma, twist, m)]
+    return rows
 
 
 def generation_samples(path: Path, m: int) -> Samples:
@@ -221,35 +213,33 @@ def other_samples(task: Task, sigma: Sigma, twist: Twist, m: int) -> list[dict]:
     """The pair of generation m with every K, sampled as in its run, and with every scheme."""
     study, config, method = task.study, task.config, task.part.method
     rows = []
-    if method in WITH_PARTICLES:
-        rule = config.rule() | {"moves": config.moves}
+    if method in METHODS:
         for k in study.particle_counts:
             place = ("particles", f"{method}, K = {k}", m)
             runs = max(8, study.particles_per_point // k)
-            rows.append(sampled(task, sigma, twist, place, k, runs, rule))
-    if method == "published" and task.part.seed in study.beside():
-        k, runs = config.eval.particles, study.resampling_runs
+            rule = config.rule() | {"particles": k, "moves": config.moves}
+            rows.append(sampled(task, sigma, twist, place, runs, rule))
+    if method == "published" and task.part.seed in study.few_seeds():
         for scheme, resample in SCHEMES.items():
             for threshold, when in RESAMPLED.items():
                 place = ("resampling", f"{scheme}, {when}", m)
-                rule = {"resample": resample, "ess_threshold": threshold}
-                rows.append(sampled(task, sigma, twist, place, k, runs, rule))
+                rule = {"particles": config.eval.particles}
+                rule |= {"resample": resample, "ess_threshold": threshold}
+                rows.append(sampled(task, sigma, twist, place, study.resampling_runs, rule))
     return rows
 
 
-def sampled(
-    task: Task, sigma: Sigma, twist: Twist, place: tuple, particles: int, runs: int, rule: dict
-) -> dict:
-    """The row of R = runs populations of K = particles; `rule` are arguments of `sample_runs`."""
+def sampled(task: Task, sigma: Sigma, twist: Twist, place: tuple, runs: int, rule: dict) -> dict:
+    """The row of R = runs populations; `rule` are arguments of `sample_runs`, K among them."""
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return vars(sample_runs(sigma, twist, particles, size, generator, **rule))
+        return vars(sample_runs(sigma, twist, runs=size, generator=generator, **rule))
 
-    at_once = task.config.rows // particles
+    at_once = task.config.rows // rule["particles"]
     drawn = in_chunks(draw, runs, at_once, task.config.streams(*place))
     population = Population(**drawn).alive()
     samples = score_population(population, task.setup.potential, task.setup.log_toxicity)
-    row = task.measure(samples, *place) | {
+    return task.measure(samples, *place) | {
         "place": place,
         "runs": len(population.log_z),
         "log_z_hat": with_interval(mean_estimate(population.log_z)),
@@ -257,5 +247,3 @@ def sampled(
         "ess": population.ess.mean().item(),
         "distinct": distinct_share(population.samples),
     }
-    del row["texts"]
-    return row

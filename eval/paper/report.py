@@ -4,8 +4,7 @@ Nothing is computed here; the tables and their captions are in report.html.
 """
 
 import base64
-import dataclasses
-import json
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -17,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 
 from eval.paper.numbers import TARGET, Number, Numbers, Place, collect, write_results
-from eval.paper.study import BASELINES, ON_ALL_SEEDS, WITH_PARTICLES, Study
+from eval.paper.study import BASELINES, METHODS, Study
 from eval.run.figures import COLOURS, DASHES, MARKERS, save_figure
 from tinystories.checkpoint import read_json, write_text
 from tinystories.errors import printable
@@ -29,16 +28,17 @@ def style(number: int, **more) -> dict:
     return own | more
 
 
-def bars(numbers: list[Number]) -> np.ndarray:
-    """Lengths [2, N] of error bars, zero for numbers without an interval."""
-    lengths = [(0, 0) if n.low is None else (n.value - n.low, n.high - n.value) for n in numbers]
-    return np.array(lengths).T
+def draw_line(axes: Axes, across: list[Number], up: list[Number], **options) -> None:
+    """Numbers against numbers, with error bars for those that have an interval."""
+    x, x_low, x_high = np.array([number[:3] for number in across], dtype=float).T
+    y, y_low, y_high = np.array([number[:3] for number in up], dtype=float).T
+    bars = {"xerr": (x - x_low, x_high - x), "yerr": (y - y_low, y_high - y)}
+    axes.errorbar(x, y, **bars, capsize=3, **options)
 
 
-def draw_line(axes: Axes, x: list[Number], y: list[Number], **options) -> None:
-    """Numbers against numbers, with error bars."""
-    values = [[number.value for number in side] for side in (x, y)]
-    axes.errorbar(*values, xerr=bars(x), yerr=bars(y), capsize=3, **options)
+def draw_point(axes: Axes, row: dict[str, Number], **options) -> None:
+    """A row on the plane of similarity and toxicity."""
+    draw_line(axes, [row["similarity"]], [row["toxicity"]], ls="none", **options)
 
 
 def by_generation(numbers: Numbers, variant: str, quantity: str) -> list[Number]:
@@ -56,32 +56,28 @@ def toxicity_histograms(axes: Axes, study: Study, numbers: Numbers) -> None:
 
 
 def similarity_toxicity(axes: Axes, study: Study, numbers: Numbers) -> None:
-    """Base, Target, generations of three variants, baselines with their sweep (paper, Fig. 1)."""
-
-    def point(row: dict[str, Number], **options) -> None:
-        draw_line(axes, [row["similarity"]], [row["toxicity"]], ls="none", **options)
-
+    """Base, Target, generations of the methods, baselines with their sweep (paper, Fig. 1)."""
     for number, method in enumerate(BASELINES):
         marks = {"color": COLOURS[number + 2], "marker": MARKERS[number], "fillstyle": "none"}
         for place, row in numbers.table("sweep", "best"):
             if place.name.startswith(method) and "toxicity" in row:
-                is_best = place.section == "best"
-                more = {"label": method, "ms": 9} if is_best else {"alpha": 0.3}
-                point(row, **marks, **more)
-    for number, variant in enumerate(ON_ALL_SEEDS):
+                more = {"label": method, "ms": 9} if place.section == "best" else {"alpha": 0.3}
+                draw_point(axes, row, **marks, **more)
+    for number, variant in enumerate(METHODS):
         x, y = (by_generation(numbers, variant, name) for name in ("similarity", "toxicity"))
         draw_line(axes, x, y, label=variant, **style(number))
-        for m, (across, up) in enumerate(zip(x, y, strict=True)):
-            axes.annotate(f" {m}", (across.value, up.value))
-    point(numbers.rows[Place("rejection", "Base")], color="#555555", marker="X", ms=9, label="Base")
-    point(numbers.rows[TARGET], color="black", marker="*", ms=13, label="Target")
+        for m in range(len(x)):
+            axes.annotate(f" {m}", (x[m].value, y[m].value))
+    base = numbers.rows[Place("rejection", "Base")]
+    draw_point(axes, base, color="#555555", marker="X", ms=9, label="Base")
+    draw_point(axes, numbers.rows[TARGET], color="black", marker="*", ms=13, label="Target")
     axes.set(xlabel="Similarity", ylabel="Toxicity", xlim=(0, 1.03), ylim=(-0.03, 1.03))
 
 
 def toxicity_particles(axes: Axes, study: Study, numbers: Numbers) -> None:
     """Toxicity against K, a line for each generation (paper, Fig. 2)."""
     counts = sorted(study.particle_counts)
-    for number, variant in enumerate(WITH_PARTICLES):
+    for number, variant in enumerate(METHODS):
         for m in range(study.config().generations + 1):
             places = [Place("particles", f"{variant}, K = {count}", m) for count in counts]
             values = [numbers.rows[place]["toxicity"] for place in places]
@@ -93,30 +89,26 @@ def toxicity_particles(axes: Axes, study: Study, numbers: Numbers) -> None:
     axes.minorticks_off()
 
 
-def kl_generations(axes: Axes, study: Study, numbers: Numbers) -> None:
-    """KL(sigma||q) by generation."""
-    draw_generations(axes, numbers, "kl")
-    axes.set(ylabel="KL(σ‖q) in nats", ylim=(0, None))
-
-
-def evidence_generations(axes: Axes, study: Study, numbers: Numbers) -> None:
-    """The mean of log Z-hat by generation, beside log Z_sigma."""
-    draw_generations(axes, numbers, "log_z_hat")
-    axes.axhline(numbers.rows[TARGET]["log_z"].value, color="black", lw=1, label="log Z of σ")
-    axes.set(ylabel="Mean of log Ẑ")
-
-
-def draw_generations(axes: Axes, numbers: Numbers, quantity: str) -> None:
+def generations(axes: Axes, study: Study, numbers: Numbers, quantity: str, title: str) -> None:
     """A quantity by generation, a line for each variant with the same target."""
-    for number, variant in enumerate((*ON_ALL_SEEDS, "lora")):
+    for number, variant in enumerate((*METHODS, "lora")):
         values = by_generation(numbers, variant, quantity)
-        generations = [Number(m) for m in range(len(values))]
-        draw_line(axes, generations, values, label=variant, **style(number))
-    axes.set(xlabel="Generation", xticks=range(len(values)))
+        x = [Number(m) for m in range(len(values))]
+        draw_line(axes, x, values, label=variant, **style(number))
+    if quantity == "log_z_hat":
+        axes.axhline(numbers.rows[TARGET]["log_z"].value, color="black", lw=1, label="log Z of σ")
+    else:
+        axes.set_ylim(0)
+    axes.set(xlabel="Generation", xticks=range(len(values)), ylabel=title)
 
 
-FIGURES = (toxicity_histograms, similarity_toxicity, toxicity_particles)
-FIGURES += (kl_generations, evidence_generations)
+FIGURES = {
+    "toxicity-histograms": toxicity_histograms,
+    "similarity-toxicity": similarity_toxicity,
+    "toxicity-particles": toxicity_particles,
+    "kl-generations": partial(generations, quantity="kl", title="KL(σ‖q) in nats"),
+    "evidence-generations": partial(generations, quantity="log_z_hat", title="Mean of log Ẑ"),
+}
 
 
 def write_report(study: Study, out: Path, command: str) -> None:
@@ -124,25 +116,18 @@ def write_report(study: Study, out: Path, command: str) -> None:
     numbers = collect(study, out)
     write_results(numbers, out)
     images = {}
-    for draw in FIGURES:
+    for name, draw in FIGURES.items():
         figure, axes = plt.subplots(figsize=(7, 4.6))
         draw(axes, study, numbers)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-        path = out / "figures" / f"{draw.__name__.replace('_', '-')}.png"
+        path = out / "figures" / f"{name}.png"
         save_figure(figure, path)
-        images[path.stem] = base64.b64encode(path.read_bytes()).decode()
-    run = out / "runs" / f"published-{study.seeds[0]}"
+        images[name] = base64.b64encode(path.read_bytes()).decode()
+    made_by = read_json(out / "runs" / f"published-{study.seeds[0]}" / "config.json")["versions"]
+    shown = {"study": study, "numbers": numbers, "images": images, "versions": made_by}
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
     environment.filters["printable"] = printable
-    page = environment.get_template("report.html").render(
-        study=study,
-        run=study.config(),
-        numbers=numbers,
-        images=images,
-        command=command,
-        versions=read_json(run / "config.json")["versions"],
-        settings=json.dumps(dataclasses.asdict(study), indent=1),
-    )
+    page = environment.get_template("report.html").render(shown, command=command)
     write_text(out / "report.html", page)

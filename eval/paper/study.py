@@ -1,17 +1,12 @@
 """What the study consists of: its sizes, its parts, and the equal budget of all methods.
 
     rejection             samples of the base model, exact samples of sigma for several betas
-    published-S           `main.py --as-published --seed S`: Algorithm 1 as in the paper
-    default-S             `main.py --seed S`: the same, but resampled only at the last token
-    pooled-S              `main.py --method pooled --seed S`: the twist learned from all draws
-    no-effective-S        as published, with phi in place of the effective potential phi^(m)
-    lora-S                as published, distilled by LoRA
+    published-S, ...      a run of main.py with seed S, as METHODS and ABLATIONS list them
     dpo-full-1, ...       one setting of a baseline's grid, on the first seed
     best-of-dpo-full-S    the best setting of that grid, on seed S
 
-The pairs of published-S and pooled-S are also sampled with other K, and those of published-S with
-other resampling schemes. The first three variants use all seeds, the rest only the first few. A
-baseline spends as many token positions through the language model as Algorithm 1 does.
+The pairs of METHODS are also sampled with other K, and those of published-S with other resampling
+schemes. A baseline spends as many token positions through the language model as Algorithm 1 does.
 """
 
 import shlex
@@ -22,15 +17,15 @@ from distill.finetune import BaselineConfig, Cost, Grid
 from distill.grpo import grpo_cost
 from eval.run.options import RunConfig, read_config
 
-VARIANTS = {  # options of main.py
+METHODS = {  # arguments of main.py; on all seeds
     "published": "--as-published",
     "default": "",
-    "pooled": "--method pooled",
+}
+ABLATIONS = {  # arguments of main.py; on the first few seeds, as the baselines
     "no-effective": "--as-published --no-effective-potential",
     "lora": "--as-published --lora",
 }
-ON_ALL_SEEDS = ("published", "default", "pooled")
-WITH_PARTICLES = ("published", "pooled")  # whose pairs are sampled with other K
+VARIANTS = METHODS | ABLATIONS
 BASELINES = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")
 
 
@@ -39,10 +34,8 @@ class Study:
     """Everything that the numbers depend on, besides the networks and the versions of libraries."""
 
     options: str = ""  # of every run of main.py
-    distilled_options: str = ""  # of the runs of Algorithm 1
-    pooled_options: str = ""  # of the runs with the pooled twist
     seeds: tuple[int, ...] = (21, 22, 23, 24, 25)
-    seeds_beside: int = 3  # so many of the seeds serve the baselines and the ablations
+    few: int = 3  # so many of the seeds serve the baselines and the ablations
     rejection_samples: int = 50_000  # from the base model
     rejection_betas: tuple[float, ...] = (1.0,)  # besides 0 (Base) and the beta of Target
     particle_counts: tuple[int, ...] = (20, 50, 100, 1000)
@@ -54,19 +47,21 @@ class Study:
     grpo_strengths: tuple[float, ...] = (0.04, 0.32)
     baseline_batch: int = 128  # sequences of one update
 
-    def beside(self) -> tuple[int, ...]:
+    def few_seeds(self) -> tuple[int, ...]:
         """The seeds of the baselines and of the ablations."""
-        return self.seeds[: self.seeds_beside]
+        return self.seeds[: self.few]
 
-    def arguments(self, variant: str, seed: int) -> list[str]:
-        """The command line of a run of main.py, which leaves the exact samples to the study."""
-        sizes = self.pooled_options if variant == "pooled" else self.distilled_options
-        own = f"--seed {seed} --eval-target-proposals 0"
-        return shlex.split(f"{self.options} {sizes} {VARIANTS[variant]} {own}")
+    def arguments(self, method: str, seed: int) -> list[str]:
+        """The command line of a run of main.py, which leaves the exact samples to the study.
 
-    def config(self, variant: str = "published", seed: int = 0) -> RunConfig:
+        A baseline has the networks and sizes of the published algorithm.
+        """
+        own = VARIANTS.get(method, VARIANTS["published"])
+        return shlex.split(f"{self.options} {own} --seed {seed} --eval-target-proposals 0")
+
+    def config(self, method: str = "published", seed: int = 0) -> RunConfig:
         """The options of a run; InputError where they are not options of main.py."""
-        return read_config(self.arguments(variant, seed), "")[0]
+        return read_config(self.arguments(method, seed), "")[0]
 
     def grid(self, method: str) -> list[BaselineConfig]:
         """The settings of a baseline's sweep."""
@@ -81,13 +76,10 @@ class Study:
 
 QUICK = Study(  # only shows that everything runs
     options="--length 3 --beta 0.3 --generations 1 --eval-particles 3 --eval-runs 3 "
-    "--eval-base-samples 10",
-    distilled_options="--particles 3 --ctl-updates 2 --ctl-batch-size 8 --distill-runs 3 "
+    "--eval-base-samples 10 --particles 3 --ctl-updates 2 --ctl-batch-size 8 --distill-runs 3 "
     "--distill-updates 2 --distill-batch-size 4",
-    pooled_options="--pool-base-draws 20 --pool-rounds 1 --pool-draws 10 --pool-updates 2 "
-    "--pool-batch-size 4",
     seeds=(1, 2),
-    seeds_beside=1,
+    few=1,
     rejection_samples=100,
     rejection_betas=(0.1,),
     particle_counts=(2, 3),
@@ -131,20 +123,13 @@ class Part:
 
 def stages(study: Study) -> list[list[Part]]:
     """The parts in three stages, each of which needs only results of the stages before it."""
-    first = study.seeds[0]
-    runs = [
-        Part(f"{variant}-{seed}", "run", seed, variant)
-        for variant in VARIANTS
-        for seed in (study.seeds if variant in ON_ALL_SEEDS else study.beside())
-    ]
-    sweep = [
-        Part(f"{method}-{setting + 1}", "sweep", first, method, setting)
-        for method in BASELINES
-        for setting in range(len(study.grid(method)))
-    ]
-    best = [
-        Part(f"best-of-{method}-{seed}", "best", seed, method)
-        for method in BASELINES
-        for seed in study.beside()
-    ]
-    return [[Part("rejection", "rejection", first)], [*runs, *sweep], best]
+    first, few = study.seeds[0], study.few_seeds()
+    runs = [(method, seed) for method in METHODS for seed in study.seeds]
+    runs += [(method, seed) for method in ABLATIONS for seed in few]
+    trained = [Part(f"{method}-{seed}", "run", seed, method) for method, seed in runs]
+    best = []
+    for method in BASELINES:
+        for setting in range(len(study.grid(method))):
+            trained.append(Part(f"{method}-{setting + 1}", "sweep", first, method, setting))
+        best += [Part(f"best-of-{method}-{seed}", "best", seed, method) for seed in few]
+    return [[Part("rejection", "rejection", first)], trained, best]

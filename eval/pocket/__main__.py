@@ -1,7 +1,8 @@
 """Make the pocket checkpoints anew: `python -m eval.pocket WHAT --help` (`docs/pocket.md`).
 
-Each command trains or draws, and writes the result and its `figures.json` into --out. `target`
-draws exact samples by rejection (`tsmc/rejection.py`), for the two checkpoints that it names only:
+Each command trains or draws, and writes the result and its `figures.json` into --out. The defaults
+are those of the shipped checkpoints. `target` draws exact samples by rejection, which belong to the
+two checkpoints that it names only:
 
     sigma(s) = p(s) phi(s) / Z_sigma,   log phi(s) = beta log p(toxic | s)
 """
@@ -51,8 +52,8 @@ def add(parser: ArgumentParser, *paths: str, **defaults: float | str | Path) -> 
         parser.add_argument("--" + name.replace("_", "-"), **options)
 
 
-def parse(arguments: list[str] | None) -> Namespace:
-    """The command line; the defaults are those of the shipped checkpoints."""
+def main(arguments: list[str] | None = None) -> None:
+    """Command line to checkpoint and figures; bad input ends with one line and exit code 2."""
     parser = OneLineParser(prog="python -m eval.pocket", description=__doc__.splitlines()[0])
     group = parser.add_subparsers(dest="command", metavar="WHAT", required=True)
     parsers = {name: group.add_parser(name, description=MAKE[name].__doc__) for name in MAKE}
@@ -69,13 +70,8 @@ def parse(arguments: list[str] | None) -> Namespace:
     add(parsers["target"], lm=str(POCKET / "lm"), toxicity_model=str(POCKET / "toxicity"))
     add(parsers["target"], prompt=lm.PROMPT, length=lm.LENGTH, beta=10.0, proposals=900_000)
     add(parsers["target"], seed=0, out=POCKET / "target")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Command line to checkpoint and figures; bad input ends with one line and exit code 2."""
     with one_line_errors("python -m eval.pocket"):
-        args = parse(arguments)
+        args = parser.parse_args(arguments)
         args.out.mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
         keep_freed_memory()
         figures = MAKE[args.command](args, torch.Generator().manual_seed(args.seed))

@@ -3,8 +3,8 @@
     loss = mean over positions of -log p(s_t | s_{0:t-1})
     perplexity per token = exp(total NLL / tokens),   per word = exp(total NLL / words)
 
-The stories, the samples and the training loop, `fit`, serve the other two networks as well.
-B rows, T tokens of a row, V vocabulary, N tokens of all stories or texts, S stories, P prompt.
+The stories, the samples and the training loop, `fit`, serve the other two networks as well. B rows,
+T tokens of a row, V vocabulary, N tokens of all stories or texts, S stories, P prompt.
 """
 
 import math
@@ -83,15 +83,6 @@ def fit(
         optimizer.step()
 
 
-def initialise(model: GPTNeo, generator: Generator) -> None:
-    """Normal weights of standard deviation 0.02, zero biases."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=0.02, generator=generator)
-        elif name.endswith("bias"):
-            nn.init.zeros_(parameter)
-
-
 def train(model: GPTNeo, stories: list[Encoding], args: Namespace, generator: Generator) -> None:
     """Fit the model to windows of the joined stories, half of which start where a story starts."""
     stream = torch.tensor([token for story in stories for token in story.ids])  # [N]
@@ -130,7 +121,11 @@ def make(args: Namespace, generator: Generator) -> dict:
     kinds = tuple(("global", "local")[layer % 2] for layer in range(args.layers))
     sizes = (tokenizer.get_vocab_size(), args.width, args.layers, args.heads, args.context)
     model = GPTNeo(GPTNeoConfig(*sizes, kinds, args.window, 4 * args.width))
-    initialise(model, generator)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
     seen = tokenizer.encode_batch([story + END_OF_TEXT for story in stories])
     train(model, seen, args, generator)
     tinystories.save(args.out, model, tokenizer, torch.float16)

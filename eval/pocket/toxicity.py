@@ -146,15 +146,13 @@ def calibration(logits: Tensor) -> tuple[float, float]:
     Two bisections: the mean of p falls when b rises; when a rises, and b keeps that mean, the mean
     of the tenth power rises.
     """
-    a, step_a = 25.0, 25.0
-    for _ in range(60):
-        step_a /= 2
-        b, step_b = 0.0, 100.0
-        for _ in range(60):
-            step_b /= 2
+    a = 25.0
+    for i in range(1, 61):
+        b = 0.0
+        for j in range(1, 61):
             p_toxic = torch.sigmoid(-(a * logits.double() + b))  # [N]
-            b += step_b if p_toxic.mean() > MEAN_TOXICITY else -step_b
-        a += step_a if p_toxic.pow(10).mean() < ACCEPTANCE_AT_10 else -step_a
+            b += (100 if p_toxic.mean() > MEAN_TOXICITY else -100) / 2**j
+        a += (25 if p_toxic.pow(10).mean() < ACCEPTANCE_AT_10 else -25) / 2**i
     return a, b
 
 

@@ -23,7 +23,6 @@ from eval.run.target import save_target
 from eval.run.trained import save_generation
 from tinystories.errors import InputError
 from tinystories.fast import pack
-from tinystories.gpt_neo import GPTNeo
 from tsmc.interfaces import LanguageModel, Twist
 from tsmc.proposal import sample_proposal
 from tsmc.rejection import ExactSamples, draw_accepted, exact_samples
@@ -113,14 +112,13 @@ def check_base_rate(run: Run, log_phi: Tensor) -> None:
     total = len(log_phi)
     if alive == total:
         return
-    is_pooled = config.method == "pooled"
-    batch = config.pool.base_draws if is_pooled else config.ctl.batch_size
+    batch = config.pool.base_draws if config.pooling else config.ctl.batch_size
     rate = f"{alive} of {total} base samples have phi > 0"
     run.say(f"{rate}: about {batch * alive / total:.1f} of the {batch} that the twist first sees")
-    if not is_pooled and batch * alive < total / 2:
+    if not config.pooling and batch * alive < total / 2:
         strength = math.ceil(math.log(total / max(alive, 1)))
         remedy = f"soften the potential (~{strength} behind its name), raise --ctl-batch-size"
-        raise InputError(f"{rate}, too few to learn from; {remedy}, or use --method pooled")
+        raise InputError(f"{rate}, too few to learn from; {remedy}, or leave out --no-pooling")
 
 
 def evaluate_generation(
@@ -150,16 +148,17 @@ def evaluate_generation(
 
 
 def finish_generation(
-    run: Run, setup: Setup, m: int, model: GPTNeo, sigma: Sigma, psi: nn.Module, results: dict
+    run: Run, setup: Setup, m: int, p: nn.Module, psi: nn.Module, results: dict
 ) -> None:
     """Save (p^(m), psi^(m)), measure it, and add its row to the results."""
     if run.writes:
-        save_generation(run.path / f"generation-{m}", model, setup.tokenizer, psi)
+        save_generation(run.path / f"generation-{m}", p, setup.tokenizer, psi)
+    sigma = setup.sigma(p, psi)
     options = run.config.eval
     twist = pack(psi)
     population = draw_runs(run, "evaluation", m, sigma, twist, options.particles, options.runs)
     bare = results["base"]
-    if model is not setup.model:
+    if p is not setup.model:
         tokens = draw_model(run, "bare model", m, sigma.model, ("bare model", m, ""))
         bare = mean_scores(score(tokens, setup.potential, setup.log_toxicity))
     row, samples = evaluate_generation(setup, sigma, twist, m, population)

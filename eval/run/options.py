@@ -26,7 +26,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SOURCE = "a directory or a Hub repository, owner/name[@revision] (default: the preset's)"
 MOST = 10**9  # larger counts are mistakes
 POCKET = Path(__file__).resolve().parents[2] / "checkpoints" / "pocket"
-PUBLISHED = {"resampling": "multinomial", "ess_threshold": 1.0, "moves": 0}
+PUBLISHED = {"resampling": "multinomial", "ess_threshold": 1.0, "moves": 0, "student": "full"}
+PUBLISHED |= {"pooling": False, "surrogate": False, "memory": False, "learn_value": False}
 
 
 @dataclass(frozen=True)
@@ -65,43 +66,46 @@ def option(default: Any, text: str, low: Any = None, high: Any = None, choices: 
 
 
 @dataclass(frozen=True)
-class CTLConfig:
-    """Twist learning."""
+class PoolConfig:
+    """The pool of all draws, and the potential's surrogate that is fitted to them."""
 
-    updates: int = option(150, "gradient steps in each generation", 1)
-    batch_size: int = option(100, "K sequences drawn i.i.d. from q for one step", 2)
-    learning_rate: float = option(2e-4, "Adam's step size; falls linearly to a tenth", 0, 1)
-    hidden_units: int = option(192, "width of the twist's two hidden layers", 1)
+    base_draws: int = option(10_000, "sequences drawn from p^(0) for psi^(0)", 1)
+    draws: int = option(20_000, "sequences drawn from q in each further generation", 1)
+    least_ess: float = option(0.02, "truncate weights to an ESS of this share of all draws", 0, 1)
 
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """Self-distillation."""
+    """Self-distillation; an adapter is fitted in the same way for psi^(0)."""
 
-    runs: int = option(300, "independent TSMC runs, of which a tenth is held out", 2)
-    updates: int = option(80, "gradient steps", 1)
+    updates: int = option(120, "gradient steps", 1)
     batch_size: int = option(128, "sequences of one step", 1)
+    adapter_learning_rate: float = option(1e-4, "Adam's step size for an adapter", 0, 1)
+    hidden_units: int = option(192, "width of the adapter's two hidden layers", 1)
     learning_rate: float = option(3e-5, "AdamW's step size for full fine-tuning", 0, 1)
-    lora_learning_rate: float = option(3e-4, "AdamW's step size with --lora", 0, 1)
+    lora_learning_rate: float = option(3e-4, "AdamW's step size for LoRA", 0, 1)
     weight_decay: float = option(0.01, "AdamW's weight decay of matrices", 0)
-
-    def step_size(self, lora: bool) -> float:
-        """AdamW's step size for what is trained."""
-        return self.lora_learning_rate if lora else self.learning_rate
+    runs: int = option(300, "TSMC runs whose samples are distilled without the pool", 1)
 
 
 @dataclass(frozen=True)
-class PoolConfig:
-    """Twist learning from everything drawn so far."""
+class ValueConfig:
+    """Learning the value of a prefix by CTL from the pool."""
 
-    base_draws: int = option(10_000, "sequences drawn from p^(0) in the first round", 1)
-    rounds: int = option(2, "rounds of drawing and learning in each generation", 1)
-    draws: int = option(10_000, "sequences drawn from q in each of these rounds", 1)
-    power: float = option(0.6, "power of psi in drawing; below 1 it is broader than q", 0, 1)
-    least_ess: float = option(0.02, "truncate weights to an ESS of this share of all draws", 0, 1)
-    updates: int = option(120, "gradient steps after each round, from psi = 1", 1)
-    batch_size: int = option(128, "sequences of one step", 1)
-    learning_rate: float = option(1e-4, "Adam's step size", 0, 1)
+    updates: int = option(300, "gradient steps in each generation", 1)
+    batch_size: int = option(500, "positive and negative sequences of one step", 2)
+    learning_rate: float = option(1e-3, "Adam's step size; falls linearly to a tenth", 0, 1)
+    hidden_units: int = option(64, "width of its two hidden layers", 1)
+    negatives: int = option(2000, "sequences of each round that negatives are taken from", 1)
+
+
+@dataclass(frozen=True)
+class CTLConfig:
+    """Twist learning without the pool: CTL on batches of its own."""
+
+    updates: int = option(150, "gradient steps in each generation", 1)
+    batch_size: int = option(100, "K sequences drawn i.i.d. from q for one step", 2)
+    learning_rate: float = option(2e-4, "Adam's step size; falls linearly to a tenth", 0, 1)
     hidden_units: int = option(192, "width of the twist's two hidden layers", 1)
 
 
@@ -122,11 +126,6 @@ class RunConfig:
     """What to run."""
 
     preset: str = option("pocket", "which checkpoints", choices=tuple(PRESETS))
-    method: str = option(
-        "distilled",
-        "distilled: Algorithm 1 of the paper; pooled: a twist learned from all draws, p^(0) stays",
-        choices=("distilled", "pooled"),
-    )
     generations: int = option(2, "M, generations after generation 0", 0)
     potential: tuple[str, ...] = option(
         ("toxicity",),
@@ -143,23 +142,34 @@ class RunConfig:
     dtype: str = option("float32", "type of the networks, but for training", choices=tuple(DTYPES))
     rows: int = option(1000, "sequences in memory at a time, at least one TSMC run", 1)
     quiet: bool = option(False, "no progress, only what needs attention and the table")
-    lora: bool = option(False, "distil by LoRA (rank 8, query and value), not full fine-tuning")
+    pooling: bool = option(
+        True, "learn from all draws so far; without it from own batches and the last samples alone"
+    )
+    student: str = option(
+        "adapter",
+        "what distillation trains: an adapter of p^(0), LoRA (rank 8, query and value), or all",
+        choices=("adapter", "lora", "full"),
+    )
+    surrogate: bool = option(True, "with the pool: give the adapter a score of phi for each token")
+    memory: bool = option(True, "with the surrogate: let the networks see the sum of these scores")
+    learn_value: bool = option(True, "with the pool: learn the value V of a prefix, else V = 0")
     effective_potential: bool = option(True, "phi^(m) for m >= 1; without it phi, and sigma drifts")
     particles: int = option(50, "K in training; 100 with --preset paper", 1)
     resampling: str = option("systematic", "resampling scheme", choices=tuple(SCHEMES))
     ess_threshold: float = option(
-        0.0, "resample where ESS < this share of K: 1 always, 0 at the end alone", 0, 1
+        0.5, "resample where ESS < this share of K: 1 always, 0 at the end alone", 0, 1
     )
     moves: int = option(1, "Metropolis-Hastings moves of each sample at the end", 0)
     as_published: bool = option(
-        False, "as in the paper: --resampling multinomial --ess-threshold 1 --moves 0"
+        False, "every ingredient as in the paper: sets --resampling to --learn-value"
     )
     lm: str = option("", f"language model: {SOURCE}")
     toxicity_model: str = option("", f"toxicity classifier: {SOURCE}")
     similarity_model: str = option("", f"sentence encoder: {SOURCE}")
     pool: PoolConfig = field(default_factory=PoolConfig)
-    ctl: CTLConfig = field(default_factory=CTLConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    value: ValueConfig = field(default_factory=ValueConfig)
+    ctl: CTLConfig = field(default_factory=CTLConfig)
     eval: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def checkpoint(self, role: str) -> Path:
@@ -269,7 +279,12 @@ def typed(flag: str, value: Any, default: Any) -> Any:
 
 def build(values: dict[str, Any]) -> RunConfig:
     """A config from values by name, those of a group in a dictionary of its own."""
-    built: dict[str, Any] = {"ctl": {}, "distill": {}, "pool": {}, "eval": {}}
+    groups = {
+        item.name: item.type
+        for item in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(item.type)
+    }
+    built: dict[str, Any] = {name: {} for name in groups}
     for group, flag, item in flags():
         given = values.get(group, {}) if group else values
         value = given.get(item.name, item.default)
@@ -278,10 +293,8 @@ def build(values: dict[str, Any]) -> RunConfig:
             check(flag, part, **item.metadata["limits"])
         place = built[group] if group else built
         place[item.name] = value
-    built["ctl"] = CTLConfig(**built["ctl"])
-    built["distill"] = DistillConfig(**built["distill"])
-    built["pool"] = PoolConfig(**built["pool"])
-    built["eval"] = EvaluationConfig(**built["eval"])
+    for name, group in groups.items():
+        built[name] = group(**built[name])
     return RunConfig(**built)
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 import tinystories
 from eval.run.options import DTYPES, PRESETS, RunConfig
@@ -19,8 +19,10 @@ from eval.scorers.potentials import fingerprints, make_factors, user_file
 from tinystories import Conditional, GPTNeo
 from tinystories.checkpoint import digest_of, fingerprint
 from tinystories.fast import pack
+from tsmc.interfaces import Twist
 from tsmc.rejection import ExactSamples
 from tsmc.sampler import Sigma
+from twist.adapter import AdaptedGPTNeo, Adapter
 from twist.potential import TextPotential, base_potential, effective_potential
 
 
@@ -39,14 +41,28 @@ class Setup:
     is_effective: bool = True  # False leaves phi as it is in every generation: an ablation
     exact_vectors: Tensor | None = None  # [M, D] embeddings of the exact samples
 
-    def sigma(self, model: GPTNeo | None = None) -> Sigma:
-        """Sigma as p^(m) = model sees it, through phi^(m) (eq. 8), or as p^(0) does."""
+    def conditional(self, p: nn.Module, memory: Tensor | None) -> Conditional:
+        """The language model p, a GPT-Neo or an adapter of p^(0), whose states remember z."""
+        is_adapter = isinstance(p, Adapter)
+        network = self.base.model if is_adapter or p is self.model else pack(p)
+        adapter = pack(p) if is_adapter else None
+        return self.base.with_model(AdaptedGPTNeo(network, memory, adapter))
+
+    def proposal(
+        self, p: nn.Module, psi: nn.Module
+    ) -> tuple[Conditional, Twist | None, Conditional | None]:
+        """A model and a twist whose proposal is q^(m), and p^(0) where that model is another."""
+        adapter = p if isinstance(p, Adapter) else psi.adapter
+        if adapter is None:
+            return self.conditional(p, psi.memory), None, self.base
+        return self.conditional(self.model, psi.memory), pack(adapter).tilt, None
+
+    def sigma(self, p: nn.Module, psi: nn.Module) -> Sigma:
+        """Sigma as p^(m) = p sees it, through phi^(m) (eq. 8) unless p is p^(0)."""
         log_potential = base_potential(self.potential)
-        if model is None:
-            return Sigma(self.base, log_potential)
-        if self.is_effective:
+        if p is not self.model and self.is_effective:
             log_potential = effective_potential(self.potential, self.base)
-        return Sigma(self.base.with_model(pack(model)), log_potential)
+        return Sigma(self.conditional(p, getattr(psi, "memory", None)), log_potential)
 
 
 def load_setup(config: RunConfig) -> Setup:

@@ -4,8 +4,10 @@
     drawn = load_run("runs/pocket").sample("Once upon a time, there was a", particles=50, runs=8)
     drawn.texts [R K]    drawn.log_weights [R K], exp of which sums to one    drawn.log_z_hat
 
-A run has a directory for each generation m with p^(m), its tokenizer and `twist.safetensors`. The
-twist is written last, so a directory that has one is complete. Particle k of run r has the share
+A run has a directory for each generation m with p^(m) and `twist.safetensors`. p^(0) and a
+fine-tuned p^(m) are checkpoints with a tokenizer; where p^(m) is an adapter of p^(0), it is
+`adapter.safetensors`, and p^(0) is the model that the run names. The twist is written last, so a
+directory that has one is complete. Particle k of run r has the share
 
     W_rk = Z-hat_r / (sum over all runs of Z-hat) * softmax(log_weights_r)_k
 
@@ -29,46 +31,77 @@ from tinystories.gpt_neo import GPTNeo
 from tsmc import Population, Sigma, Trace, in_chunks, tsmc
 from tsmc.interfaces import Twist
 from tsmc.runs import require_alive
-from twist.embedding import EmbeddingTwist
+from twist.adapter import Adapter, learned
 from twist.mlp import TwistMLP
 from twist.potential import each_once
+from twist.value import ValueTwist
 
 FILE = "twist.safetensors"
+ADAPTER = "adapter.safetensors"
 
 
-def save_generation(directory: Path, model: GPTNeo, tokenizer: Tokenizer, twist: nn.Module) -> None:
-    tinystories.save(directory, model, tokenizer)
-    save_twist(directory, twist)
+def save_generation(directory: Path, p: nn.Module, tokenizer: Tokenizer, psi: nn.Module) -> None:
+    """Write p^(m), a GPT-Neo with its tokenizer or an adapter of p^(0), and then psi^(m)."""
+    if isinstance(p, Adapter):
+        write_tensors(directory / ADAPTER, learned(p))
+    else:
+        tinystories.save(directory, p, tokenizer)
+    save_twist(directory, psi)
 
 
 def save_twist(directory: Path, twist: nn.Module) -> None:
-    write_tensors(directory / FILE, twist.state_dict())
+    write_tensors(directory / FILE, learned(twist))
 
 
-def load_twist(directory: Path, device: str | torch.device = "cpu") -> TwistMLP | EmbeddingTwist:
-    """The twist of a generation; InputError names the file and the tensor that does not fit."""
+def adapter_from(tensors: dict[str, Tensor], base: GPTNeo) -> Adapter:
+    """An adapter of p^(0) = base; KeyError or ValueError where the tensors do not fit."""
+    hidden_units, width = tensors["shift.first.weight"].shape
+    has_memory = width > base.config.hidden_size
+    scores = tensors.get("scores")
+    adapter = Adapter(base, scores, has_memory, hidden_units, torch.Generator())
+    fill(adapter, {"products.weight": adapter.products.weight, **tensors})
+    return adapter.requires_grad_(False)
+
+
+def load_twist(directory: Path, base: GPTNeo) -> TwistMLP | ValueTwist:
+    """psi^(m) over p^(0) = base; InputError names the file and the tensor that does not fit."""
     path = directory / FILE
     tensors = read_tensors(path)
-    with reading(path, "not a twist", "name a directory that main.py wrote"):
-        if "products.weight" in tensors:
-            hidden_units = len(tensors["shift.first.weight"])
-            twist = EmbeddingTwist(hidden_units, tensors["products.weight"], torch.Generator())
-        else:
-            hidden_units, width = tensors["first.weight"].shape
-            twist = TwistMLP(width, hidden_units, len(tensors["last.bias"]), torch.Generator())
-        fill(twist, tensors)
-    return twist.to(device)
+    sizes = base.config
+    with reading(path, "not a twist of this model", "name a directory that main.py wrote"):
+        if "first.weight" in tensors:
+            hidden_units = len(tensors["first.weight"])
+            twist = TwistMLP(sizes.hidden_size, hidden_units, sizes.vocab_size, torch.Generator())
+            fill(twist, tensors)
+            return twist
+        hidden_units = len(tensors["network.first.weight"])
+        own = {name[8:]: value for name, value in tensors.items() if name.startswith("adapter.")}
+        adapter = adapter_from(own, base) if own else None
+        memory = tensors.get("memory")
+        widths = (sizes.hidden_size, hidden_units, sizes.vocab_size)
+        twist = ValueTwist(*widths, torch.Generator(), memory, adapter)
+        fixed = {"adapter.products.weight": adapter.products.weight} if own else {}
+        fill(twist, tensors | fixed)
+        return twist
+
+
+def load_model(directory: Path, m: int, base: GPTNeo) -> GPTNeo | Adapter:
+    """p^(m), which is p^(0) = base itself for m = 0; InputError names the file at fault."""
+    if m == 0:
+        return base
+    path = directory / ADAPTER
+    if not path.exists():
+        return tinystories.load(directory)[0].to(base.wte.weight)
+    tensors = read_tensors(path)
+    with reading(path, "not an adapter of this model", "restore the run's own"):
+        return adapter_from(tensors, base)
 
 
 def load_generation(setup: Setup, path: Path, m: int, device: torch.device) -> tuple[Sigma, Twist]:
     """Sigma as p^(m) sees it (eq. 8), and psi^(m) packed; InputError names a file at fault."""
-    twist = load_twist(path, device)
-    model = setup.model
-    if m > 0:
-        model = tinystories.load(path, device)[0].to(setup.model.wte.weight.dtype)
-    if (twist.width, twist.vocab_size) != (model.config.hidden_size, model.config.vocab_size):
-        raise InputError(f"{path / FILE}: fits another language model; restore the run's own")
-    return setup.sigma(model if m > 0 else None), pack(twist)
+    psi = load_twist(path, setup.model).to(device)
+    p = load_model(path, m, setup.model).to(device)
+    return setup.sigma(p, psi), pack(psi)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tinystories import checkpoint
 from tinystories.errors import InputError
 from tinystories.gpt_neo import Linear, LinearGELU
-from tinystories.tokenizer import read_tokenizer
+from tinystories.load import config_from_json, load_network, save_network
 
-UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.")
 PADDING = {"bert": 0, "roberta": 1}  # if config.json has no pad_token_id
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 ENOUGH_TOKENS = 2**9  # from which on a batch is large enough for fast products
@@ -46,21 +44,6 @@ class EncoderConfig:
         return {"hidden_act": "gelu"} | dataclasses.asdict(self)
 
 
-def config_from_json(raw: dict, model_type: str) -> EncoderConfig:
-    """Read a config.json; KeyError, TypeError or ValueError if it is another network."""
-    wanted = {"model_type": model_type, "hidden_act": "gelu", "position_embedding_type": "absolute"}
-    fields = {"layer_norm_eps": 1e-12, "pad_token_id": PADDING[model_type]}
-    fields |= wanted | {name: value for name, value in raw.items() if value is not None}
-    for name, value in wanted.items():
-        if fields[name] != value:
-            raise ValueError(f"{name} is {fields[name]!r}, not {value}")
-    names = [field.name for field in dataclasses.fields(EncoderConfig)][:7]
-    sizes = checkpoint.network_sizes(fields, names, "num_attention_heads", "layer_norm_eps")
-    if fields["pad_token_id"] not in range(sizes["vocab_size"]):
-        raise ValueError("pad_token_id must be a token")
-    return EncoderConfig(**sizes, pad_token_id=int(fields["pad_token_id"]))
-
-
 class SelfAttention(nn.Module):
     """Multi-head attention of all tokens to all tokens that are no padding."""
 
@@ -75,9 +58,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D], bias added to the scores [B, 1, 1, T] -> [B, T, D]"""
         heads = (self.num_heads, -1)
-        q = self.query(x).unflatten(-1, heads).transpose(1, 2)  # [B, H, T, D/H]
-        k = self.key(x).unflatten(-1, heads).transpose(1, 2)
-        v = self.value(x).unflatten(-1, heads).transpose(1, 2)
+        projected = (self.query(x), self.key(x), self.value(x))
+        q, k, v = (y.unflatten(-1, heads).transpose(1, 2) for y in projected)  # [B, H, T, D/H]
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias  # [B, H, T, T]
         mixed = scores.softmax(-1).to(v.dtype) @ v  # [B, H, T, D/H]
         return mixed.transpose(1, 2).flatten(-2)  # [B, T, D]
@@ -102,9 +84,8 @@ class Layer(nn.Module):
     def __init__(self, config: EncoderConfig):
         super().__init__()
         width = config.hidden_size
-        self.attention = nn.ModuleDict()
-        self.attention["self"] = SelfAttention(config)
-        self.attention["output"] = Residual(width, config)
+        attention = {"self": SelfAttention(config), "output": Residual(width, config)}
+        self.attention = nn.ModuleDict(attention)
         self.intermediate = nn.ModuleDict({"dense": LinearGELU(width, config.intermediate_size)})
         self.output = Residual(config.intermediate_size, config)
 
@@ -151,7 +132,6 @@ class Runner:
         self.model = model
         self.batch_size = batch_size
         self.tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy: truncation is set on it
-        self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(model.max_tokens)  # special tokens included
 
     def __call__(self, texts: list[str]) -> Tensor:
@@ -174,7 +154,7 @@ class Runner:
         for row in rows:
             last = batches[-1]
             is_full = len(last) == self.batch_size or (len(last) + 1) * len(row) > MAX_TOKENS
-            has_enough = len(last) > 0 and len(last) * len(last[-1]) >= ENOUGH_TOKENS
+            has_enough = last and len(last) * len(last[-1]) >= ENOUGH_TOKENS
             if last and (is_full or (has_enough and len(row) > LONGER * len(last[0]))):
                 batches.append([])
             batches[-1].append(row)
@@ -191,41 +171,28 @@ class Runner:
         return ids.view(mask.shape).to(device), mask.to(device)
 
 
-def load_scorer(kind: type, path: Path, device: str | torch.device) -> tuple[nn.Module, Tokenizer]:
-    """The network of class `kind` in a directory, in eval mode, and its tokenizer.
-
-    On disk, names of tensors may begin with `kind.model_type`. InputError names a file at fault.
-    """
+def load_scorer(
+    kind: type, path: str | Path, device: str | torch.device = "cpu"
+) -> tuple[nn.Module, Tokenizer]:
+    """Network of a class (float32, eval mode) and tokenizer; InputError names what does not fit."""
     family = kind.model_type
-    model = checkpoint.empty_network(path, family, lambda raw: kind(config_from_json(raw, family)))
-    tensors, source = checkpoint.read_weights(path)
-    wanted = model.state_dict()
-    renamed = {}
-    with checkpoint.reading(source, "does not fit the network", "use the files of one checkpoint"):
-        for name, tensor in tensors.items():
-            inner = name.removeprefix(f"{family}.")
-            full = inner if inner in wanted else f"{family}.{inner}"
-            if full in renamed:
-                raise ValueError(f"{inner} is there with and without its prefix")
-            if not inner.startswith(UNUSED):
-                renamed[full] = tensor
-        checkpoint.fill(model, renamed)
-    tokenizer = read_tokenizer(path, model.config.vocab_size)
+    fixed = {"model_type": family, "hidden_act": "gelu", "position_embedding_type": "absolute"}
+
+    def from_json(raw: dict) -> nn.Module:
+        return kind(config_from_json(EncoderConfig, raw, fixed, pad_token_id=PADDING[family]))
+
+    model, tokenizer = load_network(path, family, from_json, device)
     if not 0 < tokenizer.num_special_tokens_to_add(False) < model.max_tokens:
         fault = "must add special tokens to a text and leave room for it in max_position_embeddings"
         raise InputError(f"{path}: its tokenizer {fault}; use the files of one checkpoint")
-    return model.to(device).eval(), tokenizer
+    return model, tokenizer
 
 
 def save(
     path: Path, model: nn.Module, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write the layout that `load_scorer` and transformers read."""
+    """Write what `load_scorer` and transformers read, with weights in `dtype`."""
     tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    pad = tokenizer.id_to_token(model.config.pad_token_id)
-    options = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": pad}
     config = {"model_type": model.model_type, "num_labels": 1} | model.config.to_dict()
-    checkpoint.write_tensors(path / "model.safetensors", tensors)
-    checkpoint.write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
-    checkpoint.write_json(path / "tokenizer_config.json", options)
-    checkpoint.write_json(path / "config.json", config)
+    pad = tokenizer.id_to_token(model.config.pad_token_id)
+    save_network(path, config, tensors, tokenizer, pad_token=pad)

@@ -7,23 +7,23 @@
     keyword~C:, regex~C:, first-sentence~C:    softened: a miss costs C nats, or C nats a word
     FILE.py:NAME                    a function in a file of the user's own, which is executed
 
-Patterns need no quoting: everything after the first colon belongs to them. A user's function gets N
-texts, or what its attribute `reads` says, "continuations" or "tokens", and returns log phi as N
-numbers below infinity: a tensor, an array or a list. --beta does not apply to it. Where exact
-samples are drawn by rejection, log phi must be at most 0.
+Everything after the first colon belongs to a pattern. A user's function gets N texts, or what its
+attribute `reads` says, "continuations" or "tokens", and returns log phi as N numbers below
+infinity: a tensor, an array or a list. --beta does not apply to it. Where exact samples are drawn
+by rejection, log phi must be at most 0.
 """
 
 import contextlib
 import copy
 import functools
-import importlib.util
 import math
 import re
+import runpy
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def make_factors(potential: Sequence[str], beta: float, scorer: ToxicityScorer) 
     for spec in potential:
         if spec in classifier:
             factors.append(power(classifier[spec], beta))
-        elif user_file(spec) is not None:
+        elif user_file(spec):
             factors.append(user_factor(spec))
         else:
             factors.append(ready_factor(spec))
@@ -76,11 +76,8 @@ def user_file(spec: str) -> tuple[Path, str] | None:
 
 def fingerprints(potential: Sequence[str]) -> list[str]:
     """What the potential depends on: the names of its factors, and the sha256 of a user's file."""
-    prints = []
-    for spec in potential:
-        place = user_file(spec)
-        prints.append(spec if place is None else f"{place[1]} of {digest_of(place[0])}")
-    return prints
+    places = [(spec, user_file(spec)) for spec in potential]
+    return [f"{at[1]} of {digest_of(at[0])}" if at else spec for spec, at in places]
 
 
 @contextlib.contextmanager
@@ -99,14 +96,9 @@ def users_code(spec: str, path: Path) -> Iterator[None]:
 
 
 @functools.cache
-def run_file(path: Path, digest: str) -> ModuleType:
-    """The module that a user's file defines; executed again only where `digest` has changed."""
-    name = f"potential_{digest}"
-    found = importlib.util.spec_from_file_location(name, path.absolute())
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module  # dataclasses look it up there
-    found.loader.exec_module(module)
-    return module
+def run_file(path: Path, digest: str) -> SimpleNamespace:
+    """What a user's file defines; executed again only where `digest` has changed."""
+    return SimpleNamespace(**runpy.run_path(str(path.absolute()), run_name=f"potential_{digest}"))
 
 
 def user_factor(spec: str) -> Factor:
@@ -120,8 +112,8 @@ def user_factor(spec: str) -> Factor:
 
     def log_phi(batch: list[str] | Tensor) -> Tensor:
         with users_code(spec, path):
-            value = torch.as_tensor(function(copy.deepcopy(batch)))  # it may change its argument
-            value = value.detach().float()
+            own = copy.deepcopy(batch)  # the function may change it
+            value = torch.as_tensor(function(own)).detach().float()
             if value.shape != (len(batch),):
                 raise ValueError(f"shape {list(value.shape)} for {len(batch)} texts")
             for number, read in zip(value.tolist(), batch, strict=True):

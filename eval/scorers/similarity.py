@@ -7,14 +7,13 @@
 The network is BERT as in all-MiniLM-L6-v2, trained for 256 tokens, at which texts are cut.
 """
 
-from pathlib import Path
+import functools
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from eval.scorers.encoder import Encoder, Runner, load_scorer
+from eval.scorers.encoder import Encoder, EncoderConfig, Runner, load_scorer
 from eval.scorers.encoder import save as save
 from tinystories.errors import InputError
 from tinystories.gpt_neo import at_least_float32
@@ -27,10 +26,9 @@ class SentenceEncoder(Encoder):
 
     model_type = "bert"
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of a text that are read."""
-        return min(MAX_TOKENS, self.config.max_position_embeddings)
+    def __init__(self, config: EncoderConfig):
+        super().__init__(config)
+        self.max_tokens = min(MAX_TOKENS, config.max_position_embeddings)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Unit vectors [B, D] of tokens [B, T]; mask [B, T] is 0 on padding."""
@@ -41,9 +39,7 @@ class SentenceEncoder(Encoder):
         return F.normalize(mean.float(), dim=-1)
 
 
-def load(path: Path, device: str | torch.device = "cpu") -> tuple[SentenceEncoder, Tokenizer]:
-    """Encoder (float32, eval mode) and tokenizer; InputError names the file that is wrong."""
-    return load_scorer(SentenceEncoder, path, device)
+load = functools.partial(load_scorer, SentenceEncoder)  # (path, device="cpu")
 
 
 class SimilarityScorer(Runner):

@@ -9,11 +9,10 @@ tokens before it that are not padding. log(1 - sigmoid(logit)) would be -inf in 
 17 on; log sigmoid(-logit) is exact everywhere.
 """
 
-from pathlib import Path
+import functools
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from eval.scorers.encoder import Encoder, EncoderConfig, Runner, load_scorer
@@ -29,15 +28,11 @@ class ToxicityClassifier(nn.Module):
     def __init__(self, config: EncoderConfig):
         super().__init__()
         self.config = config
+        self.max_tokens = config.max_position_embeddings - config.pad_token_id - 1
+        width = config.hidden_size
         self.roberta = Encoder(config)
-        self.classifier = nn.ModuleDict()
-        self.classifier["dense"] = Linear(config.hidden_size, config.hidden_size)
-        self.classifier["out_proj"] = nn.Linear(config.hidden_size, 1)
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that the position table has room for."""
-        return self.config.max_position_embeddings - self.config.pad_token_id - 1
+        layers = {"dense": Linear(width, width), "out_proj": nn.Linear(width, 1)}
+        self.classifier = nn.ModuleDict(layers)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Logits [B], float32 or wider, of tokens [B, T]; mask [B, T] is 0 on padding."""
@@ -49,17 +44,17 @@ class ToxicityClassifier(nn.Module):
         return F.linear(inner, at_least_float32(out.weight), at_least_float32(out.bias)).squeeze(-1)
 
 
-def load(path: Path, device: str | torch.device = "cpu") -> tuple[ToxicityClassifier, Tokenizer]:
-    """Classifier (float32, eval mode) and tokenizer; InputError names the file that is wrong."""
-    return load_scorer(ToxicityClassifier, path, device)
+load = functools.partial(load_scorer, ToxicityClassifier)  # (path, device="cpu")
 
 
-class ToxicityScorer:
+class ToxicityScorer(Runner):
     """N texts -> log p(toxic | s) [N]. A text's score does not depend on the other texts."""
 
-    def __init__(self, model: ToxicityClassifier, tokenizer: Tokenizer, batch_size: int = 64):
-        self.run = Runner(model, tokenizer, batch_size)
-        self.logits = self.run  # logits [N] of N texts
+    def run(self, texts: list[str]) -> Tensor:
+        """Logits [N]"""
+        return super().__call__(texts)
+
+    logits = run
 
     def __call__(self, texts: list[str]) -> Tensor:
         """log p(toxic | s) [N], float32 on the CPU; InputError if a logit is not finite."""

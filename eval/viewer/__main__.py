@@ -15,6 +15,7 @@ from pathlib import Path
 
 from eval.run.command import one_line_errors, say
 from eval.run.options import OneLineParser, check
+from eval.run.run import finite_or_null
 from eval.run.setup import load_setup
 from eval.run.trained import TrainedRun
 from eval.viewer import genealogy
@@ -23,28 +24,6 @@ from tinystories.errors import printable
 from tsmc import SCHEMES
 
 OPTIONS = ("prompt", "particles", "length", "seed", "resampling", "ess_threshold", "potential")
-
-
-def make_parser() -> OneLineParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser("python -m tsmc", description=__doc__, formatter_class=raw)
-    add = parser.add_argument
-    add("run", type=Path, help="directory that main.py wrote")
-    add("prompt", nargs="?", help="opening to continue")
-    add("--generation", type=int, nargs="+", metavar="M", default=[None], help="default: the last")
-    add("--particles", type=int, metavar="K", default=50, help="particles (default: 50)")
-    add("--runs", type=int, metavar="R", default=8, help="runs, pooled by Z-hat (default: 8)")
-    add("--samples", type=int, metavar="N", default=10, help="samples to draw (default: 10)")
-    add("--length", type=int, metavar="T", help="tokens of a continuation")
-    add("--seed", type=int, default=0, help="seed of everything random (default: 0)")
-    add("--resampling", choices=tuple(SCHEMES), help="resampling scheme")
-    add("--ess-threshold", type=float, metavar="SHARE", help="resample where ESS < SHARE of K")
-    add("--potential", action="append", help="as in main.py --help; repeat it for a product")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
-    add("--json", action="store_true", help="print a JSON object for each generation")
-    add("--html", type=Path, metavar="FILE", help="write a page of the first run's particles")
-    add("--picture", type=Path, metavar="FILE", help="draw those of the last M given, as PNG")
-    return parser
 
 
 def as_text(record: dict) -> str:
@@ -69,6 +48,7 @@ def as_text(record: dict) -> str:
 
 
 def sample(args: argparse.Namespace) -> None:
+    """Print what each generation draws, then write its page and its picture."""
     check("--samples", args.samples, low=1)
     trained = [TrainedRun(args.run, m, args.device) for m in dict.fromkeys(args.generation)]
     config = trained[0].options(**{name: vars(args)[name] for name in OPTIONS})
@@ -88,8 +68,7 @@ def sample(args: argparse.Namespace) -> None:
             "samples": drawn.samples(args.samples, generator),
             "distinct": drawn.distinct(),
         }
-        line = json.dumps(genealogy.rounded(record, 12), allow_nan=False)
-        print(line if args.json else as_text(record), flush=True)
+        print(json.dumps(finite_or_null(record)) if args.json else as_text(record), flush=True)
         populations[pair.generation] = drawn
     if args.html:
         log_z = setup.exact and setup.exact.log_z
@@ -103,9 +82,27 @@ def sample(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Command line to samples; bad input ends with one line and exit code 2."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser("python -m tsmc", description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("run", type=Path, help="directory that main.py wrote")
+    add("prompt", nargs="?", help="opening to continue")
+    add("--generation", type=int, nargs="+", metavar="M", default=[None], help="default: the last")
+    add("--particles", type=int, metavar="K", default=50, help="particles (default: 50)")
+    add("--runs", type=int, metavar="R", default=8, help="runs, pooled by Z-hat (default: 8)")
+    add("--samples", type=int, metavar="N", default=10, help="samples to draw (default: 10)")
+    add("--length", type=int, metavar="T", help="tokens of a continuation")
+    add("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    add("--resampling", choices=tuple(SCHEMES), help="resampling scheme")
+    add("--ess-threshold", type=float, metavar="SHARE", help="resample where ESS < SHARE of K")
+    add("--potential", action="append", help="as in main.py --help; repeat it for a product")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
+    add("--json", action="store_true", help="print a JSON object for each generation")
+    add("--html", type=Path, metavar="FILE", help="write a page of the first run's particles")
+    add("--picture", type=Path, metavar="FILE", help="draw those of the last M given, as PNG")
     with one_line_errors("python -m tsmc", "lower --particles"):
-        args = make_parser().parse_intermixed_args(arguments)
-        sample(args)
+        sample(parser.parse_intermixed_args(arguments))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Algorithm 1 runs on it. N prefixes can grow, V letters, T steps. It gets of each
 """
 
 import importlib.util
-import itertools
 import json
 import string
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tinystories.checkpoint import write_text
+from tsmc.exact import all_sequences
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "explainer.html"
@@ -46,7 +46,7 @@ def world_data() -> dict:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=generator)
     codes = rounded(logits.log_softmax(-1))  # [N, V]
-    words = torch.tensor(list(itertools.product(range(tiny.V), repeat=tiny.T)))  # [V^T, T]
+    words = all_sequences(tiny.V, tiny.T)  # [V^T, T]
     broken = (words != words.flip(1)).sum(1).double() / 2  # each pair is counted twice
     algorithm = tiny.self_distilled_tsmc(-codes.double() / SCALE, -tiny.BETA * broken, generator)
     generations = []
@@ -59,10 +59,9 @@ def world_data() -> dict:
             rows = (codes != before).any(1).nonzero()[:, 0].tolist()
             listed = codes[rows]
         text = "".join(ALPHABET[code] for code in listed.flatten().tolist())
-        twist = []
-        for t, block in enumerate(tiny.children(log_psi).split(tiny.COUNTS[:-1])):  # [V^t, V]
-            some = block[: tiny.V if t > 0 else 1]  # the first V prefixes end in the V letters
-            twist.append(some.round(decimals=3).tolist())
+        steps = tiny.children(log_psi).split(tiny.COUNTS[:-1])  # T of [V^t, V]
+        # The first V prefixes of a step end in the V letters.
+        twist = [step[: tiny.V].round(decimals=3).tolist() for step in steps]
         generations.append({"rows": rows, "log_p": text, "log_psi": twist})
     about = {"letters": tiny.V, "length": tiny.T, "beta": tiny.BETA}
     return about | {"alphabet": ALPHABET, "scale": SCALE, "generations": generations}

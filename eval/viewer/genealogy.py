@@ -9,34 +9,22 @@ Particles with the same prefix s_{1:t} have the same psi, w and weight, and form
     token    text of s_t                            final   how many final samples descend from them
     count    number of particles
 
-Nodes are sorted by their parents, so lines from parents to children never cross. Numbers are
-rounded; null stands for minus infinity. K particles, T steps, D nodes of a step.
+Nodes are sorted by their parents, so lines from parents to children never cross; null stands for
+minus infinity. K particles, T steps, D nodes of a step.
 """
 
 import json
-import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
+from eval.run.run import finite_or_null
 from eval.run.trained import Drawn
 from tsmc.resampling import normalise
 from tsmc.trace import FIELDS
 
 TEMPLATE = Path(__file__).with_name("genealogy.html")
-
-
-def rounded(value: Any, digits: int = 2) -> Any:
-    """Lists and dictionaries with rounded numbers, and None for what is not finite."""
-    if isinstance(value, dict):
-        return {name: rounded(part, digits) for name, part in value.items()}
-    if isinstance(value, list):
-        return [rounded(part, digits) for part in value]
-    if isinstance(value, float):
-        return round(value, digits) if math.isfinite(value) else None
-    return value
 
 
 def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
@@ -50,28 +38,27 @@ def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
         prefixes = torch.stack([parent, tokens], -1)  # [K, 2]
         pairs, node, count = prefixes.unique(dim=0, return_inverse=True, return_counts=True)
         member = torch.empty_like(count).scatter(0, node, torch.arange(len(node)))  # [D]
-        share = torch.zeros(len(pairs), dtype=torch.float64).index_add(0, node, weights[t])  # [D]
         nodes = zip(
             pairs[:, 0].tolist(),
             tokenizer.decode_batch(pairs[:, 1:].tolist(), skip_special_tokens=False),
             count.tolist(),
-            rounded(first["log_psi"][t, member].tolist()),
-            rounded(first["log_w"][t, member].tolist()),
-            rounded(share.tolist(), 5),
+            first["log_psi"][t, member].tolist(),
+            first["log_w"][t, member].tolist(),
+            node.bincount(weights[t]).tolist(),
             node[lineages[t]].bincount(minlength=len(pairs)).tolist(),
             strict=True,
         )
-        steps.append(list(nodes))
+        steps.append([list(values) for values in nodes])
         parent = node[first["ancestors"][t]]
     log_w = first["log_w"].sort().values  # [T, K]
     ranks = [round(share * (len(parent) - 1)) for share in (0, 0.25, 0.5, 0.75, 1)]
     return {
         "nodes": steps,
-        "log_phi": rounded(drawn.log_phi[member].tolist()),  # of the nodes of the last step
-        "score": rounded(drawn.score[member].tolist(), 3),
-        "log_w": rounded(log_w[:, ranks].tolist()),
-        "ess": rounded(first["ess"].tolist()),
-        "log_z_hat": rounded(first["log_z"].tolist(), 3),
+        "log_phi": drawn.log_phi[member].tolist(),  # of the nodes of the last step
+        "score": drawn.score[member].tolist(),
+        "log_w": log_w[:, ranks].tolist(),
+        "ess": first["ess"].tolist(),
+        "log_z_hat": first["log_z"].tolist(),
         "continued": [len(set(step)) for step in first["ancestors"].tolist()],
     }
 
@@ -80,5 +67,5 @@ def page(drawn: dict[int, Drawn], about: dict, tokenizer: Tokenizer, log_z: floa
     """The page of one or more generations; `about` holds the options, log_z is exact if known."""
     populations = [{"generation": m} | population_data(drawn[m], tokenizer) for m in drawn]
     data = {"about": about, "log_z_sigma": log_z, "populations": populations}
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(finite_or_null(data), separators=(",", ":")).replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)

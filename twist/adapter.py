@@ -1,0 +1,122 @@
+"""An adapter that makes p^(m) of p^(0), and states that remember the score of what was written.
+
+    p^(m)(s_t | s_{0:t-1}) = softmax(h e + U e + a g),   (U, a) = MLP(h, z)        [.., V]
+    z_{t-1} = sum_{u < t} g[s_u]                         a running sum of scores   [..]
+
+h = h_{t-1} is the final hidden state of p^(0) and e [V, D] are its output weights; neither is
+trained. The MLP moves the hidden state by U, so what is learned about a token carries over to
+tokens with similar embeddings, and one product gives the logits. g [V] are the scores of the
+surrogate (`twist/surrogate.py`), an embedding of one number a token. Without them U and h are all.
+
+The adapter is a twist of p^(0) as well: with log psi = U e + a g, p^(m) is the proposal of p^(0).
+D width, H hidden units, V vocabulary, B rows, T positions.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tinystories.cache import KeyValueCache
+from tinystories.gpt_neo import GPTNeo, Linear, at_least_float32
+from twist.mlp import TwistMLP
+
+
+class Adapter(nn.Module):
+    """Logits of p^(m) from the states of p^(0); those of p^(0) itself at first."""
+
+    def __init__(
+        self,
+        network: GPTNeo,
+        scores: Tensor | None,
+        has_memory: bool,
+        hidden_units: int,
+        generator: torch.Generator,
+    ):
+        """`network` is p^(0), `scores` g [V] or None; with `has_memory` the states end with z."""
+        super().__init__()
+        embeddings = at_least_float32(network.output_weight.detach()).clone()  # [V, D]
+        vocab_size, self.width = embeddings.shape
+        if scores is not None:
+            embeddings = torch.cat([embeddings, scores[:, None].to(embeddings)], 1)  # [V, D + 1]
+        outputs = embeddings.shape[1]
+        self.register_buffer("scores", scores)
+        self.shift = TwistMLP(self.width + has_memory, hidden_units, outputs, generator)
+        self.products = Linear(outputs, vocab_size, bias=False, device="meta")
+        self.products.weight = nn.Parameter(embeddings, requires_grad=False)
+
+    def padded(self, hidden: Tensor) -> Tensor:
+        """h with zeros in place of z, as wide as the embeddings."""
+        own = at_least_float32(hidden[..., : self.width])
+        return own if self.scores is None else F.pad(own, (0, 1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits of p^(m) [..., V] after states [..., D], or [..., D + 1] with z."""
+        return self.products(self.padded(hidden) + self.shift(hidden))
+
+    def tilt(self, hidden: Tensor) -> Tensor:
+        """What is added to the logits of p^(0) [..., V]; as a twist of p^(0) it proposes p^(m)."""
+        return self.products(self.shift(hidden))
+
+    def log_ratio(self, hidden: Tensor) -> Tensor:
+        """log p^(m) - log p^(0) of every next token [..., V]: the same twist, normalised."""
+        log_p = self.products(self.padded(hidden)).log_softmax(-1)
+        return self(hidden).log_softmax(-1) - log_p
+
+
+def learned(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the tensors of an adapter, or of a twist with one, without p^(0)'s embeddings."""
+    tensors = module.state_dict()
+    names = [name for name in tensors if not name.endswith("products.weight")]
+    return {name: tensors[name].clone() for name in names}
+
+
+class AdaptedGPTNeo(nn.Module):
+    """A GPT-Neo whose states remember z where there are scores, and whose head may be an adapter.
+
+    It serves `tinystories.Conditional` as a GPTNeo does.
+    """
+
+    def __init__(self, network: GPTNeo, scores: Tensor | None, adapter: Adapter | None = None):
+        """`network` plain or packed; `scores` g [V] make states [.., D + 1] that end with z."""
+        super().__init__()
+        self.network = network
+        self.config = network.config
+        self.scores = scores
+        self.adapter = adapter
+
+    def new_cache(self) -> "ScoredCache":
+        """An empty cache."""
+        return ScoredCache(self.network.new_cache())
+
+    def hidden(self, ids: Tensor, cache: "ScoredCache") -> Tensor:
+        """States [B, T, D + 1] of the tokens ids [B, T] behind what the cache holds."""
+        hidden = self.network.hidden(ids, cache.inner)  # [B, T, D]
+        if self.scores is None:
+            return hidden
+        z = cache.score + self.scores[ids].cumsum(1)  # [B, T]
+        cache.score = z[:, -1:]
+        return torch.cat([hidden, z[..., None].to(hidden)], -1)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] of states [..., D + 1]."""
+        if self.adapter is not None:
+            return self.adapter(hidden)
+        return self.network.head(hidden[..., : self.config.hidden_size])
+
+
+class ScoredCache:
+    """A cache of keys and values, and z of every row."""
+
+    def __init__(self, inner: KeyValueCache, score: Tensor | float = 0.0):
+        self.inner = inner
+        self.score = score  # [B, 1]
+
+    def continued(self, rows: int, length: int) -> "ScoredCache":
+        """A cache that begins as this one does, for up to `rows` texts of `length` more tokens."""
+        return ScoredCache(self.inner.continued(rows, length), self.score)
+
+    def reorder(self, parents: Tensor) -> None:
+        """Row b continues the history of row parents[b]; parents [B], any number of rows."""
+        self.inner.reorder(parents)
+        if isinstance(self.score, Tensor):
+            self.score = self.score[parents]

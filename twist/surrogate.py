@@ -1,0 +1,55 @@
+"""The surrogate of phi: how much each token contributes, learned from every text that was scored.
+
+    y(s) = min(1, phi(s)^(1/c)),   logit y(s) ~ b + sum of g[v] over the different tokens v of s
+    g, b = argmin  sum_i cross-entropy(y_i, b + sum g) + |g|^2 / 200
+
+phi is rare under p, so only a few draws have a weight; but all of them have a score, and this
+logistic regression learns from all scores alike. It adds one number g[v] for each token v to the
+embeddings (`twist/adapter.py`), which the learned networks may use or not: the importance weights
+contain phi itself, so sigma stays the target whatever g is. c scales log phi, and for the
+classifier, log phi = beta log p(toxic | s), c = beta makes y = p(toxic | s). N texts, T tokens, V
+vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PENALTY = 0.01  # of |g|^2 / 2: small beside the loss, and enough to bound g for unseen tokens
+ITERATIONS = 60  # of L-BFGS
+
+
+def different_tokens(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of tokens [N, T] in ascending order, and 1 for the first of equal ones, else 0."""
+    ordered = tokens.sort(1).values
+    is_first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
+    return ordered, is_first.float()
+
+
+def fit_surrogate(
+    tokens: Tensor, log_phi: Tensor, scale: float, vocab_size: int
+) -> tuple[Tensor, float]:
+    """The scores g [V] of texts [N, T] with log phi [N], where c = scale, and the mean loss.
+
+    Nothing is random.
+    """
+    labels = (log_phi / scale).exp().clamp(max=1.0).float()  # [N]
+    ordered, counts = different_tokens(tokens)  # [N, T], [N, T]
+    scores = torch.zeros(vocab_size, 1, device=tokens.device, requires_grad=True)  # g
+    start = labels.mean().clamp(1e-6, 1 - 1e-6).logit()
+    intercept = start.clone().requires_grad_(True)  # b
+    settings = {"max_iter": ITERATIONS, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS([scores, intercept], **settings)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        sums = F.embedding_bag(ordered, scores, per_sample_weights=counts, mode="sum")  # [N, 1]
+        entropy = F.binary_cross_entropy_with_logits(
+            sums.squeeze(1) + intercept, labels, reduction="sum"
+        )
+        total = entropy + PENALTY / 2 * scores.square().sum()
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    return scores.detach().squeeze(1), loss().item() / len(tokens)

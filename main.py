@@ -53,14 +53,12 @@ def self_distilled_tsmc(run: Run, setup: Setup) -> dict:
     results = evaluate_ends(run, setup)
     p = setup.model
     samples = draw_samples(run, setup, p, None, Pool(), 0)
-    scores = learn_scores(run, setup, samples, 0)
-    psi = learn_psi(run, setup, p, scores, samples, 0)  # line 1
+    psi = learn_psi(run, setup, p, samples, 0)  # line 1
     finish_generation(run, setup, 0, p, psi, results)
     for m in range(1, run.config.generations + 1):  # line 2
         samples = draw_samples(run, setup, p, psi, samples, m)
-        scores = learn_scores(run, setup, samples, m)
-        p = distil(run, setup, p, scores, samples, m)  # line 3
-        psi = learn_psi(run, setup, p, scores, samples, m)  # line 4
+        p = distil(run, setup, p, samples, m)  # line 3
+        psi = learn_psi(run, setup, p, samples, m)  # line 4
         finish_generation(run, setup, m, p, psi, results)
     return results
 
@@ -70,8 +68,7 @@ def draw_samples(
 ) -> Pool:
     """What generation m learns from: the pool with a further round, drawn from q^(m-1).
 
-    Round 0 is drawn from p^(0). Without the pool: the samples of TSMC(p^(m-1), psi^(m-1)) alone, at
-    equal weights, without the runs that died.
+    Round 0 is drawn from p^(0). Without the pool: the samples of TSMC(p^(m-1), psi^(m-1)) alone.
     """
     config = run.config
     if not config.pooling:
@@ -84,11 +81,13 @@ def draw_samples(
     count = config.pool.base_draws if m == 0 else config.pool.draws
     drawn = run.draw("sampling", m, count, config.rows, ("sampling", m), draw)
     samples.rounds.append(Round(**drawn))
+    if config.surrogate:
+        samples.scores = learn_scores(run, setup, samples, m)
     return samples
 
 
 def last_samples(run: Run, sigma: Sigma, psi: nn.Module, m: int) -> Pool:
-    """The samples of R TSMC runs."""
+    """The samples of R TSMC runs at equal weights, without the runs that died."""
     runs = run.config.distill.runs
     population = draw_runs(run, "sampling", m, sigma, pack(psi), run.config.particles, runs)
     tokens = population.alive().samples.flatten(0, 1)  # [N, T]
@@ -97,15 +96,12 @@ def last_samples(run: Run, sigma: Sigma, psi: nn.Module, m: int) -> Pool:
     return samples
 
 
-def learn_scores(run: Run, setup: Setup, samples: Pool, m: int) -> Tensor | None:
-    """The scores g [V] of the surrogate of phi; None without it."""
-    config = run.config
-    if not (config.pooling and config.surrogate):
-        return None
+def learn_scores(run: Run, setup: Setup, samples: Pool, m: int) -> Tensor:
+    """The scores g [V] of the surrogate of phi."""
+    scale = max(run.config.beta, 1.0)
+    vocab_size = setup.model.config.vocab_size
 
     def fit(report: Report) -> dict[str, Tensor]:
-        scale = max(config.beta, 1.0)
-        vocab_size = setup.model.config.vocab_size
         scores, loss = fit_surrogate(samples.tokens(), samples.log_phi(), scale, vocab_size)
         report(loss=loss)
         return {"scores": scores}
@@ -113,15 +109,13 @@ def learn_scores(run: Run, setup: Setup, samples: Pool, m: int) -> Tensor | None
     return run.once("surrogate", m, 1, fit)["scores"]
 
 
-def learn_psi(
-    run: Run, setup: Setup, p: nn.Module, scores: Tensor | None, samples: Pool, m: int
-) -> nn.Module:
+def learn_psi(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Module:
     """Lines 1 and 4: psi^(m), the value of a prefix. psi^(0) has an adapter, which proposes."""
     config = run.config
     if not config.pooling:
         return contrastive_twist_learning(run, setup, p, m)
-    memory = scores if config.memory else None
-    adapter = fit_adapter(run, setup, "twist learning", scores, samples, m) if m == 0 else None
+    adapter = fit_adapter(run, setup, "twist learning", samples, m) if m == 0 else None
+    memory = samples.scores if config.memory else None
     generator = run.generator("value", m)
     sizes = setup.model.config
     widths = (sizes.hidden_size, config.value.hidden_units, sizes.vocab_size)
@@ -172,21 +166,18 @@ def contrastive_twist_learning(run: Run, setup: Setup, p: nn.Module, m: int) -> 
     return psi
 
 
-def distil(
-    run: Run, setup: Setup, p: nn.Module, scores: Tensor | None, samples: Pool, m: int
-) -> nn.Module:
+def distil(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Module:
     """Line 3: p^(m), an adapter of p^(0), or p^(m-1) = p fine-tuned."""
     if run.config.student == "adapter":
-        return fit_adapter(run, setup, "distillation", scores, samples, m)
+        return fit_adapter(run, setup, "distillation", samples, m)
     return fine_tune(run, setup, p, samples, m)
 
 
-def fit_adapter(
-    run: Run, setup: Setup, phase: str, scores: Tensor | None, samples: Pool, m: int
-) -> Adapter:
+def fit_adapter(run: Run, setup: Setup, phase: str, samples: Pool, m: int) -> Adapter:
     """An adapter of p^(0) that minimises the weighted eq. 7, learned anew from p^(0)."""
     options = run.config.distill
     generator = run.generator("distill", m)
+    scores = samples.scores
     memory = scores if run.config.memory else None
     adapter = Adapter(setup.model, scores, memory is not None, options.hidden_units, generator)
     trained = adapter.shift.parameters()

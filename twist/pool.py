@@ -61,10 +61,11 @@ def draw_round(
 
 
 class Pool:
-    """Weighted sequences from all rounds."""
+    """Weighted sequences from all rounds, and the surrogate's scores g [V] if it is fitted."""
 
     def __init__(self) -> None:
         self.rounds: list[Round] = []
+        self.scores: Tensor | None = None
 
     def tokens(self) -> Tensor:
         """The sequences [N, T] of all rounds."""

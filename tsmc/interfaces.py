@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tsmc.sampler import Step
 
-MAX_LOGITS = 2**24  # entries of one tensor of logits: 64 MB in float32
+MAX_LOGITS = 2**26  # entries of one tensor of logits: 256 MB in float32
 Twist = Callable[[Tensor], Tensor]
 """twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
 LogPotential = Callable[[Tensor, Tensor], Tensor]

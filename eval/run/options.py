@@ -161,7 +161,7 @@ class RunConfig:
     )
     moves: int = option(1, "Metropolis-Hastings moves of each sample at the end", 0)
     as_published: bool = option(
-        False, "every ingredient as in the paper: sets --resampling to --learn-value"
+        False, "as in the paper: CTL on its own batches, full fine-tuning, multinomial, no moves"
     )
     lm: str = option("", f"language model: {SOURCE}")
     toxicity_model: str = option("", f"toxicity classifier: {SOURCE}")

@@ -102,13 +102,32 @@ def learn_twist(
     report: Report = ignore,
 ) -> None:
     """Train `twist` in place (eq. 5); reports the loss and the ESS of the positive weights."""
+
+    def loss(update: int) -> tuple[Tensor, dict[str, float | Tensor]]:
+        batch = draw_batch()
+        value = ctl_loss(twist, batch)
+        return value, {"loss": value.detach(), "ess": batch.ess}
+
+    descend(loss, optimizer, updates, report)
+
+
+def descend(
+    loss: Callable[[int], tuple[Tensor, dict[str, float | Tensor]]],
+    optimizer: torch.optim.Optimizer,
+    updates: int,
+    report: Report,
+) -> None:
+    """Minimise, with a step size that falls linearly to a tenth.
+
+    loss(update) gives the loss of an update and the figures to report. Where the figure `ess` is 0
+    there is nothing to learn from, and no step is taken.
+    """
     first_rate = optimizer.param_groups[0]["lr"]
     for update in range(updates):
         optimizer.param_groups[0]["lr"] = first_rate * (1 - 0.9 * update / updates)
-        batch = draw_batch()
-        loss = ctl_loss(twist, batch)
-        report(loss=loss.detach(), ess=batch.ess)
-        if batch.ess > 0:
+        value, figures = loss(update)
+        report(**figures)
+        if figures["ess"] > 0:
             optimizer.zero_grad()
-            loss.backward()
+            value.backward()
             optimizer.step()

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from tsmc.interfaces import LanguageModel, Report, ignore, row_slices
 from tsmc.resampling import effective_sample_size, normalise
 from twist.adapter import Adapter
+from twist.ctl import descend
 from twist.mlp import TwistMLP
 from twist.pool import Pool, hidden_states
 
@@ -124,13 +125,14 @@ def prefixes(model: LanguageModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(states), torch.cat(log_probs)
 
 
-def value_loss(twist: ValueTwist, batch: Batch) -> tuple[Tensor, float]:
-    """A scalar whose gradient is that of the CTL loss, and the mean ESS of the negative weights."""
+def value_loss(twist: ValueTwist, batch: Batch) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """A scalar whose gradient is that of the CTL loss; its value, and the negative weights' ESS."""
     value = twist.value(batch.negative)  # [n, T]
     log_weights = batch.log_ratio + value.detach()  # [n, T]
     negative = (normalise(log_weights.T).T * value).sum()
     loss = negative - twist.value(batch.positive).mean(0).sum()
-    return loss, effective_sample_size(log_weights.T).mean().item()
+    ess = effective_sample_size(log_weights.T).mean()  # over the steps
+    return loss, {"loss": loss.item(), "ess": ess.item()}
 
 
 def learn_value(
@@ -140,12 +142,5 @@ def learn_value(
     updates: int,
     report: Report = ignore,
 ) -> None:
-    """Train V in place; the step size falls linearly to a tenth."""
-    first_rate = optimizer.param_groups[0]["lr"]
-    for update in range(updates):
-        optimizer.param_groups[0]["lr"] = first_rate * (1 - 0.9 * update / updates)
-        loss, ess = value_loss(twist, draw_batch(update))
-        report(loss=loss.item(), ess=ess)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    """Train V in place; reports the loss and the ESS of the negative weights."""
+    descend(lambda update: value_loss(twist, draw_batch(update)), optimizer, updates, report)

@@ -14,6 +14,10 @@ language model, with which the next twist starves less:
     for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
                     psi^(m) <- CTL on p^(m), against the same sigma           line 4
 
+This is the loop of `python main.py --as-published`. By default main.py learns in both lines from a
+pool of everything drawn so far, weighted by p^(0) phi / q; p^(m) is an adapter of p^(0) that sees a
+score of each token, learned from phi; and psi^(m) is the value of a prefix (docs/method.md).
+
 V letters, T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty one, and
 prefix n followed by letter v is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts all, and
 the last V^T are the whole words.
@@ -110,9 +114,8 @@ def tsmc(log_p, log_psi, log_phi, runs, particles, generator):
             log_weights = (log_p - log_q)[prefixes] + log_phi[prefixes - N] - log_psi[parents]
         log_z = log_z + log_weights.logsumexp(-1) - math.log(particles)
         # 3. resample
-        ancestors = torch.multinomial(
-            log_weights.softmax(-1), particles, replacement=True, generator=generator
-        )
+        weights = log_weights.softmax(-1)  # [R, K]
+        ancestors = torch.multinomial(weights, particles, replacement=True, generator=generator)
         prefixes = prefixes.gather(1, ancestors)
     return prefixes, log_z
 
@@ -132,10 +135,9 @@ def ctl_gradient(log_p, log_psi, log_phi, batch_size, generator):
         prefixes = torch.cat([prefixes, extend(prefixes[:, -1:], log_q, generator)], 1)
     prefixes = prefixes[:, 1:]  # [K, T]
     log_ratio = (log_p - log_q)[prefixes].cumsum(1)  # [K, T] log p(s_{1:t}) / q(s_{1:t})
-    positive = (log_ratio[:, -1] + log_phi[prefixes[:, -1] - N]).softmax(
-        0
-    )  # [K] sigma / q, for whole words
-    negative = (log_ratio + log_psi[prefixes]).softmax(0)  # [K, T] pi_t / q, for every t its own
+    # sigma / q of whole words, and for every t its own pi_t / q
+    positive = (log_ratio[:, -1] + log_phi[prefixes[:, -1] - N]).softmax(0)  # [K]
+    negative = (log_ratio + log_psi[prefixes]).softmax(0)  # [K, T]
     coefficients = positive[:, None] - negative  # [K, T]
     gradient = torch.zeros_like(log_psi).index_add(0, prefixes.flatten(), coefficients.flatten())
     ess = 1 / positive.square().sum().item()
@@ -145,14 +147,12 @@ def ctl_gradient(log_p, log_psi, log_phi, batch_size, generator):
 def learn_twist(log_p, log_phi, generator):
     """CTL: log psi(s_{1:t}) = theta[t, s_{t-1}, s_t] climbs eq. 6; log psi [S] and the mean ESS."""
     step = torch.arange(T).repeat_interleave(torch.tensor(COUNTS[:-1]))  # [N]
-    context = (
-        step * V + (torch.arange(N) - 1) % V
-    )  # [N] the step and the letter before, all that the twist sees
+    # all that the twist sees: the step and the letter before
+    context = step * V + (torch.arange(N) - 1) % V  # [N]
     theta, ess = log_p.new_zeros(T * V, V), 0.0
     for _ in range(TWIST_STEPS):
-        gradient, ess_of_batch = ctl_gradient(
-            log_p, by_prefix(theta[context]), log_phi, BATCH, generator
-        )
+        log_psi = by_prefix(theta[context])  # [S]
+        gradient, ess_of_batch = ctl_gradient(log_p, log_psi, log_phi, BATCH, generator)
         theta = theta.index_add(0, context, TWIST_RATE * children(gradient))
         ess += ess_of_batch / TWIST_STEPS
     return by_prefix(theta[context]), ess
@@ -165,9 +165,8 @@ def distil(logits, words):
         share += torch.bincount(prefixes, minlength=len(share))  # [S] words with this prefix
         prefixes = (prefixes - 1) // V  # one letter shorter
     share = children(share) / words.numel()  # [N, V]
-    for _ in range(
-        MODEL_STEPS
-    ):  # rows that few words pass through hardly move, which is all the regularisation
+    # Rows that few words pass through hardly move, which is all the regularisation.
+    for _ in range(MODEL_STEPS):
         logits = logits + MODEL_RATE * (share - share.sum(-1, keepdim=True) * logits.softmax(-1))
     return logits
 

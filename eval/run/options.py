@@ -70,7 +70,7 @@ class PoolConfig:
     """The pool of all draws, and the potential's surrogate that is fitted to them."""
 
     base_draws: int = option(10_000, "sequences drawn from p^(0) for psi^(0)", 1)
-    draws: int = option(20_000, "sequences drawn from q in each further generation", 1)
+    draws: int = option(30_000, "sequences drawn from q in each further generation", 1)
     least_ess: float = option(0.02, "truncate weights to an ESS of this share of all draws", 0, 1)
 
 

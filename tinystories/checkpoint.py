@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from tinystories.errors import InputError, listed
+from tinystories.errors import InputError, listed, reason_of
 
 WEIGHTS = ["model.safetensors", "model.safetensors.index.json"]
 WEIGHTS += ["pytorch_model.bin", "pytorch_model.bin.index.json"]
@@ -81,8 +81,7 @@ def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Itera
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; check the name of its directory") from None
     except BaseException as error:  # a panic of a library in Rust is not an Exception
-        reason = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-        raise InputError(f"{path}: {trouble} ({reason}); {remedy}") from error
+        raise InputError(f"{path}: {trouble} ({reason_of(error)}); {remedy}") from error
 
 
 def read_json(path: Path) -> dict:
@@ -162,7 +161,7 @@ def fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
         if tensor.shape != wanted[name].shape:
             shape = list(wanted[name].shape)
             raise ValueError(f"{name} has shape {list(tensor.shape)}, not {shape}")
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise ValueError(f"{name} holds NaN, infinite values or no floats")
         values[name] = tensor.to(torch.float32, copy=True).contiguous()
+        if not tensor.is_floating_point() or not values[name].isfinite().all():
+            raise ValueError(f"{name} holds NaN, values infinite in float32, or no floats")
     module.load_state_dict(values, assign=True)

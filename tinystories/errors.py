@@ -4,6 +4,7 @@ An error may quote names from somebody else's file or server, so quoted text is 
 control characters are escaped in every message.
 """
 
+import traceback
 from collections.abc import Iterable
 
 LONGEST = 100  # characters of a name or a value in a message
@@ -25,6 +26,11 @@ def printable(text: str) -> str:
 def shortened(text: str) -> str:
     """The text, cut off after LONGEST characters."""
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def reason_of(error: BaseException) -> str:
+    """Type and message of an error in at most 300 characters, even where its `__str__` fails."""
+    return traceback.format_exception_only(error)[-1].split("\n")[0][:300]
 
 
 def listed(names: Iterable[str]) -> str:

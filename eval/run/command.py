@@ -22,7 +22,7 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
 
     Characters that the encoding of standard output lacks are escaped.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, interrupt_once)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (the caller has closed it)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
@@ -49,6 +49,12 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
         stop(program, f"{fault}, then continue with --resume", 2)
     finally:
         processes.leave()
+
+
+def interrupt_once(number: int, frame: object) -> NoReturn:
+    """Ctrl-C ends the program; pressed again while it ends, it is ignored."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def stop(program: str, message: str, code: int) -> NoReturn:

@@ -34,6 +34,7 @@ from tsmc.runs import Draw, chunk_sizes, joined
 
 Compute = Callable[[Report], dict[str, Tensor]]
 """compute(report) gives the tensors of a phase, and calls `report` once for each step."""
+LOCK = ".lock"
 NEUTRAL = {"out": "", "quiet": False}  # options that change no result
 
 
@@ -57,13 +58,15 @@ class Run:
         self.identity = json.dumps(options, sort_keys=True)
         if len(set(processes.gather(self.identity))) > 1:
             raise InputError("the processes of this job have different options; start them alike")
+        self.lock: filelock.BaseFileLock | None = None  # held by the process that writes
         if resumed is None:
-            self.path = processes.gather(new_directory(config) if self.writes else None)[0]
+            self.directory = processes.gather(new_directory(config) if self.writes else None)[0]
         else:
-            self.path = resumed
+            self.directory = resumed
         if not self.writes:
             return
-        self.lock = locked(self.path)
+        self.lock = locked(self.directory)
+        self.own_lock = identity_of(self.directory / LOCK)
         if resumed is None:
             versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
             made_by = {"versions": versions, "networks": networks}
@@ -71,8 +74,22 @@ class Run:
         elif read_json(self.path / "config.json").get("networks") != networks:
             fault = f"{self.path}: a network or potential has changed since the run began"
             raise InputError(f"{fault}; restore it or start a new run")
-        for partial in [*self.path.glob(f".*{PARTIAL}"), *self.path.glob(f"*/.*{PARTIAL}")]:
-            partial.unlink(missing_ok=True)
+        for folder in ("", "resume", "target", "figures", "generation-*"):
+            for partial in self.path.glob(f"{folder}/.*{PARTIAL}".lstrip("/")):
+                partial.unlink(missing_ok=True)
+
+    @property
+    def path(self) -> Path:
+        """The run's directory; InputError where it is no longer the one that this run has locked.
+
+        Everything that is written goes through here, so nothing gets into another run's directory.
+        """
+        if self.lock is not None and identity_of(self.directory / LOCK) != self.own_lock:
+            fault = (
+                f"{self.directory}: has been moved, deleted or replaced while its run wrote there"
+            )
+            raise InputError(f"{fault}; put it back and continue with --resume")
+        return self.directory
 
     def __enter__(self) -> "Run":
         return self
@@ -80,8 +97,11 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if self.writes:
             self.lock.release()
+            self.lock = None
         if isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(f"interrupted; continue with --resume {self.path}") from error
+            raise KeyboardInterrupt(
+                f"interrupted; continue with --resume {self.directory}"
+            ) from error
 
     def once(self, phase: str, m: int | None, steps: int, compute: Compute) -> dict[str, Tensor]:
         """The tensors of a phase of generation m, which reports each of its steps."""
@@ -184,9 +204,17 @@ def new_directory(config: RunConfig) -> Path:
     return path
 
 
+def identity_of(file: Path) -> tuple[int, int] | None:
+    """What tells a file from any other, whatever its name; None where there is none."""
+    with contextlib.suppress(OSError):
+        status = file.stat()
+        return status.st_dev, status.st_ino
+    return None
+
+
 def locked(path: Path) -> filelock.BaseFileLock:
     """A lock on a directory; InputError where another process holds it."""
-    lock = filelock.FileLock(path / ".lock", timeout=0)
+    lock = filelock.FileLock(path / LOCK, timeout=0)
     try:
         lock.acquire()
     except filelock.Timeout:

@@ -5,7 +5,7 @@ Options turn into the parts of a run here; everything below receives these parts
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from tokenizers import Tokenizer
@@ -19,6 +19,7 @@ from eval.scorers.potentials import fingerprints, make_factors, user_file
 from tinystories import Conditional, GPTNeo
 from tinystories.checkpoint import digest_of, fingerprint
 from tinystories.fast import pack
+from tinystories.tokenizer import tokenizing
 from tsmc.interfaces import Twist
 from tsmc.rejection import ExactSamples
 from tsmc.sampler import Sigma
@@ -80,9 +81,14 @@ def load_setup(config: RunConfig) -> Setup:
     scorer.logits = lambda texts: last_logits(tuple(texts))
     encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
     encode = similarity.SimilarityScorer(pack(encoder.to(dtype)), its_tokenizer)
-    ids = torch.tensor(tokenizer.encode(config.prompt).ids, dtype=torch.long, device=device)
+    with tokenizing("the language model"):
+        ids = torch.tensor(tokenizer.encode(config.prompt).ids, dtype=torch.long, device=device)
     base = Conditional(pack(model), ids, config.length)
-    decode = partial(tokenizer.decode_batch, skip_special_tokens=True)
+
+    def decode(rows: list[list[int]]) -> list[str]:
+        with tokenizing("the language model"):
+            return tokenizer.decode_batch(rows, skip_special_tokens=True)
+
     potential = TextPotential(make_factors(config.potential, config.beta, scorer), decode, ids)
     potential(ids.repeat(config.length)[None, : config.length])  # fails before files are written
     setup = Setup(model, tokenizer, config.prompt, base, potential, scorer, encode)

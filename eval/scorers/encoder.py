@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tinystories.errors import InputError
 from tinystories.gpt_neo import Linear, LinearGELU
 from tinystories.load import config_from_json, load_network, save_network
+from tinystories.tokenizer import tokenizing
 
 PADDING = {"bert": 0, "roberta": 1}  # if config.json has no pad_token_id
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
@@ -136,7 +137,8 @@ class Runner:
 
     def __call__(self, texts: list[str]) -> Tensor:
         """Results [N, ...] on the CPU in the order of the texts, or InputError for NaN."""
-        rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
+        with tokenizing(type(self.model).__name__):
+            rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         batches = self.batches([rows[i] for i in order])
         with torch.inference_mode():

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.checkpoint import digest_of
-from tinystories.errors import InputError
+from tinystories.errors import InputError, reason_of
 from twist.potential import READS, Factor, first_sentence, keyword, power, regex
 
 READY = {"keyword": keyword, "regex": regex, "first-sentence": first_sentence}
@@ -82,17 +82,28 @@ def fingerprints(potential: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def users_code(spec: str, path: Path) -> Iterator[None]:
-    """Everything that a user's code or its result raises becomes an InputError with the line."""
+    """Everything that a user's code or its result raises becomes an InputError with the line.
+
+    PyTorch's default type and gradient mode, which it may have changed, are put back.
+    """
+    dtype = torch.get_default_dtype()
+    has_gradients = torch.is_grad_enabled()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             yield
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
         place = f"line {lines[-1]}: " if lines else ""
-        reason = f"{type(error).__name__}: {error}".split("\n")[0][:300]
         remedy = "NAME must be a function in FILE.py that returns log phi, N numbers below infinity"
-        raise InputError(f"--potential {spec} failed ({place}{reason}); {remedy}") from error
+        raise InputError(
+            f"--potential {spec} failed ({place}{reason_of(error)}); {remedy}"
+        ) from error
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(has_gradients)
 
 
 @functools.cache
@@ -113,10 +124,11 @@ def user_factor(spec: str) -> Factor:
     def log_phi(batch: list[str] | Tensor) -> Tensor:
         with users_code(spec, path):
             own = copy.deepcopy(batch)  # the function may change it
-            value = torch.as_tensor(function(own)).detach().float()
+            numbers = torch.as_tensor(function(own)).tolist()
+            value = torch.tensor(numbers, dtype=torch.float32)  # a plain tensor, whatever it was
             if value.shape != (len(batch),):
                 raise ValueError(f"shape {list(value.shape)} for {len(batch)} texts")
-            for number, read in zip(value.tolist(), batch, strict=True):
+            for number, read in zip(numbers, batch, strict=True):
                 if not number < math.inf:
                     raise ValueError(f"{number} for {str(read)[:80]!r}")
             return value

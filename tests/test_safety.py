@@ -1,0 +1,170 @@
+"""What belongs to the user is neither lost nor overwritten, and its faults are one line."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import refusal, run_main
+from tokenizers import Tokenizer, models
+
+from eval.run.options import POCKET, RunConfig
+from eval.run.run import Run
+from eval.scorers.potentials import user_factor
+from tinystories.checkpoint import fill
+from tinystories.errors import InputError
+from tinystories.tokenizer import tokenizing
+
+TINY = ["--generations", "0", "--pool-base-draws", "40", "--distill-updates", "2"]
+TINY += ["--distill-batch-size", "4", "--value-updates", "2", "--eval-runs", "2", "--quiet"]
+TINY += ["--eval-particles", "4", "--eval-base-samples", "20", "--length", "3"]
+TINY += ["--eval-target-proposals", "0"]
+
+
+def new_run(path: Path) -> Run:
+    return Run(RunConfig(out=str(path), quiet=True), None, {})
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "moved"])
+def test_a_run_whose_directory_is_another_one_writes_nothing_there(tmp_path, how):
+    with new_run(tmp_path / "run") as run:
+        if how == "moved":
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+        else:
+            shutil.rmtree(tmp_path / "run")
+        if how == "replaced":
+            new_run(tmp_path / "run").__exit__(None, None, None)
+        before = sorted(path.name for path in tmp_path.glob("run/*"))
+        with pytest.raises(InputError, match="moved, deleted or replaced"):
+            run.add_samples([{"text": "a"}])
+        with pytest.raises(InputError, match="moved, deleted or replaced"):
+            run.once("phase", 0, 1, lambda report: {"x": torch.zeros(1)})
+        with pytest.raises(InputError, match="moved, deleted or replaced"):
+            run.finish({})
+    assert sorted(path.name for path in tmp_path.glob("run/*")) == before
+
+
+def test_resuming_and_finishing_remove_only_what_the_run_wrote(tmp_path):
+    run = tmp_path / "run"
+    with new_run(run) as unfinished:
+        unfinished.once("phase", 0, 1, lambda report: {"x": torch.zeros(1)})
+    names = [".results.json.original", ".2024-notes.markdown", ".tmpbackup", "resume/my-notes.txt"]
+    names += ["notes/.data.csv.123.tsmc-partial", "resume/own.safetensors"]
+    for name in names:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("mine")
+    (run / "resume" / ".x.safetensors.7.tsmc-partial").write_text("left behind")
+    config = RunConfig(out=str(run), quiet=True)
+    with Run(config, run, {}) as resumed:
+        resumed.once("phase", 0, 1, lambda report: {"x": torch.ones(1)})
+        resumed.finish({})
+    assert all((run / name).read_text() == "mine" for name in names)
+    assert sorted(os.listdir(run / "resume")) == ["my-notes.txt", "own.safetensors"]
+
+
+def test_damaged_results_of_an_unfinished_run_cost_it_nothing(tmp_path):
+    with new_run(tmp_path / "run") as unfinished:
+        unfinished.once("phase", 0, 1, lambda report: {"x": torch.zeros(1)})
+    for damaged in ("{}", '{"base"', '{"base": {"toxicity": 1' + 400 * "0" + "}}"):
+        (tmp_path / "run" / "results.json").write_text(damaged)
+        line = refusal("--resume", tmp_path / "run")
+        assert "results.json: " in line and str(tmp_path) in line
+        assert os.listdir(tmp_path / "run" / "resume") == ["0-phase.safetensors"]
+
+
+def test_a_linked_file_is_not_written_through_and_a_pipe_is_refused(tmp_path):
+    precious = tmp_path / "precious.txt"
+    precious.write_text("mine")
+    with new_run(tmp_path / "run") as run:
+        (tmp_path / "run" / "metrics.jsonl").symlink_to(precious)
+        run.log([{"step": 1}])
+        assert precious.read_text() == "mine"
+        (tmp_path / "run" / "samples.jsonl").unlink(missing_ok=True)
+        os.mkfifo(tmp_path / "run" / "samples.jsonl")
+        with pytest.raises(InputError, match="not a regular file"):
+            run.add_samples([{"text": "a"}])
+
+
+POTENTIALS = {
+    "cancelled": "import asyncio\ndef f(texts): raise asyncio.CancelledError",
+    "generator exit": "def f(texts): raise GeneratorExit",
+    "group": "def f(texts): raise BaseExceptionGroup('many', [SystemExit(1)])",
+    "no text": "class E(Exception):\n  def __str__(self): 1 / 0\ndef f(texts): raise E",
+    "property": "class C:\n  reads = property(lambda self: 1 / 0)\nf = C()",
+    "nested": "import torch\ndef f(texts): return torch.nested.nested_tensor([torch.zeros(2)])",
+    "length": "class C:\n  def __len__(self): raise KeyError\ndef f(texts): return C()",
+    "subclass": "import torch\nclass T(torch.Tensor):\n  @classmethod\n"
+    "  def __torch_function__(cls, *a, **k): raise KeyError\n"
+    "def f(texts): return torch.zeros(len(texts)).as_subclass(T)",
+}
+
+
+@pytest.mark.parametrize("source", POTENTIALS.values(), ids=POTENTIALS)
+def test_whatever_a_potential_raises_or_returns_is_one_line(tmp_path, source):
+    path = tmp_path / "own.py"
+    path.write_text(source)
+    with pytest.raises(InputError, match=r"--potential .*own.py:f failed \(") as refused:
+        user_factor(f"{path}:f").log_phi(["a", "b"])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_potential_may_not_change_how_tensors_are_made(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import torch\ndef f(texts):\n    torch.set_default_dtype(torch.float64)\n"
+        "    torch.set_grad_enabled(False)\n    return torch.zeros(len(texts))"
+    )
+    value = user_factor(f"{path}:f").log_phi(["a", "b"])
+    assert type(value) is torch.Tensor and value.dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+
+
+def test_a_tokenizer_that_fails_for_a_text_is_one_line():
+    without_unknown = Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]"))
+    fails = pytest.raises(InputError, match="Network: its tokenizer fails for a text")
+    with fails, tokenizing("Network"):
+        without_unknown.encode("b")
+
+
+def test_a_weight_that_float32_cannot_hold_is_refused():
+    layer = torch.nn.Linear(1, 1, bias=False)
+    with pytest.raises(ValueError, match="weight holds NaN, values infinite in float32"):
+        fill(layer, {"weight": torch.full((1, 1), 1e39, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("option", ["--seed=--", "--generations=--", "--beta=--"])
+def test_options_without_a_value_are_one_line(tmp_path, option):
+    assert option.split("=")[0] in refusal("--out", tmp_path / "run", option)
+
+
+def test_many_quick_interrupts_end_a_run_in_one_line(tmp_path):
+    """Twenty-five times Ctrl-C while it samples: one line, and the run continues later."""
+    program = textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(POCKET.parents[1])!r})
+        from main import main
+        main({[*TINY, "--pool-base-draws", "100000", "--out", str(tmp_path / "run")]!r})
+    """)
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "resume").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    for _ in range(25):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    said = process.communicate(timeout=60)[1].strip().splitlines()
+    assert process.returncode == 130
+    assert len(said) == 1 and "continue with --resume" in said[0], said
+
+
+def test_a_tiny_run_with_its_own_potential_ends_well(tmp_path):
+    (tmp_path / "own.py").write_text("def f(texts): return [-len(text) / 50 for text in texts]")
+    run_main([*TINY, "--potential", f"{tmp_path / 'own.py'}:f", "--out", tmp_path / "run"])
+    assert (tmp_path / "run" / "results.json").exists()

@@ -110,7 +110,7 @@ def learn_scores(run: Run, setup: Setup, samples: Pool, m: int) -> Tensor:
 
 
 def learn_psi(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Module:
-    """Lines 1 and 4: psi^(m), the value of a prefix. psi^(0) has an adapter, which proposes."""
+    """Lines 1 and 4: psi^(m), the value of a prefix; psi^(0) has an adapter too, its proposal q."""
     config = run.config
     if not config.pooling:
         return contrastive_twist_learning(run, setup, p, m)
@@ -121,13 +121,14 @@ def learn_psi(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn
     widths = (sizes.hidden_size, config.value.hidden_units, sizes.vocab_size)
     psi = ValueTwist(*widths, generator, memory, adapter)
     if config.learn_value:
-        learn_values(run, setup.conditional(p, memory), psi, samples, m, generator)
+        q = setup.conditional(p if adapter is None else adapter, memory)
+        learn_values(run, q, psi, samples, m, generator)
     return psi
 
 
 def learn_values(
     run: Run,
-    model: Conditional,
+    q: Conditional,
     psi: ValueTwist,
     samples: Pool,
     m: int,
@@ -139,9 +140,9 @@ def learn_values(
     def learn(report: Report) -> dict[str, Tensor]:
         weights = samples.weights(run.config.pool.least_ess)
         sizes = (options.negatives, options.batch_size, options.updates)
-        draw_batch = batches_of_values(model, samples, weights, *sizes, generator)
+        batches = batches_of_values(q, samples, weights, *sizes, generator)
         optimizer = torch.optim.Adam(psi.network.parameters(), lr=options.learning_rate)
-        learn_value(psi, optimizer, draw_batch, options.updates, report)
+        learn_value(psi, optimizer, *batches, options.updates, report)
         return psi.network.state_dict()
 
     psi.network.load_state_dict(run.once("value learning", m, options.updates, learn))
@@ -221,6 +222,9 @@ def sample_batches(
     """Batches of weighted samples, with their states in `base` where it is given."""
     options = run.config.distill
     weights = samples.weights(run.config.pool.least_ess)
+    alive = (weights > 0).sum().item()
+    if alive < run.config.pool.least_ess * len(weights):
+        run.say(f"only {alive} of {len(weights)} draws have phi > 0; all of them weigh the same")
     sizes = (options.batch_size, options.updates)
     return processes.own_rows(batches_of(samples.tokens(), weights, *sizes, generator, base))
 
@@ -229,8 +233,8 @@ def planned_phases(run: Run, setup: Setup) -> int:
     """How many phases the run has, for its display of progress."""
     config = run.config
     ends = 1 if setup.exact is not None or config.eval.target_proposals == 0 else 2
-    learning = 2 + config.surrogate + config.learn_value if config.pooling else 2
-    first = learning if config.pooling else learning - 1
+    learning = 2 + config.surrogate + config.learn_value if config.pooling else 3
+    first = learning if config.pooling else 1
     return ends + first + 1 + config.generations * (learning + 2)
 
 

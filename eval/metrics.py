@@ -5,7 +5,7 @@
     similarity   mean cosine over distinct index pairs of the same R K texts
     energy       2 E|x - y| - E|x - x'| - E|y - y'|: energy distance of sentence embeddings, texts x
                  against exact samples y of sigma; zero where both come from the same distribution.
-                 In Target's row the 95 % quantile between halves of y
+                 In Target's row what 95 % of exact samples of the size of a row would stay below
     KL(sigma||q) = E_sigma[log p^(0)(s) + log phi(s) - log q(s)] - log Z_sigma, by exact samples
     log Z        log of the mean of Z-hat over all runs, dead ones counting zero
     log Z-hat    mean and standard deviation over the runs that are alive; at most log Z_sigma in
@@ -32,6 +32,8 @@ from tsmc.proposal import proposal_log_probs, sequence_log_probs
 from tsmc.rejection import ExactSamples
 from tsmc.sampler import Population
 from twist.potential import TextPotential, each_once
+
+WIDEST = 1.0  # spread of log Z-hat up to which the interval of `log_mean_z` is given
 
 
 @dataclass(frozen=True)
@@ -94,19 +96,35 @@ def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
     return 2 * pair_distances(x, y).mean().item() - within_x - mean_within(pair_distances(y, y))
 
 
-def energy_floor(y: Tensor, generator: torch.Generator, splits: int = 100) -> float:
-    """The 95 % quantile of the energy distance between two random halves of vectors y [M, D]."""
-    distances = pair_distances(y, y)  # [M, M]
-    energies = []
-    for _ in range(splits):
-        one, other = torch.randperm(len(y), generator=generator).to(y.device).chunk(2)
-        within = mean_within(distances[one][:, one]) + mean_within(distances[other][:, other])
-        energies.append(2 * distances[one][:, other].mean().item() - within)
-    return torch.tensor(energies, dtype=torch.float64).quantile(0.95).item()
+def energy_floor(y: Tensor, n: int, generator: torch.Generator, splits: int = 3000) -> float:
+    """The 95 % quantile of the energy distance of n exact samples from the exact samples y [M, D].
+
+    It is that between random halves of y, of which no more are known, carried over to sizes n and
+    M: between samples of one distribution, the distance has the same law but for a factor of 1/n +
+    1/M. Particles of a run depend on each other and count for fewer.
+    """
+    count = len(y)
+    half = count // 2
+    distances = pair_distances(y, y).cpu()  # [M, M]
+    order = torch.rand(splits, count, generator=generator).argsort(1)  # [S, M]
+    is_first = (order < half).double()  # [S, M]
+    sums = is_first @ distances  # [S, M]
+    within = (sums * is_first).sum(1)  # [S] over ordered pairs of the first half
+    between = sums.sum(1) - within  # [S]
+    rest = distances.sum() - within - 2 * between  # [S] over ordered pairs of the other half
+    other = count - half
+    energies = 2 * between / (half * other)
+    energies -= within / (half * (half - 1)) + rest / (other * (other - 1))
+    return energies.quantile(0.95).item() * (1 / n + 1 / count) / (1 / half + 1 / other)
 
 
 def log_mean_z(log_z: Tensor) -> tuple[float, float]:
-    """log of the mean of Z-hat over runs, log_z [R], and half of its 95 % interval."""
+    """log of the mean of Z-hat over runs, log_z [R], and half of its 95 % interval.
+
+    The interval is honest only while log Z-hat varies little: beyond WIDEST the mean rests on a few
+    runs, and the largest values are those that no run has met. At a spread of 1.3 nats it covers
+    log Z in 87 % of all cases, at 3 in 48 %.
+    """
     peak = log_z.max()
     mean = mean_estimate((log_z - peak).exp())  # positive: the largest is one
     return math.log(mean.value) + peak.item(), mean.half_width() / mean.value

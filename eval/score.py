@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         say("loading the networks of the preset pocket, and scoring its exact samples")
         config = RunConfig()
         setup = load_setup(config)
-        target, _ = evaluate_target(setup)
+        target, _ = evaluate_target(setup, config.eval.runs * config.eval.particles)
         rows = {"Target": target}
         for path, texts in files.items():
             log_toxicity = each_once(setup.log_toxicity, texts).double()  # [N]

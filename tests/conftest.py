@@ -18,9 +18,9 @@ from main import main
 
 torch.set_num_threads(1)
 SMALL = [
-    *("--generations", "1", "--ctl-updates", "4", "--ctl-batch-size", "20"),
-    *("--particles", "10", "--distill-runs", "4", "--distill-updates", "3"),
-    *("--distill-batch-size", "8", "--eval-runs", "3", "--eval-particles", "6"),
+    *("--generations", "1", "--pool-base-draws", "60", "--pool-draws", "40", "--particles", "10"),
+    *("--distill-updates", "3", "--distill-batch-size", "8", "--value-updates", "4"),
+    *("--value-batch-size", "10", "--eval-runs", "3", "--eval-particles", "6"),
     *("--eval-base-samples", "40", "--quiet"),
 ]
 """Options of a run of main.py that takes a few seconds."""

@@ -25,17 +25,16 @@ SIZES = [
     *("--eval-base-samples", "20", "--eval-target-proposals", "60", "--beta", "0.3"),
     *("--length", "5", "--quiet"),
 ]
-DISTILLED = [
-    *(*SIZES, "--ctl-updates", "4", "--ctl-batch-size", "11"),
-    *("--particles", "6", "--distill-runs", "13", "--distill-updates", "3"),
-    *("--distill-batch-size", "9"),
-]
 POOLED = [
-    *("--method", "pooled", *SIZES, "--pool-rounds", "1", "--pool-updates", "4"),
-    *("--pool-batch-size", "7", "--pool-base-draws", "50", "--pool-draws", "45"),
+    *(*SIZES, "--pool-base-draws", "50", "--pool-draws", "45", "--particles", "6"),
+    *("--distill-updates", "3", "--distill-batch-size", "9", "--distill-hidden-units", "16"),
+    *("--value-updates", "4", "--value-batch-size", "7", "--value-negatives", "20"),
+    *("--distill-runs", "13", "--ctl-updates", "4", "--ctl-batch-size", "11"),  # without the pool
 ]
-PRODUCTS = ["results.json", "samples.jsonl", "metrics.jsonl"]
-PRODUCTS += ["generation-1/model.safetensors", "generation-1/twist.safetensors"]
+UNPOOLED = [*POOLED, "--no-pooling", "--student", "full"]
+JOBS = {"pooled": POOLED, "unpooled": UNPOOLED}
+"""The default, and without the pool; then a new generation fine-tunes the last one's model."""
+PRODUCTS = ["results.json", "samples.jsonl", "metrics.jsonl", "generation-*/*.safetensors"]
 
 
 def run_main(arguments: Iterable[object]) -> None:
@@ -55,7 +54,10 @@ def refusal(*arguments: object) -> str:
 
 
 def products(run: Path) -> dict[str, bytes]:
-    return {name: (run / name).read_bytes() for name in PRODUCTS}
+    """Contents of a run's files: figures, samples, and what each generation has learned."""
+    found = [path for pattern in PRODUCTS for path in run.glob(pattern)]
+    assert len(found) == 7, "two generations, each of two files"
+    return {str(path.relative_to(run)): path.read_bytes() for path in found}
 
 
 @dataclass

@@ -1,6 +1,7 @@
-"""Self-distillation by full fine-tuning and by LoRA."""
+"""Self-distillation by full fine-tuning and by LoRA; test_pool.py has that of an adapter."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,7 @@ from worlds import Recorded, generator, tiny_conditional
 
 from distill.finetune import Student
 from distill.lora import LoRALinear, add_lora, merge_lora
-from distill.self_distill import batches_of, held_out_loss, hold_out, self_distill
-from distill.self_distill import negative_log_likelihood as loss_of
-from tinystories import Conditional
+from distill.self_distill import Batch, batches_of, model_loss, self_distill
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 
 
@@ -20,10 +19,12 @@ def test_distilled_samples_become_likelier_and_the_teacher_stays(lora):
     before = copy.deepcopy(teacher.model.state_dict())
     samples = torch.tensor([[3, 4, 5, 6], [3, 3, 2, 1]]).repeat(20, 1)
     student = Student(teacher.model, 3e-2 if lora else 1e-2, 0.01, lora, generator(0))
-    self_distill(student, teacher, batches_of(samples, 16, generator(1)), 30, reports)
+    loss = partial(model_loss, teacher.with_model(student.network))
+    draw_batch = batches_of(samples, torch.ones(40), 16, 30, generator(1))
+    self_distill(loss, student.optimizer, draw_batch, 30, reports)
     trained = student.finish()
-    model = Conditional(trained, teacher.prompt, teacher.length)
-    assert held_out_loss(model, samples[:4]) < held_out_loss(teacher, samples[:4]) - 0.3
+    model, every = teacher.with_model(trained), Batch(samples, None, 40)
+    assert model_loss(model, every) < model_loss(teacher, every) - 0.3
     assert len(reports) == 30 and reports[-1]["loss"] < reports[0]["loss"] - 0.3
     for name, tensor in teacher.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
@@ -35,22 +36,26 @@ def test_the_loss_is_of_continuation_tokens_only_and_sums_over_parts():
     tokens = torch.tensor([[3, 4, 5, 6], [3, 3, 2, 1]])
     ids = torch.cat([torch.tensor([[1, 2]] * 2), tokens[:, :-1]], 1)
     log_p = model.model(ids).log_softmax(-1)[:, 1:].gather(-1, tokens[..., None])
-    torch.testing.assert_close(loss_of(model, tokens, 2), -log_p.mean())
-    batch = batches_of(tokens, 5, generator(0))(0)
-    whole = loss_of(model, batch.tokens, batch.batch_size)
+    torch.testing.assert_close(model_loss(model, Batch(tokens, None, 2)), -log_p.mean())
+    batch = batches_of(tokens, torch.ones(2), 5, 1, generator(0))(0)
     parts = [batch.rows(part) for part in (slice(0, 2), slice(2, 5))]
-    losses = [loss_of(model, part.tokens, part.batch_size) for part in parts]
-    torch.testing.assert_close(sum(losses), whole)
-    assert held_out_loss(model, tokens) == pytest.approx(-log_p.mean().item())
+    losses = [model_loss(model, part) for part in parts]
+    torch.testing.assert_close(sum(losses), model_loss(model, batch))
 
 
-@pytest.mark.parametrize(("runs", "held_out"), [(20, 2), (2, 1), (1, 1)])
-def test_a_tenth_of_the_runs_is_held_out(runs, held_out):
-    samples = torch.arange(runs * 6).view(runs, 3, 2)
-    train, rest = hold_out(samples)
-    assert torch.equal(rest, samples[:held_out].flatten(0, 1))
-    kept = samples[held_out:] if runs > 1 else samples
-    assert torch.equal(train, kept.flatten(0, 1))
+def test_rows_are_drawn_by_their_weights_and_states_are_those_of_their_rows():
+    """Tokens are the numbers of their rows; row 1 has weight zero."""
+    weights = torch.tensor([1.0, 0.0, 3.0])
+    samples, model = torch.arange(3).repeat(4, 1).T, tiny_conditional(0)
+    draw_batch = batches_of(samples, weights, 500, 8, generator(0), model)
+    batches = [draw_batch(update) for update in range(8)]
+    drawn = torch.cat([batch.tokens[:, 0] for batch in batches])
+    assert drawn.bincount().tolist()[1] == 0
+    assert (drawn == 2).float().mean().item() == pytest.approx(0.75, abs=0.03)
+    assert not torch.equal(batches[0].tokens, batches[1].tokens)
+    for batch in batches:
+        torch.testing.assert_close(batch.hidden, model.states(batch.tokens), rtol=1e-4, atol=1e-5)
+    assert batches_of(samples, weights, 5, 1, generator(0))(0).hidden is None
 
 
 def test_lora_starts_at_the_base_model_to_the_bit_and_merging_keeps_the_function():

@@ -8,8 +8,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ORDER = ["tinystories", "tsmc", "twist", "distill", "eval", "main"]
 METHOD = ORDER[1:4]
-PLAIN = {"collections.abc", "copy", "dataclasses", "itertools", "math", "pathlib", "re", "signal"}
-PLAIN |= {"typing", "torch", "torch.nn.functional", "numpy"}
+PLAIN = {"collections.abc", "copy", "dataclasses", "functools", "itertools", "math", "pathlib"}
+PLAIN |= {"re", "signal", "typing", "torch", "torch.nn.functional", "numpy"}
 POSIX = {"fcntl", "resource", "pwd", "grp", "termios"}
 PORTABLE = {"run", "scorers", "viewer"}  # of the evaluation: what runs on any system
 EXCEPT = {"tsmc/__main__.py", "eval/paper/parts.py"}  # start the viewer and the program

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import DISTILLED, POOLED, products, refusal, run_main
+from jobs import JOBS, POOLED, UNPOOLED, products, refusal, run_main
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import main
 import tinystories
+from eval import load_run
+from eval.run.evaluate import finish_generation
 from eval.run.options import POCKET, PRESETS, RunConfig, read_config, saved_config
-from eval.run.trained import load_twist
+from eval.run.trained import load_generation
 from tinystories.checkpoint import read_tensors
 from tinystories.errors import InputError
+from tinystories.fast import pack
+from twist.mlp import TwistMLP
 
 
 def read(path: Path) -> dict | list[dict]:
@@ -40,13 +46,13 @@ def test_results_hold_the_promised_rows(results):
 
 def test_every_file_of_a_run_can_be_read_again(finished_run):
     config = read(finished_run / "config.json")
-    assert config["seed"] == 0 and config["ctl"]["updates"] == 4 and "torch" in config["versions"]
+    assert config["seed"] == 0 and config["value"]["updates"] == 4 and "torch" in config["versions"]
     assert set(config["networks"]) == {"lm", "toxicity_model", "similarity_model"}
     metrics = read(finished_run / "metrics.jsonl")
     phases = {f"{record['generation']} {record['phase']} {record['step']}" for record in metrics}
-    assert len(phases) == len(metrics) == 17
-    assert {"None base samples 1", "0 twist learning 4", "0 evaluation 1", "1 sampling 1"} < phases
-    assert {"1 distillation 4", "1 twist learning 4", "1 bare model 1"} < phases
+    assert len(phases) == len(metrics) == 22
+    assert {"None base samples 1", "0 sampling 1", "0 twist learning 3"} < phases
+    assert {"1 surrogate 1", "1 distillation 3", "1 value learning 4", "1 bare model 1"} < phases
     samples = read(finished_run / "samples.jsonl")
     assert sum(row["source"] == "generation 1" for row in samples) == 18
     assert all(row["text"].startswith("Once upon a time, there was a") for row in samples)
@@ -56,8 +62,68 @@ def test_every_file_of_a_run_can_be_read_again(finished_run):
     assert not (finished_run / "resume").exists()
 
 
-def test_a_saved_generation_loads_here_and_in_transformers(finished_run, pocket_lm):
-    directory = finished_run / "generation-1"
+def run_and_load(options: list, out: Path) -> list[nn.Module]:
+    """Make a run and assert that its generations load as they were; returns each p, then psi."""
+    found = []
+
+    def finish(run, setup, m: int, p: nn.Module, psi: nn.Module, results: dict) -> None:
+        finish_generation(run, setup, m, p, psi, results)
+        tokens = torch.arange(40, 60).view(4, 5)
+        sigma, twist = load_generation(setup, out / f"generation-{m}", m, torch.device("cpu"))
+        with torch.no_grad():
+            log_p, _, hidden = setup.sigma(p, psi).model.log_probs(tokens)
+            assert torch.equal(sigma.model.log_probs(tokens)[0], log_p)
+            assert torch.equal(twist(hidden), pack(psi)(hidden))
+        found.extend([p, psi])
+        assert m == 0 or len(run.phases) == run.total
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "finish_generation", finish)
+        run_main([*options, "--out", out])
+    drawn = load_run(out).sample(particles=3, runs=2)
+    assert len(drawn.texts) == 6 and drawn.log_z_hat < 0
+    return found
+
+
+def tensors_of(generation: Path) -> set[str]:
+    """Names of what a generation has saved; those of an adapter or twist without their layers."""
+    names = {name for path in generation.glob("[at]*.safetensors") for name in read_tensors(path)}
+    return {re.sub(r"(first|second|last)\.\w+", "mlp", name) for name in names}
+
+
+ABLATIONS = {
+    "--dtype bfloat16": {"memory", "network.mlp", "scores", "shift.mlp"},
+    "--no-memory": {"network.mlp", "scores", "shift.mlp"},
+    "--no-surrogate": {"network.mlp", "shift.mlp"},
+    "--no-learn-value": {"memory", "network.mlp", "scores", "shift.mlp"},
+    "--no-effective-potential": {"memory", "network.mlp", "scores", "shift.mlp"},
+    "--no-pooling": {"mlp", "shift.mlp"},
+}
+
+
+@pytest.mark.parametrize("flags", ABLATIONS)
+def test_every_part_can_be_left_out(tmp_path, flags):
+    base, first, adapter, psi = run_and_load([*POOLED, *flags.split()], tmp_path / "run")
+    generations = [tmp_path / "run" / f"generation-{m}" for m in range(2)]
+    assert tensors_of(generations[1]) == ABLATIONS[flags]
+    assert tinystories.load(generations[0])[0].wte.weight.equal(base.wte.weight)
+    assert not (generations[1] / "config.json").exists()
+    with pytest.raises(InputError, match=r"generation-1/config\.json: no such file"):
+        tinystories.load(generations[1])
+    assert adapter.shift.last.weight.any()
+    if flags == "--no-pooling":
+        return
+    assert first.adapter.shift.last.weight.any() and psi.adapter is None
+    is_learned = flags != "--no-learn-value"
+    assert all(twist.network.last.weight.any() == is_learned for twist in (first, psi))
+
+
+@pytest.mark.parametrize("student", ["full", "lora"])
+@pytest.mark.parametrize("job", JOBS)
+def test_a_fine_tuned_generation_loads_here_and_in_transformers(tmp_path, job, student):
+    base, *_ = run_and_load([*JOBS[job], "--student", student], tmp_path / "run")
+    directory = tmp_path / "run" / "generation-1"
+    assert tensors_of(directory) == ({"mlp"} if job == "unpooled" else {"memory", "network.mlp"})
     model, tokenizer = tinystories.load(directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     text = "Once upon a time, there was a little girl who was mean."
@@ -66,11 +132,13 @@ def test_a_saved_generation_loads_here_and_in_transformers(finished_run, pocket_
     with torch.no_grad():
         ours, expected = model(ids), theirs(ids).logits
         assert (ours - expected).abs().max() <= 2e-5 * expected.abs().max()
-        assert load_twist(directory)(model.hidden(ids)).shape == ours.shape
-    assert not torch.equal(pocket_lm[0].wte.weight, model.wte.weight), "distillation did nothing"
+    before, after = base.state_dict(), model.state_dict()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    wanted = "(q|v)_proj.weight" if student == "lora" else "wte|wpe|proj|fc|ln_"
+    assert changed and changed == {name for name in after if re.search(wanted, name)}
 
 
-@pytest.mark.parametrize("options", [DISTILLED, POOLED], ids=["distilled", "pooled"])
+@pytest.mark.parametrize("options", JOBS.values(), ids=JOBS)
 def test_a_seed_determines_every_byte(tmp_path, capfd, options):
     """And standard error has the number of each phase, or nothing at all."""
     quiet, loud, other = (tmp_path / name for name in ("quiet", "loud", "other"))
@@ -89,19 +157,11 @@ def test_a_seed_determines_every_byte(tmp_path, capfd, options):
     assert read(quiet / "results.json")["base"] != read(other / "results.json")["base"]
 
 
-def test_lora_trains_only_query_and_value(tmp_path, pocket_lm):
-    run_main([*DISTILLED, "--lora", "--out", tmp_path / "run"])
-    after = tinystories.load(tmp_path / "run" / "generation-1")[0].state_dict()
-    before = pocket_lm[0].state_dict()
-    changed = {name for name in after if not torch.equal(after[name], before[name])}
-    assert changed == {name for name in after if re.search("(q|v)_proj.weight", name)}
-
-
 def test_a_prompt_a_length_and_a_model_of_ones_own(tmp_path):
     run = tmp_path / "run"
     shutil.copytree(POCKET / "lm", tmp_path / "mine")
     own = ["--lm", tmp_path / "mine", "--prompt", "The cat", "--length", 3]
-    run_main([*DISTILLED, *own, "--generations", 0, "--out", run])
+    run_main([*POOLED, *own, "--generations", 0, "--out", run])
     assert read(run / "results.json")["prompt"] == "The cat"
     assert all(row["text"].startswith("The cat") for row in read(run / "samples.jsonl"))
     key = read(run / "target" / "target.json")["key"]
@@ -110,7 +170,7 @@ def test_a_prompt_a_length_and_a_model_of_ones_own(tmp_path):
 
 
 def test_bfloat16_is_the_type_of_what_is_sampled(tmp_path):
-    run_main([*DISTILLED, "--dtype", "bfloat16", "--out", tmp_path / "run"])
+    run_main([*UNPOOLED, "--dtype", "bfloat16", "--out", tmp_path / "run"])
     saved = read_tensors(tmp_path / "run" / "generation-1" / "model.safetensors")
     base = read_tensors(POCKET / "lm" / "model.safetensors")
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
@@ -124,7 +184,7 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
     (tmp_path / "own.py").write_text("def short(texts):\n    return [-len(t) / 50 for t in texts]")
     factors = ["regex: n", "keyword~3:named", f"{tmp_path / 'own.py'}:short"]
     options = [word for factor in factors for word in ("--potential", factor)]
-    run_main([*DISTILLED, *options, "--out", tmp_path / "run"])
+    run_main([*POOLED, *options, "--out", tmp_path / "run"])
     assert "log phi  phi > 0" in capsys.readouterr().out
     for row in read(tmp_path / "run" / "samples.jsonl"):
         text = row["text"].removeprefix("Once upon a time, there was a")
@@ -140,7 +200,7 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
     ("options", "end"),
     [
         (POOLED, "none of the 50 sequences drawn has phi > 0; draw more, or soften the potential"),
-        (DISTILLED, "0 of 20 base samples have phi > 0, too few to learn from; .*--method pooled"),
+        (UNPOOLED, "0 of 20 .*too few to learn from; soften .*, or leave out --no-pooling$"),
     ],
 )
 def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys, options, end):
@@ -153,19 +213,22 @@ def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys, opt
 
 
 def test_as_published_and_without_exact_samples(tmp_path, capsys):
-    options = ["--as-published", "--generations", 0, "--eval-target-proposals", 0]
-    run_main([*DISTILLED, *options, "--out", tmp_path / "run"])
+    options = ["--as-published", "--eval-target-proposals", 0]
+    base, first, model, psi = run_and_load([*POOLED, *options], tmp_path / "run")
+    assert type(model) is type(base) and type(psi) is type(first) is TwistMLP
     config = saved_config(tmp_path / "run")
     assert (config.resampling, config.ess_threshold, config.moves) == ("multinomial", 1.0, 0)
+    assert config.student == "full" and not (config.pooling or config.learn_value)
     said = capsys.readouterr().out
-    assert "Generation 0" in said and "Target" not in said and "KL" not in said
-    with pytest.raises(InputError, match="--as-published sets --ess-threshold itself"):
-        read_config(["--as-published", "--ess-threshold", "0.5"], "")
+    assert "Generation 1" in said and "Target" not in said and "KL" not in said
+    for flags in (["--ess-threshold", "0.5"], ["--student", "lora"], ["--pooling"]):
+        with pytest.raises(InputError, match=f"--as-published sets {flags[0]} itself"):
+            read_config(["--as-published", *flags], "")
 
 
 def test_defaults_are_those_of_the_method_and_the_preset():
     config = read_config([], "")[0]
-    assert config == RunConfig() and config.particles == 50 and config.method == "distilled"
+    assert config == RunConfig() and config.particles == 50 and config.student == "adapter"
     assert read_config(["--preset", "paper"], "")[0].particles == 100
     assert read_config(["--preset", "paper", "--particles", "7"], "")[0].particles == 7
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import DISTILLED, refusal, run_main
+from jobs import POOLED, refusal, run_main
 
 from eval.run.options import RunConfig
 from eval.run.setup import identity, sigma_key
@@ -173,7 +173,7 @@ def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
 
 
 def results_of(out: Path, *arguments: object) -> dict:
-    run_main([*DISTILLED, "--out", out, *arguments])
+    run_main([*POOLED, "--out", out, *arguments])
     return json.loads((out / "results.json").read_text())
 
 
@@ -203,7 +203,7 @@ def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own, c
     assert not results.get("target") and results["base"]["log_phi"] > 0
     assert all("kl_target_proposal" not in row for row in results["generations"])
     assert "KL" not in capsys.readouterr().out
-    line = refusal(*DISTILLED, "--out", tmp_path / "other", *potential)
+    line = refusal(*POOLED, "--out", tmp_path / "other", *potential)
     assert "subtract an upper bound" in line
 
 
@@ -211,5 +211,5 @@ def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own, c
 def test_a_wrong_potential_stops_a_run_before_anything_is_written(tmp_path, own, monkeypatch, spec):
     monkeypatch.chdir(tmp_path)
     own("return [float('nan')] * len(texts)")
-    assert f"--potential {spec}" in refusal(*DISTILLED, "--out", "run", "--potential", spec)
+    assert f"--potential {spec}" in refusal(*POOLED, "--out", "run", "--potential", spec)
     assert not Path("run").exists()

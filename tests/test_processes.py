@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import DISTILLED, Moment, ended, run_main, start, start_together
+from jobs import JOBS, POOLED, Moment, ended, run_main, start, start_together
 from safetensors.torch import load_file, save_file
 
 from distill.finetune import Student
-from distill.self_distill import batches_of, negative_log_likelihood
+from distill.self_distill import adapter_loss, batches_of, model_loss
 from eval.run import processes
 from eval.run.options import RunConfig
 from eval.run.run import Run
 from eval.run.setup import load_setup
 from tsmc.proposal import sample_proposal
+from twist.adapter import Adapter
 from twist.ctl import ctl_loss
 from twist.mlp import TwistMLP
 
@@ -31,19 +32,26 @@ def shares(folder: Path) -> None:
         psi = TwistMLP(model.config.hidden_size, 16, base.vocab_size, generator)
         torch.nn.init.normal_(psi.last.weight, generator=generator)
         processes.share_gradients(psi)
-        draw_batch = processes.ctl_batches(setup.sigma(), psi, batch_size + 1, generator)
+        draw_batch = processes.ctl_batches(setup.sigma(model, psi), psi, batch_size + 1, generator)
         ctl_loss(psi, draw_batch()).backward()
         gradients = [parameter.grad.flatten() for parameter in psi.parameters()]
         found[f"twist learning {batch_size}"] = torch.cat(gradients)
         samples = sample_proposal(base, None, 9, generator).tokens
         student = Student(model, 1e-3, 0.0, True, generator)
         processes.share_gradients(student.network)
-        batch = processes.own_rows(batches_of(samples, batch_size, generator))(0)
-        loss = negative_log_likelihood(student.after(base), batch.tokens, batch.batch_size)
-        loss.backward()
-        gradients = [parameter.grad.flatten() for parameter in student.parameters]
-        found[f"distillation {batch_size}"] = torch.cat(gradients)
-        found[f"loss {batch_size}"] = torch.tensor(processes.total(loss.detach()))
+        adapter = Adapter(model, None, False, 16, generator)
+        torch.nn.init.normal_(adapter.shift.last.weight, generator=generator)
+        processes.share_gradients(adapter)
+        sizes = (batch_size, 1, generator, base)
+        batch = processes.own_rows(batches_of(samples, torch.ones(9), *sizes))(0)
+        for name, loss, trained in (
+            ("LoRA", model_loss(student.after(base), batch), student.parameters),
+            ("adapter", adapter_loss(adapter, batch), adapter.shift.parameters()),
+        ):
+            loss.backward()
+            gradients = [parameter.grad.flatten() for parameter in trained]
+            found[f"{name} {batch_size}"] = torch.cat(gradients)
+            found[f"loss of {name} {batch_size}"] = torch.tensor(processes.total(loss.detach()))
 
     def draw(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         return {"tokens": sample_proposal(base, None, size, generator).tokens}
@@ -90,18 +98,22 @@ def assert_same_run(one: Path, two: Path) -> None:
     for name in ("samples.jsonl", "metrics.jsonl"):
         found, expected = ((run / name).read_text().splitlines() for run in (two, one))
         assert_alike(list(map(json.loads, found)), list(map(json.loads, expected)))
-    for name in ("model.safetensors", "twist.safetensors"):
-        expected, found = (load_file(run / "generation-1" / name) for run in (one, two))
+    files = list(one.glob("generation-*/*.safetensors"))
+    assert len(files) == 4
+    for path in files:
+        expected, found = load_file(path), load_file(two / path.relative_to(one))
+        assert found.keys() == expected.keys()
         for key in expected:
             torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-4)
 
 
-def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path):
+@pytest.mark.parametrize("options", JOBS.values(), ids=JOBS)
+def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, options):
     """Two begin, one is lost and the other ends; one goes on and is killed; two finish the run."""
     one, two = tmp_path / "one", tmp_path / "two"
-    run_main([*DISTILLED, "--out", one])
+    run_main([*options, "--out", one])
     first, second = (Moment(f"1-{name}.safetensors", True) for name in ("sampling", "distillation"))
-    jobs = start_together([*DISTILLED, "--out", two], tmp_path, moment=first)
+    jobs = start_together([*options, "--out", two], tmp_path, moment=first)
     assert ended(*jobs) == [-signal.SIGKILL, 2]
     (line,) = (tmp_path / "errors-1").read_text().splitlines()
     assert "another process of this job has ended" in line and "--resume" in line
@@ -118,7 +130,7 @@ def with_own_seed(arguments: list) -> None:
 
 
 def test_processes_that_were_started_differently_say_so(tmp_path):
-    arguments = [*DISTILLED, "--out", tmp_path / "run"]
+    arguments = [*POOLED, "--out", tmp_path / "run"]
     jobs = start_together(arguments, tmp_path, function=with_own_seed)
     assert ended(*jobs) == [2, 2]
     for rank in range(2):
@@ -128,7 +140,7 @@ def test_processes_that_were_started_differently_say_so(tmp_path):
 
 
 def test_an_incomplete_environment_is_one_line(tmp_path):
-    arguments = [*DISTILLED, "--out", tmp_path / "run"]
+    arguments = [*POOLED, "--out", tmp_path / "run"]
     assert ended(start(arguments, tmp_path, place={"WORLD_SIZE": 2, "RANK": 0})) == [2]
     (line,) = (tmp_path / "errors-0").read_text().splitlines()
     assert "MASTER_ADDR" in line and "start it with torchrun" in line

@@ -9,7 +9,7 @@ from pathlib import Path
 import filelock
 import pytest
 import torch
-from jobs import DISTILLED, Moment, ended, products, refusal, run_main, start
+from jobs import JOBS, POOLED, UNPOOLED, Moment, ended, products, refusal, run_main, start
 
 import main
 import tinystories
@@ -22,18 +22,25 @@ KILLED = [-signal.SIGKILL]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    run = tmp_path_factory.mktemp("whole") / "run"
-    run_main([*DISTILLED, "--out", run])
-    return run
+def wholes(tmp_path_factory) -> dict[str, Path]:
+    """A finished run of each job."""
+    runs = {job: tmp_path_factory.mktemp("whole") / job for job in JOBS}
+    for job, run in runs.items():
+        run_main([*JOBS[job], "--out", run])
+    return runs
+
+
+@pytest.fixture
+def whole(wholes) -> Path:
+    return wholes["pooled"]
 
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory) -> Path:
-    """A run that was killed in its last generation, when the twist had been learned."""
+    """A run that was killed in its last generation, before it was measured."""
     place = tmp_path_factory.mktemp("halfway")
-    moment = Moment("1-twist-learning.safetensors", True)
-    assert ended(start([*DISTILLED, "--out", place / "run"], place, moment=moment)) == KILLED
+    moment = Moment("1-value-learning.safetensors", True)
+    assert ended(start([*POOLED, "--out", place / "run"], place, moment=moment)) == KILLED
     return place / "run"
 
 
@@ -56,26 +63,37 @@ MOMENTS = [
     Moment("config.json", True),
     Moment("start-target-by-rejection.safetensors", False),
     Moment("start-base-samples.safetensors", True),
+    Moment("0-twist-learning.safetensors", True),
+    Moment("0-value-learning.safetensors", False),
     Moment("generation-0/model.safetensors", False),
     Moment("1-sampling.safetensors", True),
+    Moment("1-surrogate.safetensors", True),
     Moment("1-distillation.safetensors", False),
+    Moment("1-value-learning.safetensors", True),
+    Moment("generation-1/twist.safetensors", False),
     Moment("1-bare-model.safetensors", True),
     Moment("results.json", False),
 ]
 
 
-def test_kills_while_files_are_written_change_nothing(tmp_path, whole):
-    arguments = [*DISTILLED, "--out", tmp_path / "run"]
-    for moment in MOMENTS:
+@pytest.mark.parametrize("job", JOBS)
+def test_kills_while_files_are_written_change_nothing(tmp_path, wholes, job):
+    arguments = [*JOBS[job], "--out", tmp_path / "run"]
+    moments = [
+        moment
+        for moment in MOMENTS
+        if job == "pooled" or not re.search("value|surrogate", moment.file)
+    ]
+    for moment in moments:
         assert ended(start(arguments, tmp_path, moment=moment)) == KILLED, moment
         arguments = resume(tmp_path / "run")
     run_main(arguments)
-    assert_same(tmp_path / "run", whole)
+    assert_same(tmp_path / "run", wholes[job])
 
 
 def test_a_run_killed_before_its_options_were_written_says_what_can_be_done(tmp_path):
     run = tmp_path / "run"
-    arguments = [*DISTILLED, "--out", run]
+    arguments = [*POOLED, "--out", run]
     assert ended(start(arguments, tmp_path, moment=Moment("config.json", False))) == KILLED
     assert f"{run / 'config.json'}: no such file" in refusal("--resume", run)
     assert "exists already; choose another" in refusal(*arguments)
@@ -121,7 +139,7 @@ def test_all_files_but_the_phases_are_written_anew(copied, whole):
         is_phase = path.parent.name == "resume"
         if path.is_file() and not is_phase and path.name not in ("config.json", ".lock"):
             path.write_bytes(path.read_bytes()[:50])
-    (copied / "resume" / "0-twist-learning.safetensors").unlink()
+    (copied / "resume" / "0-value-learning.safetensors").unlink()
     (copied / "generation-0" / f".model.safetensors.7{PARTIAL}").write_text("half")
     (copied / "generation-0" / ".mine").write_text("stays")
     run_main(resume(copied))
@@ -154,7 +172,8 @@ def test_a_damaged_phase_is_named(copied):
         ({"beta": 0.4}, "resume/start-target-by-rejection.safetensors: .*another phase or run"),
         ({"length": 6.5}, "--length is 6.5; give a value of type int"),
         ({"length": True}, "--length is True; give a value of type int"),
-        ({"lora": "no"}, "--lora is 'no'; give a value of type bool"),
+        ({"pooling": "no"}, "--pooling is 'no'; give a value of type bool"),
+        ({"student": "none"}, "--student is 'none'; give one of adapter, lora, full"),
         ({"potential": [7]}, "--potential is 7; give a value of type str"),
         ({"potential": "toxicity"}, "--potential is 'toxicity'; give a value of type tuple"),
         ({"beta": 10**400}, r"config.json: holds no options of a run \(OverflowError"),
@@ -172,7 +191,7 @@ def test_edited_options_are_refused(copied, change, words):
 
 def test_a_network_that_has_changed_is_refused(tmp_path):
     shutil.copytree(POCKET / "lm", tmp_path / "lm")
-    arguments = [*DISTILLED, "--lm", tmp_path / "lm", "--out", tmp_path / "run"]
+    arguments = [*POOLED, "--lm", tmp_path / "lm", "--out", tmp_path / "run"]
     moment = Moment("start-base-samples.safetensors", True)
     assert ended(start(arguments, tmp_path, moment=moment)) == KILLED
     model, tokenizer = tinystories.load(tmp_path / "lm")
@@ -188,7 +207,7 @@ def test_what_is_no_run_or_other_options_is_refused(tmp_path, halfway):
 
 
 def test_a_failed_step_names_its_phase(tmp_path):
-    arguments = [*DISTILLED, "--ctl-learning-rate", 1, "--ctl-updates", 400]
+    arguments = [*UNPOOLED, "--ctl-learning-rate", 1, "--ctl-updates", 400]
     line = refusal(*arguments, "--out", tmp_path / "run")
     assert "generation 0  twist learning: " in line and "lower the learning rate" in line
     assert not (tmp_path / "run" / "resume" / "0-twist-learning.safetensors").exists()

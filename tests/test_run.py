@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -156,6 +157,20 @@ def test_the_summary_averages_runs_and_pairs_the_change(tmp_path):
     assert "9.00 +- 2.48" in lines[3], "Student's t, two degrees of freedom: 4.303 / sqrt(3)"
     assert "-2.00" in lines[5] and "-2.00 +-" not in lines[5]
     assert summary.interval([1.0, 1.0], ".1f") == "1.0"
+
+
+def test_two_sets_of_runs_are_compared_and_their_options_named(tmp_path, capsys):
+    paths = {f"{name}{i}": 2.0 + (name == "b") + 0.1 * i for name in "ab" for i in range(3)}
+    for path, kl in paths.items():
+        fake_run(tmp_path / path, int(path[1]), kl, generations=4 if path[0] == "b" else 2)
+    ours, theirs = ([str(tmp_path / f"{name}{i}") for i in range(3)] for name in "ab")
+    summary.main([*ours, "--against", *theirs])
+    out = capsys.readouterr().out
+    assert "Against these runs, generations 4:" in out
+    last = out.splitlines()[-1]  # Welch: t_4(0.975) * 0.0816
+    assert last.startswith("Generation 1") and re.search(r"-1\.00 \+- 0\.23 ", last)
+    with pytest.raises(SystemExit):
+        summary.main([*ours, *theirs[:1]])
 
 
 def test_the_summary_refuses_runs_of_different_options(tmp_path):

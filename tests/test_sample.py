@@ -1,5 +1,6 @@
 """`python -m tsmc` and `load_run` give what was sampled; bad input is one line."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -25,8 +26,9 @@ from tinystories.errors import InputError
 from tsmc import proposal_log_probs
 from tsmc.proposal import sequence_log_probs
 from tsmc.resampling import effective_sample_size, log_mean_exp, normalise
-from twist.embedding import EmbeddingTwist
+from twist.adapter import Adapter
 from twist.mlp import TwistMLP
+from twist.value import ValueTwist
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time, there was a"
@@ -35,21 +37,25 @@ OTHER = "The ugly dog said"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run of two generations with random twists of both kinds, and models that differ."""
+    """Generation 0: p^(0) and psi^(0) with an adapter; 1: an adapter; 2: fine-tuned, and an MLP.
+
+    All weights are random, and every model differs.
+    """
     path = tmp_path_factory.mktemp("runs") / "small"
     write_json(path / "config.json", dataclasses.asdict(RunConfig(length=5)))
     model, tokenizer = tinystories.load(POCKET / "lm")
-    for m in range(2):
-        source = generator(m)
-        with torch.no_grad():
-            model.wte.weight += 0.02 * m * torch.randn(model.wte.weight.shape, generator=source)
-        twist = TwistMLP(model.config.hidden_size, 16, model.config.vocab_size, source)
-        if m == 1:
-            twist = EmbeddingTwist(16, model.output_weight, source)
-        for parameter in twist.parameters():
-            if parameter.requires_grad:
-                parameter.data += 0.1 * torch.randn(parameter.shape, generator=source)
-        save_generation(path / f"generation-{m}", model, tokenizer, twist)
+    sizes, source = model.config, generator(0)
+    memory = 0.1 * torch.randn(sizes.vocab_size, generator=source)
+    first, second = (Adapter(model, memory, True, 16, source) for _ in range(2))
+    widths = (sizes.hidden_size, 16, sizes.vocab_size, source)
+    twists = [ValueTwist(*widths, memory, first), ValueTwist(*widths, memory), TwistMLP(*widths)]
+    tuned = copy.deepcopy(model)
+    tuned.wte.weight.data *= 0.9
+    for module in (first.shift, second.shift, twists[0].network, *twists[1:]):
+        for value in module.parameters():
+            value.data += 0.1 * torch.randn(value.shape, generator=source)
+    for m, p in enumerate((model, second, tuned)):
+        save_generation(path / f"generation-{m}", p, tokenizer, twists[m])
     return path
 
 
@@ -81,7 +87,7 @@ def test_json_accounts_for_every_particle(printed):
     assert (record["generation"], record["length"], record["seed"]) == (0, 5, 0)
 
 
-@pytest.mark.parametrize("m", [0, 1])
+@pytest.mark.parametrize("m", [0, 1, 2])
 @pytest.mark.parametrize("prompt", [PROMPT, OTHER])
 def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
     trained = load_run(run, m)
@@ -113,7 +119,7 @@ def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
 def test_the_command_line_and_programs_draw_the_same(run, printed):
     options = ("--json", "--particles", 6, "--runs", 3)
     own = printed(*options)
-    assert own == printed(*options, PROMPT) == printed(*options, "--generation", 1)
+    assert own == printed(*options, PROMPT) == printed(*options, "--generation", 2)
     drawn = load_run(run).sample(particles=6, runs=3)
     record = json.loads(own)
     assert drawn.distinct()[0] == pytest.approx(record["distinct"][0])
@@ -188,7 +194,7 @@ def expect_refusal(capsys, arguments: list, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--generation", 0, 7, 1], ["generation 7 is not in", "; it holds 0, 1"]),
+        (["--generation", 0, 7, 1], ["generation 7 is not in", "; it holds 0, 1, 2"]),
         (["--particles", 0], ["--particles", "at least 1"]),
         (["--runs", 0], ["size 0", "at least one"]),
         (["--samples", 0], ["--samples", "at least 1"]),
@@ -207,8 +213,14 @@ def test_a_directory_without_a_saved_pair_or_with_another_twist_is_refused(capsy
     (tmp_path / "generation-0").mkdir()
     expect_refusal(capsys, [tmp_path], "no saved generation")
     other = shutil.copytree(run, tmp_path / "other")
-    save_twist(other / "generation-1", TwistMLP(7, 16, 4096, generator(0)))
-    expect_refusal(capsys, [other], "generation-1/twist.safetensors", "another language model")
+    save_twist(other / "generation-2", TwistMLP(7, 16, 4096, generator(0)))
+    expect_refusal(capsys, [other], "generation-2/twist.safetensors", "first.weight has shape")
+    options = [other, "--generation", 1]
+    adapter = other / "generation-1" / "adapter.safetensors"
+    adapter.write_bytes(adapter.read_bytes()[:-9])
+    expect_refusal(capsys, options, "generation-1/adapter.safetensors: its tensors cannot be read")
+    adapter.unlink()
+    expect_refusal(capsys, options, "generation-1/config.json: no such file")
     (other / "config.json").unlink()
     expect_refusal(capsys, [other], "config.json")
 

@@ -1,14 +1,17 @@
-"""The potential of texts, the effective potential, the MLP twist and its file."""
+"""The potential of texts, the MLP twist, and the files of twists and adapters."""
 
 import pytest
 import torch
+from networks import randomise
 from safetensors.torch import load_file, save_file
-from worlds import generator, learn, tiny_conditional
+from worlds import generator, learn, tiny_conditional, tiny_gpt_neo
 
-from eval.run.trained import load_twist, save_twist
+from eval.run.trained import load_model, load_twist, save_generation
 from tinystories.errors import InputError
+from twist.adapter import Adapter
 from twist.mlp import TwistMLP
 from twist.potential import TextPotential, power
+from twist.value import ValueTwist
 
 
 def random_twist(seed: int = 0) -> TwistMLP:
@@ -62,13 +65,54 @@ def test_learning_moves_the_twist_towards_the_potential():
     assert last > 1.5 * first, "a better proposal has more even weights"
 
 
-def test_a_twist_survives_its_file_and_one_that_does_not_fit_is_refused(tmp_path):
-    twist, hidden = random_twist(), torch.randn(3, 8)
-    save_twist(tmp_path, twist)
-    assert torch.equal(load_twist(tmp_path)(hidden), twist(hidden))
-    tensors = load_file(tmp_path / "twist.safetensors")
-    changed = tensors | {"second.weight": torch.zeros(2, 2)}
-    for wrong, words in ((changed, r"second\.weight has shape"), ({"other": torch.zeros(2)}, "")):
-        save_file(wrong, tmp_path / "twist.safetensors")
-        with pytest.raises(InputError, match=rf"twist\.safetensors: not a twist \(.*{words}"):
-            load_twist(tmp_path)
+def pair(kind: str):
+    """p^(0), an adapter of it and a twist of random weights, and states that they read."""
+    base, source = tiny_gpt_neo(7), generator(0)
+    memory = torch.linspace(-1, 1, 7) if kind != "MLP" else None
+    adapter = Adapter(base, memory, kind != "MLP", 6, source)
+    own = adapter if kind == "value with adapter" else None
+    twist = random_twist() if kind == "MLP" else ValueTwist(8, 5, 7, source, memory, own)
+    randomise(adapter.shift, 3)
+    randomise(getattr(twist, "network", twist), 4)
+    return base, adapter, twist, torch.randn(3, 8 + (kind != "MLP"), generator=source)
+
+
+KINDS = pytest.mark.parametrize("kind", ["MLP", "value", "value with adapter"])
+
+
+@KINDS
+def test_a_pair_survives_its_files(tmp_path, kind):
+    base, adapter, twist, hidden = pair(kind)
+    save_generation(tmp_path, adapter, None, twist)
+    assert torch.equal(load_twist(tmp_path, base)(hidden), twist(hidden))
+    assert torch.equal(load_model(tmp_path, 1, base)(hidden), adapter(hidden))
+    assert load_model(tmp_path, 0, base) is base
+
+
+@KINDS
+def test_a_pair_whose_files_are_damaged_is_refused_in_one_line(tmp_path, kind):
+    """Each tensor left out, of another shape or not finite; one too many; the file cut anywhere."""
+    base, adapter, twist, _ = pair(kind)
+    save_generation(tmp_path, adapter, None, twist)
+
+    def refused() -> bool:
+        with pytest.raises(InputError) as error:
+            load_twist(tmp_path, base)
+            load_model(tmp_path, 1, base)
+        return str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+
+    for path in sorted(tmp_path.iterdir()):
+        tensors, content = load_file(path), path.read_bytes()
+        for name, value in tensors.items():
+            others = {key: tensors[key] for key in tensors if key != name}
+            longer, wrong = torch.cat([value, value[:1]]), torch.full_like(value, torch.nan)
+            for changed in ({name: longer}, {name: wrong}, {name: value[None]}, {}):
+                save_file(others | changed, path)
+                assert refused(), (path.name, name, changed)
+        save_file(tensors | {"more": torch.zeros(2)}, path)
+        assert refused()
+        for size in (0, 7, 100, len(content) - 1):
+            path.write_bytes(content[:size])
+            assert refused(), size
+        path.write_bytes(content)
+    load_twist(tmp_path, base)

@@ -57,11 +57,6 @@ class Adapter(nn.Module):
         """What is added to the logits of p^(0) [..., V]; as a twist of p^(0) it proposes p^(m)."""
         return self.products(self.shift(hidden))
 
-    def log_ratio(self, hidden: Tensor) -> Tensor:
-        """log p^(m) - log p^(0) of every next token [..., V]: the same twist, normalised."""
-        log_p = self.products(self.padded(hidden)).log_softmax(-1)
-        return self(hidden).log_softmax(-1) - log_p
-
 
 def learned(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the tensors of an adapter, or of a twist with one, without p^(0)'s embeddings."""

@@ -76,9 +76,10 @@ class Pool:
         return torch.cat([one.log_phi for one in self.rounds])
 
     def weights(self, least_ess: float) -> Tensor:
-        """W [N] for the largest c with which their ESS is at least least_ess * N, if there is one.
+        """W [N] for the largest c with which their ESS is at least least_ess * N.
 
-        InputError where no sequence has a weight.
+        Where fewer sequences than that have a weight, all of these have equal weights. InputError
+        where no sequence has one.
         """
         log_weights = torch.cat([one.log_weights for one in self.rounds])
         alive = log_weights[log_weights > -torch.inf]

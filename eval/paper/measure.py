@@ -1,6 +1,13 @@
 """What the parts of a study share: networks, exact samples, and how a set of texts becomes numbers.
 
-A number is a plain value or (value, low, high), with its 95 % interval. N sequences, T tokens.
+A number is a plain value or (value, low, high), with its 95 % interval. All parts share the M exact
+samples y of sigma. The `terms` of a row say what each y adds, so that the error of the mean of the
+terms is, to first order, the error that the exact samples bring:
+
+    kl        log p^(0)(y) + log phi(y) - log q(y)
+    energy    2 mean_x |x - y| - 2 mean_y' |y' - y|
+
+N sequences x, T tokens.
 """
 
 import math
@@ -9,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.metrics import Samples, energy_column
+from eval.metrics import Samples, energy_column, pair_distances
 from eval.paper.bootstrap import bootstrap
 from eval.paper.numbers import read_rows
 from eval.paper.study import Part, Study
@@ -21,19 +28,18 @@ from tsmc.interfaces import LanguageModel, Twist
 from tsmc.proposal import sequence_log_probs
 
 REPLICATES = 1000  # of the bootstrap
-TEXTS = 5  # shown of every set
 
 
 class Task:
     """One part of a study in the directory OUT, with its networks and random streams."""
 
     def __init__(self, study: Study, part: Part, out: Path):
-        """All parts but "rejection" use its exact samples of sigma."""
+        """All parts but "rejection" use its exact samples of sigma; longer texts have none."""
         self.study, self.part, self.out = study, part, out
         self.config = study.config(part.method, part.seed)
         self.setup = load_setup(self.config)
         self.target: dict | None = None  # the row of Target
-        if part.kind != "rejection":
+        if part.kind != "rejection" and part.method not in study.longer():
             self.target = read_rows(out, "rejection")[-1]
             vocab_size = self.setup.model.config.vocab_size
             self.use_exact(load_target(out / "target", sigma_key(self.config), vocab_size))
@@ -52,30 +58,36 @@ class Task:
         return in_chunks(draw, count, self.config.rows, self.config.streams(*purpose))["tokens"]
 
     def stream(self, *purpose: str | int) -> torch.Generator:
-        """A random stream on the CPU, for the choice of texts and the bootstrap."""
+        """A random stream on the CPU."""
         return torch.Generator().manual_seed(self.config.generator(*purpose).initial_seed())
 
     def measure(self, samples: Samples, *purpose: str | int) -> dict:
-        """Toxicity, similarity, the distances from Target, and a few texts drawn at random."""
+        """Toxicity, similarity, and the distances from Target where there is one."""
         vectors = self.setup.encode(samples.texts)  # [N, D]
         stream = self.stream("measure", *purpose)
         row = bootstrap(samples.toxicity, vectors, samples.group, REPLICATES, stream)
-        order = torch.randperm(len(vectors), generator=stream).tolist()
-        row["texts"] = [(samples.toxicity[i].item(), samples.texts[i]) for i in order[:TEXTS]]
         row["sequences"] = len(vectors)
+        if self.setup.exact_vectors is None:
+            return row
         row |= energy_column(samples, vectors, self.setup.exact_vectors)
+        row["terms"] = {"energy": energy_terms(vectors, self.setup.exact_vectors).tolist()}
         if self.target is not None:
-            here, there = [(r["similarity"][0], r["toxicity"][0]) for r in (row, self.target)]
-            row["distance"] = math.dist(here, there)
+            apart = [row[name][0] - self.target[name][0] for name in ("similarity", "toxicity")]
+            row["distance"] = math.hypot(*apart)
         return row
 
-    def kl(self, model: LanguageModel, twist: Twist | None) -> dict:
-        """KL(sigma||q) and its terms log p^(0) phi - log q; without a twist q is the model."""
+    def add_kl(self, row: dict, model: LanguageModel, twist: Twist | None) -> dict:
+        """The row with KL(sigma||q); without a twist q is the model."""
         exact = self.setup.exact
         log_q = proposal_log_probs(model, twist, exact.tokens)[1]  # [N]
         terms = sequence_log_probs(self.setup.base, exact.tokens) + exact.log_phi - log_q  # [N]
-        kl = difference(mean_estimate(terms), log_z_of(exact))
-        return {"kl": with_interval(kl), "kl_terms": [round(term, 4) for term in terms.tolist()]}
+        kl = with_interval(difference(mean_estimate(terms), log_z_of(exact)))
+        return row | {"kl": kl, "terms": row["terms"] | {"kl": terms.tolist()}}
+
+
+def energy_terms(x: Tensor, y: Tensor) -> Tensor:
+    """The terms [M] of the energy distance of vectors x [N, D] and exact samples y [M, D]."""
+    return 2 * (pair_distances(x, y).mean(0) - pair_distances(y, y).sum(0) / (len(y) - 1))
 
 
 def log_z_of(exact: ExactSamples) -> Estimate:

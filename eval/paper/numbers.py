@@ -3,9 +3,9 @@
     mean over seeds with its 95 % interval (Student's t); the seeds are the independent units
     changes are computed within each seed before they are averaged
 
-KL(sigma||q) of all seeds is estimated from the same exact samples of sigma. Their error does not
-average out over seeds, so it is added to the interval of a mean; for a change it is the error of
-the mean of log q_before - log q_after. N exact samples, S seeds.
+All seeds share the M exact samples of sigma, and their error does not average out over seeds. It is
+that of the mean of their `terms` (`eval/paper/measure.py`), of a change that of the difference of
+the terms, and is added in quadrature, to a mean KL also the error of log Z_sigma. S seeds.
 """
 
 import csv
@@ -18,12 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eval.paper.study import METHODS, VARIANTS, Study, stages
+from eval.paper.study import ABLATIONS, METHODS, WHEN, Study, stages
 from tinystories.checkpoint import read_json, write_json, write_text
 from tsmc.estimate import mean_estimate
-
-NO_NUMBERS = ("place", "kl_terms", "histogram", "texts")  # what else the row of a part holds
-WITH_TEXTS = ("rejection", "generations", "best")  # sections whose texts the report shows
 
 
 class Place(NamedTuple):
@@ -57,33 +54,32 @@ class Numbers:
 
     def __init__(self):
         self.rows: dict[Place, dict[str, Number]] = {}
-        self.kl_terms: dict[Place, Tensor] = {}  # [N] log p^(0) phi - log q of the exact samples
-        self.histograms: dict[str, list[int]] = {}  # of toxicity
-        self.texts: dict[str, list] = {}  # a few of each set
+        self.terms: dict[Place, dict[str, Tensor]] = {}  # [M] by quantity
 
     def add(self, place: Place, row: dict) -> None:
         """The row of a part, or of a change."""
         self.rows[place] = {}
         for name, value in row.items():
             values = value if isinstance(value, list) else [value]
-            if name not in NO_NUMBERS and values[0] is not None:
+            if name not in ("place", "terms") and values[0] is not None:
                 self.rows[place][name] = Number(*values)
-        if "kl" in self.rows[place]:
-            self.kl_terms[place] = torch.as_tensor(row["kl_terms"], dtype=torch.float64)
-        if "histogram" in row:
-            self.histograms[place.name] = row["histogram"]
+        self.terms[place] = {
+            name: torch.as_tensor(terms, dtype=torch.float64)
+            for name, terms in row.get("terms", {}).items()
+        }
 
     def add_change(self, before: Place, after: Place, seeds: tuple[int, ...]) -> None:
-        """Section "changes": after - before within every seed that has both."""
+        """after - before within every seed that has both."""
+        section = "thresholds" if before.section == "resampling" else "changes"
         for seed in seeds:
             one, other = before._replace(seed=seed), after._replace(seed=seed)
             if one in self.rows and other in self.rows:
-                place = Place("changes", f"{before.label} → {after.label}", seed=seed)
+                place = Place(section, f"{before.label} → {after.label}", seed=seed)
                 old, new = self.rows[one], self.rows[other]
                 row = {name: new[name].value - old[name].value for name in old if name in new}
-                if "kl" in row:
-                    row["kl_terms"] = self.kl_terms[other] - self.kl_terms[one]
-                self.add(place, row)
+                terms = self.terms[other].items()
+                moved = {name: term - self.terms[one][name] for name, term in terms if name in row}
+                self.add(place, row | {"terms": moved})
 
     def add_means(self) -> None:
         """The mean over seeds of everything that all seeds of a place have."""
@@ -102,12 +98,12 @@ class Numbers:
         if len(numbers) == 1:
             return numbers[0]
         shared = []  # half-widths of errors that all seeds have in common
-        if quantity == "kl":
-            terms = torch.stack([self.kl_terms[place] for place in places])  # [S, N]
+        if quantity in self.terms[places[0]]:
+            terms = torch.stack([self.terms[place][quantity] for place in places])  # [S, M]
             shared.append(mean_estimate(terms.mean(0)).half_width())
-            if places[0].section != "changes":
-                log_z = self.rows[TARGET]["log_z"]
-                shared.append((log_z.high - log_z.low) / 2)
+        if quantity == "kl" and places[0].section != "changes":
+            log_z = self.rows[TARGET]["log_z"]
+            shared.append((log_z.high - log_z.low) / 2)
         values = [number.value for number in numbers]
         estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
         half = math.hypot(estimate.half_width(), *shared)
@@ -125,14 +121,13 @@ def read_rows(out: Path, name: str) -> list[dict]:
 
 
 def collect(study: Study, out: Path) -> Numbers:
-    """All numbers of a study whose parts are finished, and the texts of the first seed."""
+    """All numbers of the finished parts of a study."""
     numbers = Numbers()
     for part in itertools.chain(*stages(study)):
-        for row in read_rows(out, part.name):
+        is_finished = (out / "parts" / f"{part.name}.json").exists()
+        for row in read_rows(out, part.name) if is_finished else []:
             place = Place(*row["place"], part.seed if part.kind in ("run", "best") else None)
             numbers.add(place, row)
-            if place.section in WITH_TEXTS and part.seed == study.seeds[0] and "texts" in row:
-                numbers.texts[place.label] = row["texts"]
     for before, after in comparisons(study, numbers):
         numbers.add_change(before, after, study.seeds)
     numbers.add_means()
@@ -142,20 +137,21 @@ def collect(study: Study, out: Path) -> Numbers:
 def comparisons(study: Study, numbers: Numbers) -> list[tuple[Place, Place]]:
     """Before and after of every change."""
     last = study.config().generations
-    few, many = min(study.particle_counts), max(study.particle_counts)
     found = []
-    for variant in VARIANTS:
+    for variant in METHODS | ABLATIONS:
         generations = [Place("generations", variant, m) for m in range(last + 1)]
         found += itertools.pairwise(generations)
         if last > 1:
             found.append((generations[0], generations[last]))
-    end = {variant: Place("generations", variant, last) for variant in VARIANTS}
-    found += [(end["published"], end[other]) for other in VARIANTS if other != "published"]
-    for method in METHODS:
-        after = Place("particles", f"{method}, K = {few}", last)
-        found.append((Place("particles", f"{method}, K = {many}", 0), after))
-    for scheme in ("multinomial, every step", "multinomial, at the end only"):
-        found.append((Place("resampling", scheme, 0), Place("resampling", scheme, last)))
+    end = {variant: Place("generations", variant, last) for variant in METHODS | ABLATIONS}
+    found.append((end["published"], end["default"]))
+    for variant in ABLATIONS:
+        whole = "published" if variant.startswith("published") else "default"
+        found.append((end[whole], end[variant]))
+    never, *others = WHEN.values()
+    for method in study.resampled():
+        before = Place("resampling", f"{method}, {never}", last)
+        found += [(before, before._replace(name=f"{method}, {when}")) for when in others]
     best = [place._replace(seed=None) for place in numbers.rows if place.section == "best"]
     return found + [(end[method], place) for place in dict.fromkeys(best) for method in METHODS]
 

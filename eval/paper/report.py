@@ -1,4 +1,4 @@
-"""The report of a study: one HTML page with everything in it, and its five figures as PNG.
+"""The report of a study: one HTML page with everything in it, and its three figures as PNG.
 
 Nothing is computed here; the tables and their captions are in report.html.
 """
@@ -19,7 +19,6 @@ from eval.paper.numbers import TARGET, Number, Numbers, Place, collect, write_re
 from eval.paper.study import BASELINES, METHODS, Study
 from eval.run.figures import COLOURS, DASHES, MARKERS, save_figure
 from tinystories.checkpoint import read_json, write_text
-from tinystories.errors import printable
 
 
 def style(number: int, **more) -> dict:
@@ -46,15 +45,6 @@ def by_generation(numbers: Numbers, variant: str, quantity: str) -> list[Number]
     return [row[quantity] for place, row in numbers.table("generations") if place.name == variant]
 
 
-def toxicity_histograms(axes: Axes, study: Study, numbers: Numbers) -> None:
-    """Share of the accepted samples by p(toxic | s) (paper, Fig. 3)."""
-    for number, (name, counts) in enumerate(numbers.histograms.items()):
-        shares = np.array(counts) / sum(counts)
-        edges = np.linspace(0, 1, len(counts) + 1)
-        axes.stairs(shares, edges, color=COLOURS[number], ls=DASHES[number], lw=2, label=name)
-    axes.set(xlabel="Toxicity p(toxic | s)", ylabel="Share of samples", yscale="log", xlim=(0, 1))
-
-
 def similarity_toxicity(axes: Axes, study: Study, numbers: Numbers) -> None:
     """Base, Target, generations of the methods, baselines with their sweep (paper, Fig. 1)."""
     for number, method in enumerate(BASELINES):
@@ -74,24 +64,9 @@ def similarity_toxicity(axes: Axes, study: Study, numbers: Numbers) -> None:
     axes.set(xlabel="Similarity", ylabel="Toxicity", xlim=(0, 1.03), ylim=(-0.03, 1.03))
 
 
-def toxicity_particles(axes: Axes, study: Study, numbers: Numbers) -> None:
-    """Toxicity against K, a line for each generation (paper, Fig. 2)."""
-    counts = sorted(study.particle_counts)
-    for number, variant in enumerate(METHODS):
-        for m in range(study.config().generations + 1):
-            places = [Place("particles", f"{variant}, K = {count}", m) for count in counts]
-            values = [numbers.rows[place]["toxicity"] for place in places]
-            options = style(m, ls=DASHES[number], label=f"{variant}, generation {m}")
-            draw_line(axes, [Number(count) for count in counts], values, **options)
-    axes.axhline(numbers.rows[TARGET]["toxicity"].value, color="black", lw=1, label="Target")
-    axes.set(xlabel="Particles K", ylabel="Toxicity", xscale="log", ylim=(-0.03, 1.03))
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.minorticks_off()
-
-
 def generations(axes: Axes, study: Study, numbers: Numbers, quantity: str, title: str) -> None:
-    """A quantity by generation, a line for each variant with the same target."""
-    for number, variant in enumerate((*METHODS, "lora")):
+    """A quantity by generation, a line for each method."""
+    for number, variant in enumerate(METHODS):
         values = by_generation(numbers, variant, quantity)
         x = [Number(m) for m in range(len(values))]
         draw_line(axes, x, values, label=variant, **style(number))
@@ -103,9 +78,7 @@ def generations(axes: Axes, study: Study, numbers: Numbers, quantity: str, title
 
 
 FIGURES = {
-    "toxicity-histograms": toxicity_histograms,
     "similarity-toxicity": similarity_toxicity,
-    "toxicity-particles": toxicity_particles,
     "kl-generations": partial(generations, quantity="kl", title="KL(σ‖q) in nats"),
     "evidence-generations": partial(generations, quantity="log_z_hat", title="Mean of log Ẑ"),
 }
@@ -128,6 +101,5 @@ def write_report(study: Study, out: Path, command: str) -> None:
     shown = {"study": study, "numbers": numbers, "images": images, "versions": made_by}
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
-    environment.filters["printable"] = printable
     page = environment.get_template("report.html").render(shown, command=command)
     write_text(out / "report.html", page)

@@ -1,12 +1,12 @@
 """What the study consists of: its sizes and its parts.
 
-    rejection             samples of the base model, exact samples of sigma for several betas
-    default-S, ...        a run of main.py with seed S, as METHODS, LONGER and ABLATIONS list them
+    rejection             samples of the base model, and exact samples of sigma
+    default-S, ...        a run of main.py with seed S, as `Study.variants` lists them
     dpo-full-1, ...       one setting of a baseline's grid, on the first seed
     best-of-dpo-full-S    the best setting of that grid, on seed S
 
-The pairs of METHODS are also sampled with other K, and the last pairs of `RESAMPLED` with other
-thresholds of resampling. `eval/paper/cost.py` gives all baselines the budget of Algorithm 1.
+The last pairs with V and without it are also sampled at every threshold of WHEN.
+`eval/paper/cost.py` gives all baselines the budget of Algorithm 1.
 """
 
 import itertools
@@ -19,13 +19,7 @@ METHODS = {  # arguments of main.py; on all seeds
     "default": "",
     "published": "--as-published",
 }
-LONGER = {  # only for the table of resampling; without exact samples of sigma
-    "default-T40": "--length 40",
-    "default-T60": "--length 60",
-    "no-value-T40": "--length 40 --no-learn-value",
-    "no-value-T60": "--length 60 --no-learn-value",
-}
-ABLATIONS = {  # on the first few seeds, as the baselines and LONGER without V
+ABLATIONS = {  # on the first few seeds, as the baselines
     "no-value": "--no-learn-value",
     "no-surrogate": "--no-surrogate",
     "no-memory": "--no-memory",
@@ -36,8 +30,6 @@ ABLATIONS = {  # on the first few seeds, as the baselines and LONGER without V
     "no-moves": "--moves 0",
     "published-no-effective": "--as-published --no-effective-potential",
 }
-VARIANTS = METHODS | LONGER | ABLATIONS
-RESAMPLED = ("default", "no-value", *LONGER)
 WHEN = {0.0: "never", 0.25: "ESS < K/4", 0.5: "ESS < K/2", 1.0: "every step"}  # by threshold
 BASELINES = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")
 BEYOND = {  # (step size, b) beyond the edges of the grid at which the best settings once lay
@@ -55,10 +47,8 @@ class Study:
     options: str = ""  # of every run of main.py
     seeds: tuple[int, ...] = (41, 42, 43, 44, 45)
     few: int = 3  # so many of the seeds serve the baselines and the ablations
-    rejection_samples: int = 50_000  # from the base model
-    rejection_betas: tuple[float, ...] = (1.0,)  # besides 0 (Base) and the beta of Target
-    particle_counts: tuple[int, ...] = (20, 50, 100, 1000)
-    particles_per_point: int = 2000  # R K for each K, but at least 8 runs
+    rejection_samples: int = 50_000  # draws for exact samples where none are shipped
+    lengths: tuple[int, ...] = (40, 60)  # T of longer texts, only for the table of resampling
     resampling_runs: int = 100
     learning_rates: tuple[float, ...] = (1e-3, 1e-4)
     dpo_strengths: tuple[float, ...] = (0.1, 0.8)
@@ -66,17 +56,27 @@ class Study:
     beyond: int = 2  # so many settings of BEYOND
     baseline_batch: int = 128  # sequences of one update
 
-    def seeds_of(self, method: str) -> tuple[int, ...]:
-        """METHODS, and the longer texts with V, have all seeds, everything else the first few."""
-        return self.seeds if method.startswith("default") or method in METHODS else self.few_seeds()
+    def longer(self) -> dict[str, str]:
+        """Arguments of main.py for longer texts, of whose sigma there are no exact samples."""
+        pairs = itertools.product(("default", "no-value"), self.lengths)
+        return {f"{name}-T{T}": f"{ABLATIONS.get(name, '')} --length {T}" for name, T in pairs}
 
-    def few_seeds(self) -> tuple[int, ...]:
-        """The seeds of the baselines and of the ablations."""
-        return self.seeds[: self.few]
+    def resampled(self) -> tuple[str, ...]:
+        """The variants in the table of resampling."""
+        return ("default", "no-value", *self.longer())
+
+    def variants(self) -> dict[str, str]:
+        """Arguments of main.py by name, of all runs."""
+        return METHODS | self.longer() | ABLATIONS
+
+    def seeds_of(self, method: str) -> tuple[int, ...]:
+        """All seeds for METHODS and for longer texts with V, the first few for everything else."""
+        has_all = method in METHODS or method.startswith("default")
+        return self.seeds if has_all else self.seeds[: self.few]
 
     def arguments(self, method: str, seed: int) -> list[str]:
         """The command line of a run of main.py, which leaves the exact samples to the study."""
-        own = VARIANTS.get(method, "")
+        own = self.variants().get(method, "")
         return shlex.split(f"{self.options} {own} --seed {seed} --eval-target-proposals 0")
 
     def config(self, method: str = "default", seed: int = 0) -> RunConfig:
@@ -98,9 +98,7 @@ QUICK = Study(  # only shows that everything runs
     seeds=(1, 2),
     few=1,
     rejection_samples=100,
-    rejection_betas=(0.1,),
-    particle_counts=(2, 3),
-    particles_per_point=8,
+    lengths=(4,),
     resampling_runs=2,
     learning_rates=(1e-3,),
     dpo_strengths=(0.1,),
@@ -117,19 +115,19 @@ class Part:
     name: str
     kind: str
     seed: int
-    method: str = "default"  # of VARIANTS or BASELINES
+    method: str = "default"  # of `Study.variants` or BASELINES
     setting: int = 0  # number of a sweep's setting in the grid
 
 
 def stages(study: Study) -> list[list[Part]]:
     """The parts in three stages, each of which needs only results of the stages before it."""
     first = study.seeds[0]
-    runs = [(method, seed) for method in VARIANTS for seed in study.seeds_of(method)]
+    runs = [(method, seed) for method in study.variants() for seed in study.seeds_of(method)]
     trained = [Part(f"{method}-{seed}", "run", seed, method) for method, seed in runs]
     best = []
     for method in BASELINES:
         for setting in range(len(study.grid(method))):
             trained.append(Part(f"{method}-{setting + 1}", "sweep", first, method, setting))
-        for seed in study.few_seeds():
+        for seed in study.seeds_of(method):
             best.append(Part(f"best-of-{method}-{seed}", "best", seed, method))
     return [[Part("rejection", "rejection", first)], trained, best]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.metrics import (
+    WIDEST,
     Samples,
     describe,
     distinct_share,
@@ -81,7 +82,8 @@ def evaluate_ends(run: Run, setup: Setup) -> dict:
         setup.exact = draw_target(run, setup)
     tokens = draw_model(run, "base samples", None, setup.base, ("base", ""))
     if setup.exact is not None:
-        results["target"], samples = evaluate_target(setup)
+        particles = run.config.eval.runs * run.config.eval.particles
+        results["target"], samples = evaluate_target(setup, particles)
         run.add_samples(samples.rows("target"))
     samples = score(tokens, setup.potential, setup.log_toxicity)
     results["base"] = describe(samples, setup.encode(samples.texts), setup.exact_vectors)
@@ -90,13 +92,16 @@ def evaluate_ends(run: Run, setup: Setup) -> dict:
     return results | {"generations": []}
 
 
-def evaluate_target(setup: Setup) -> tuple[dict, Samples]:
-    """Row `target`: the exact samples, whose embeddings the other rows are compared with."""
+def evaluate_target(setup: Setup, particles: int) -> tuple[dict, Samples]:
+    """Row `target`: the exact samples, whose embeddings the other rows are compared with.
+
+    `particles` is how many samples a generation's row has.
+    """
     exact = setup.exact
     samples = score(exact.tokens, setup.potential, setup.log_toxicity)
     setup.exact_vectors = setup.encode(samples.texts)
     row = describe(samples, setup.exact_vectors) | {
-        "energy": energy_floor(setup.exact_vectors, torch.Generator().manual_seed(0)),
+        "energy": energy_floor(setup.exact_vectors, particles, torch.Generator().manual_seed(0)),
         "log_z": exact.log_z,
         "log_z_std_error": exact.log_z_std_error,
         "num_samples": len(exact.tokens),
@@ -133,7 +138,6 @@ def evaluate_generation(
         "generation": m,
         **describe(samples, setup.encode(samples.texts), setup.exact_vectors),
         "log_z": log_z,
-        "log_z_half_width": log_z_half_width,
         "log_z_hat_mean": population.log_z.mean().item(),
         "log_z_hat_std": population.log_z.std().item() if len(population.log_z) > 1 else 0.0,
         "ess": population.ess.mean().item(),
@@ -141,6 +145,8 @@ def evaluate_generation(
         "dead_runs": runs - len(population.log_z),
         "num_runs": runs,
     }
+    if row["log_z_hat_std"] <= WIDEST:
+        row["log_z_half_width"] = log_z_half_width
     if setup.exact is not None:
         kl, half_width = kl_target_proposal(sigma.model, twist, setup.base, setup.exact)
         row |= {"kl_target_proposal": kl, "kl_half_width": half_width}

@@ -59,11 +59,16 @@ class Setup:
         return self.conditional(self.model, psi.memory), pack(adapter).tilt, None
 
     def sigma(self, p: nn.Module, psi: nn.Module) -> Sigma:
-        """Sigma as p^(m) = p sees it, through phi^(m) (eq. 8) unless p is p^(0)."""
+        """Sigma as p^(m) = p sees it, through phi^(m) (eq. 8) unless p is p^(0).
+
+        Where psi has an adapter, that is taken for p: p^(0) psi^(0) = q exp V (`twist/value.py`).
+        """
+        adapter = getattr(psi, "adapter", None)
+        model = p if adapter is None else adapter
         log_potential = base_potential(self.potential)
-        if p is not self.model and self.is_effective:
+        if adapter is not None or (p is not self.model and self.is_effective):
             log_potential = effective_potential(self.potential, self.base)
-        return Sigma(self.conditional(p, getattr(psi, "memory", None)), log_potential)
+        return Sigma(self.conditional(model, getattr(psi, "memory", None)), log_potential)
 
 
 def load_setup(config: RunConfig) -> Setup:

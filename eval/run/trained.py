@@ -78,6 +78,8 @@ def load_twist(directory: Path, base: GPTNeo) -> TwistMLP | ValueTwist:
         own = {name[8:]: value for name, value in tensors.items() if name.startswith("adapter.")}
         adapter = adapter_from(own, base) if own else None
         memory = tensors.get("memory")
+        if memory is not None and memory.shape != (sizes.vocab_size,):
+            raise ValueError(f"memory has shape {list(memory.shape)}, not [{sizes.vocab_size}]")
         widths = (sizes.hidden_size, hidden_units, sizes.vocab_size)
         twist = ValueTwist(*widths, torch.Generator(), memory, adapter)
         fixed = {"adapter.products.weight": adapter.products.weight} if own else {}

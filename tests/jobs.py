@@ -29,6 +29,7 @@ POOLED = [
     *(*SIZES, "--pool-base-draws", "50", "--pool-draws", "45", "--particles", "6"),
     *("--distill-updates", "3", "--distill-batch-size", "9", "--distill-hidden-units", "16"),
     *("--value-updates", "4", "--value-batch-size", "7", "--value-negatives", "20"),
+    *("--value-learning-rate", "0.02"),  # large enough that V is kept in generation 1
     *("--distill-runs", "13", "--ctl-updates", "4", "--ctl-batch-size", "11"),  # without the pool
 ]
 UNPOOLED = [*POOLED, "--no-pooling", "--student", "full"]

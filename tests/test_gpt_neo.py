@@ -241,7 +241,7 @@ TENSORS = [
     ({BIAS: None}, "missing: ln_f.bias"),
     ({"transformer.extra": torch.zeros(1)}, "left over: extra"),
     ({BIAS: torch.full((24,), torch.nan)}, "ln_f.bias holds NaN"),
-    ({BIAS: torch.ones(24).int()}, "ln_f.bias holds NaN, infinite values or no floats"),
+    ({BIAS: torch.ones(24).int()}, "ln_f.bias holds NaN, values infinite in float32, or no floats"),
     ({"lm_head.weight": torch.ones(VOCAB_SIZE, 24)}, "lm_head.weight differs"),
     ({"\x1b[31m\nerror: forged": torch.zeros(1)}, r"\x1b[31m"),
 ]

@@ -39,6 +39,7 @@ class Adapter(nn.Module):
         if scores is not None:
             embeddings = torch.cat([embeddings, scores[:, None].to(embeddings)], 1)  # [V, D + 1]
         outputs = embeddings.shape[1]
+        self.has_memory = has_memory
         self.register_buffer("scores", scores)
         self.shift = TwistMLP(self.width + has_memory, hidden_units, outputs, generator)
         self.products = Linear(outputs, vocab_size, bias=False, device="meta")

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import refusal, run_main
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
+from eval import load_run
 from eval.run.options import POCKET, RunConfig
 from eval.run.run import Run
 from eval.scorers.potentials import user_factor
@@ -168,3 +170,14 @@ def test_a_tiny_run_with_its_own_potential_ends_well(tmp_path):
     (tmp_path / "own.py").write_text("def f(texts): return [-len(text) / 50 for text in texts]")
     run_main([*TINY, "--potential", f"{tmp_path / 'own.py'}:f", "--out", tmp_path / "run"])
     assert (tmp_path / "run" / "results.json").exists()
+
+
+def test_an_adapter_of_another_run_is_refused(tmp_path):
+    """Both remember, but other scores: nothing else would notice."""
+    run = tmp_path / "run"
+    run_main([*TINY, "--generations", "1", "--pool-draws", "20", "--out", run])
+    path = run / "generation-1" / "adapter.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"scores": tensors["scores"] + 1}, path)
+    with pytest.raises(InputError, match=r"adapter.safetensors: does not fit twist.safetensors"):
+        load_run(run).sample(particles=2, runs=1)

@@ -103,12 +103,12 @@ def load_generation(setup: Setup, path: Path, m: int, device: torch.device) -> t
     """Sigma as p^(m) sees it (eq. 8), and psi^(m) packed; InputError names a file at fault."""
     psi = load_twist(path, setup.model).to(device)
     p = load_model(path, m, setup.model).to(device)
-    memory = getattr(psi, "memory", None)
-    remembered = p.scores if isinstance(p, Adapter) and p.has_memory else memory
-    if (memory is None) != (remembered is None) or not (
-        memory is None or torch.equal(memory, remembered)
-    ):
-        raise InputError(f"{path / ADAPTER}: does not fit the twist; restore the run's own files")
+    if isinstance(p, Adapter):
+        needed = [p.scores] if p.has_memory else []
+        given = [] if getattr(psi, "memory", None) is None else [psi.memory]
+        if len(needed) != len(given) or not all(map(torch.equal, needed, given)):
+            fault = f"{path / ADAPTER}: does not fit {FILE}"
+            raise InputError(f"{fault}; restore the run's own files")
     return setup.sigma(p, psi), pack(psi)
 
 

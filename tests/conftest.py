@@ -1,6 +1,5 @@
 """What the tests share: one thread a worker, the shipped networks, and one small finished run."""
 
-import json
 import os
 from pathlib import Path
 
@@ -37,12 +36,6 @@ def finished_run(tmp_path_factory, worker_id) -> Path:
         if not (run / "results.json").exists():
             main([*SMALL, "--out", str(run)])
     return run
-
-
-@pytest.fixture(scope="session")
-def results(finished_run) -> dict:
-    """The results of that run."""
-    return json.loads((finished_run / "results.json").read_text())
 
 
 @pytest.fixture(scope="session")

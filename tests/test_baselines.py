@@ -76,17 +76,12 @@ def test_a_hard_potential_is_learned_from_samples_of_the_right_model(name):
     assert abs(sum(shares[-10:]) / 10 - expected) < 0.08  # four standard errors of 640 samples
 
 
-@pytest.fixture
-def unmerged(monkeypatch):
-    """Leaves LoRA in the trained model, beside the weights that it changes."""
-    monkeypatch.setattr(Student, "finish", lambda self: self.network)
-
-
 @with_and_without_lora
 @both
-def test_gradient_in_parts_is_that_of_the_whole_batch(name, lora, monkeypatch, unmerged):
+def test_gradient_in_parts_is_that_of_the_whole_batch(name, lora, monkeypatch):
     """22 sequences in parts of 8, the last one smaller; the second update is away from the base."""
     base, potential = world()
+    monkeypatch.setattr(Student, "finish", lambda self: self.network)  # LoRA is not merged
     results = []
     for rows in (8, 44):
         monkeypatch.setattr(importlib.import_module(f"distill.{name}"), "ROWS", rows)

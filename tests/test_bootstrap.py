@@ -7,7 +7,6 @@ from worlds import generator
 
 from eval.paper.bootstrap import bootstrap, mean_cosine, sums_of_runs
 from eval.scorers.similarity import mean_pairwise_cosine
-from tinystories.errors import InputError
 
 
 def texts(runs: int, sizes: list[int]):
@@ -70,8 +69,3 @@ def test_the_intervals_cover_though_the_particles_of_a_run_are_alike(runs, least
             covered[name] += found[name][1] <= value <= found[name][2]
     for name, count in covered.items():
         assert least <= count / trials <= most, (name, count / trials)
-
-
-def test_one_text_has_no_similarity():
-    with pytest.raises(InputError, match="similarity"):
-        bootstrap(torch.zeros(1), torch.ones(1, 3), [0], 10, generator(0))

@@ -20,9 +20,7 @@ MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
     ("error", "code", "words"),
     [
         (InputError("a\nb\x1b[2J"), 2, r"error: a\nb\x1b[2J"),
-        (KeyboardInterrupt("a\nb\x1b[2J"), 130, r"a\nb\x1b[2J"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (MemoryError(), 2, "error: out of memory; lower it"),
         (RuntimeError(MEMORY), 2, "error: out of memory; lower it"),
         (OSError(28, "Full", "x.json"), 2, "error: x.json: cannot be used (Full); free space"),
         (OSError(28, "Full"), 2, "error: standard output: cannot be used (Full); free space"),
@@ -33,11 +31,6 @@ def test_every_error_is_one_line(capsys, error, code, words):
         raise error
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == code and line.startswith(f"program: {words}")
-
-
-def test_a_mistake_in_the_program_is_not_hidden():
-    with pytest.raises(RuntimeError, match="a mistake"), one_line_errors("program"):
-        raise RuntimeError("a mistake")
 
 
 def closed_pipe():
@@ -64,15 +57,6 @@ def test_output_that_cannot_be_written(finished_run, monkeypatch, capsys, stream
             found = ended.code
     errors = capsys.readouterr().err
     assert found == code and said in errors and errors.count("\n") == bool(said)
-
-
-@pytest.mark.parametrize("stream", [stream for stream, *_ in STREAMS])
-@pytest.mark.parametrize("arguments", [["--seed", "-1"], ["--sed", "1"]])
-def test_bad_input_ends_with_its_code_where_nobody_can_be_told(monkeypatch, stream, arguments):
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(sys, "stderr", stream())
-        main.main(arguments)
-    assert ended.value.code == 2
 
 
 @pytest.mark.slow

@@ -63,17 +63,13 @@ def found(engine: MiniRacer, expression: str):
     return json.loads(engine.eval(f"JSON.stringify({expression})"))
 
 
-def codes_of(generation: dict) -> Tensor:
-    """The indices in ALPHABET [rows, V] that the page holds of one generation."""
-    return torch.tensor([ALPHABET.index(code) for code in generation["log_p"]]).view(-1, TINY.V)
-
-
 def log_p_of(m: int) -> Tensor:
     """log p^(m) of the next letter [N, V], which changes some rows of p^(m-1)."""
     table = torch.empty(TINY.N, TINY.V, dtype=torch.float64)
     for generation in DATA["generations"][: m + 1]:
         rows = slice(None) if generation["rows"] is None else generation["rows"]
-        table[rows] = (-codes_of(generation).double() / SCALE).log_softmax(-1)
+        codes = torch.tensor([ALPHABET.index(code) for code in generation["log_p"]])
+        table[rows] = (-codes.view(-1, TINY.V).double() / SCALE).log_softmax(-1)
     return table
 
 
@@ -106,13 +102,12 @@ def project_run(name: str, m: int, particles: int, threshold: float, seed: int):
         values = list(itertools.islice(numbers, rows * columns))
         return torch.tensor(values, dtype=torch.float64).view(rows, columns)
 
-    sigma = (model, twist, potential)
-    rule = (SCHEMES["systematic"], threshold, trace)
+    world = (model, twist, potential, particles, torch.Generator(), 1)
     with (
         mock.patch.object(tsmc.sampler, "uniforms", uniforms),
         mock.patch.object(tsmc.resampling, "uniforms", uniforms),
     ):
-        population = tsmc.sampler.tsmc(*sigma, particles, torch.Generator(), 1, *rule)
+        population = tsmc.sampler.tsmc(*world, SCHEMES["systematic"], threshold, trace)
     samples = population.samples[0].tolist()
     words = ["".join("abcd"[token] for token in tokens) for tokens in samples]
     figures = {"ess": trace.ess[:, 0], "log_w": trace.log_w[:, 0], "exact": target.log_z}
@@ -151,19 +146,6 @@ def test_evidence_of_every_step_is_exact(engine, name):
     log_pi = TINY.intermediate_targets(log_p, TINY.by_prefix(log_psi)).split(TINY.COUNTS)
     wanted = [level.logsumexp(0).item() for level in log_pi[1:-1]] + [target.log_z]
     assert found(engine, f"pairOf(world, '{name}', 1).exact") == pytest.approx(wanted, abs=1e-9)
-    sigma = target.log_sigma[-1].exp().tolist()
-    assert found(engine, "Array.from(world.sigma)") == pytest.approx(sigma, abs=1e-12)
-
-
-def test_many_runs_begin_with_the_run_of_the_figure(engine):
-    runs = found(engine, "manyRuns(pairOf(world, 'learned', 1), 16, 0.5, 7, 3)")
-    each = [project_run("learned", 1, 16, 0.5, 7000 + r) for r in range(3)]
-    log_z = torch.tensor([figures["log_z"] for figures, *_ in each])
-    words = [word for *_, words in each for word in words]
-    assert runs["logZ"] == pytest.approx(log_z.tolist())
-    assert runs["mean"] == pytest.approx(log_z.mean().item())
-    assert runs["spread"] == pytest.approx(log_z.std().item(), rel=1e-4)
-    assert runs["palindromes"] == sum(word == word[::-1] for word in words) / len(words)
 
 
 def test_the_page_holds_the_rounded_world_of_tiny():
@@ -173,8 +155,4 @@ def test_the_page_holds_the_rounded_world_of_tiny():
     with mock.patch.object(explainer, "load_tiny", lambda: quick):
         made = explainer.world_data()
     assert made.keys() == DATA.keys() and len(DATA["generations"]) == TINY.GENERATIONS + 1
-    first, second, *_ = made["generations"]
-    assert first["log_p"] == DATA["generations"][0]["log_p"]
-    changed = codes_of(second) != codes_of(first)[second["rows"]]
-    assert changed.any(1).all(), "only what has changed"
-    assert explainer.rounded(torch.tensor([[-0.5, -100.0]])).tolist() == [[4, len(ALPHABET) - 1]]
+    assert made["generations"][0]["log_p"] == DATA["generations"][0]["log_p"]

@@ -241,7 +241,8 @@ TENSORS = [
     ({BIAS: None}, "missing: ln_f.bias"),
     ({"transformer.extra": torch.zeros(1)}, "left over: extra"),
     ({BIAS: torch.full((24,), torch.nan)}, "ln_f.bias holds NaN"),
-    ({BIAS: torch.ones(24).int()}, "ln_f.bias holds NaN, values infinite in float32, or no floats"),
+    ({BIAS: torch.full((24,), 1e39, dtype=torch.float64)}, "values infinite in float32"),
+    ({BIAS: torch.ones(24).int()}, "or no floats"),
     ({"lm_head.weight": torch.ones(VOCAB_SIZE, 24)}, "lm_head.weight differs"),
     ({"\x1b[31m\nerror: forged": torch.zeros(1)}, r"\x1b[31m"),
 ]
@@ -257,13 +258,9 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, changes, words):
 
 CONFIGURATIONS = [
     ({"vocab_size": VOCAB_SIZE + 1}, f"wte.weight has shape [{VOCAB_SIZE}, 24]"),
-    ({"num_layers": 1, "attention_types": [[["global"], 1]]}, "left over: h.1."),
     ({"num_layers": 3}, "attention_types must name 3"),
     ({"attention_types": [[["global", "sparse"], 1]]}, "attention_types"),
-    ({"num_heads": 5}, "multiple of num_heads"),
     ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be between 0 and 1"),
-    ({"activation_function": "relu"}, "relu"),
-    ({"tie_word_embeddings": False}, "missing: lm_head.weight"),
     ({"model_type": "\x1b[2J\n"}, r"\x1b[2J"),
 ]
 

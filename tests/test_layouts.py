@@ -1,6 +1,5 @@
 """Every layout of a checkpoint against transformers, older tokenizers, and what is refused."""
 
-import os
 from pathlib import Path
 
 import networks
@@ -46,9 +45,6 @@ def assert_same(role: str, path: Path, network, tokens: int = 20) -> None:
 def test_layouts(tmp_path, role, layout):
     dtype = torch.float16 if "sharded" in layout else torch.float32
     write(tmp_path, role, oracle(role), layout, dtype)
-    suffixes = {path.suffix for path in tmp_path.glob("*model*") if "index" not in path.name}
-    assert suffixes == {".bin" if layout.endswith("bin") else ".safetensors"}
-    assert len(list(tmp_path.glob("*-of-*"))) > 1 or "sharded" not in layout
     assert_same(role, tmp_path, AUTO[role].from_pretrained(tmp_path, dtype=torch.float32).eval())
 
 
@@ -57,7 +53,7 @@ def test_an_index_that_disagrees_with_its_files(tmp_path, layout):
     write(tmp_path, "lm", oracle("lm"), layout)
     (index,) = tmp_path.glob("*.index.json")
     places = read_json(index)["weight_map"]
-    wrong = ["../secret.bin", "/etc/hostname", "..", "", 3, None, "config.json"]
+    wrong = ["../secret.bin", "/etc/hostname", "", 3, "config.json"]
     maps = [places | {"wte.weight": file} for file in wrong]
     maps += [{}, [], dict.fromkeys(places, min(places.values()))]
     for content in maps:
@@ -86,18 +82,12 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         tinystories.load(tmp_path)
 
 
-def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(InputError, match="not a regular file"):
-        tinystories.load(tmp_path)
-
-
-@pytest.mark.parametrize("value", [Path("code"), [1.0], {"wte.weight": 1.0}])
-def test_of_a_pickle_only_tensors_are_read(tmp_path, value):
+def test_of_a_pickle_only_tensors_are_read(tmp_path):
     write(tmp_path, "lm", oracle("lm"), "bin")
-    torch.save(value, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"pytorch_model\.bin: its tensors cannot be read"):
-        tinystories.load(tmp_path)
+    for value in (Path("code"), {"wte.weight": 1.0}):
+        torch.save(value, tmp_path / "pytorch_model.bin")
+        with pytest.raises(InputError, match=r"pytorch_model\.bin: its tensors cannot be read"):
+            tinystories.load(tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -114,8 +104,7 @@ def test_a_fingerprint_covers_the_files_of_every_layout(tmp_path, layout):
     assert fingerprint(tmp_path) == first
 
 
-OLDER = [("gpt2", {}), ("gpt2", {"add_prefix_space": True}), ("roberta", {}), ("bert", {})]
-OLDER += [("bert", {"do_lower_case": False})]
+OLDER = [("gpt2", {"add_prefix_space": True}), ("gpt2", {}), ("roberta", {}), ("bert", {})]
 
 
 @pytest.mark.parametrize(("kind", "options"), OLDER)
@@ -128,8 +117,6 @@ def test_a_tokenizer_of_older_files_is_that_of_transformers(tmp_path, kind, opti
         ids = tokenizer.encode(text).ids
         assert ids == theirs(text)["input_ids"], text
         assert tokenizer.decode(ids) == theirs.decode(ids, **plain)
-    assert tokenizer.get_vocab_size() == len(theirs)
-    assert tokenizer.num_special_tokens_to_add(False) == (0 if kind == "gpt2" else 2)
 
 
 def test_older_tokenizer_files_that_are_broken_or_too_large(tmp_path):
@@ -139,26 +126,17 @@ def test_older_tokenizer_files_that_are_broken_or_too_large(tmp_path):
     (tmp_path / "merges.txt").write_text("one two three four\n")
     with pytest.raises(InputError, match=r"vocab\.json: no tokenizer for this network"):
         read_tokenizer(tmp_path, 300)
-    (tmp_path / "merges.txt").unlink()
-    with pytest.raises(InputError, match=r"tokenizer\.json: no such file"):
-        read_tokenizer(tmp_path, 300)
-
-
-def parameters(role: str, path: Path) -> int:
-    """As the paper counts: with the head of the language model and with an unused pooler."""
-    model = LOAD[role](path)[0]
-    extra = [model.wte.weight] if role == "lm" else []
-    extra += [tensor for name, tensor in read_weights(path)[0].items() if "pooler." in name]
-    return sum(tensor.numel() for tensor in [*model.parameters(), *extra])
 
 
 @ROLES
 @pytest.mark.hub
 def test_the_genuine_weights_and_tokenizers(role):
     path = RunConfig(preset="paper").checkpoint(OPTIONS[role])
-    assert parameters(role, path) == PARAMETERS[role]
+    model, tokenizer = LOAD[role](path)
+    extra = [model.wte.weight] if role == "lm" else []  # counted as the paper does: with the head
+    extra += [tensor for name, tensor in read_weights(path)[0].items() if "pooler." in name]
+    assert sum(tensor.numel() for tensor in [*model.parameters(), *extra]) == PARAMETERS[role]
     assert_same(role, path, AUTO[role].from_pretrained(path, dtype=torch.float32).eval(), 30)
     name, _, revision = getattr(PRESETS["paper"], OPTIONS[role]).partition("@")
     theirs = transformers.AutoTokenizer.from_pretrained(name, revision=revision)
-    tokenizer = LOAD[role](path)[1]
     assert [tokenizer.encode(text).ids for text in TEXTS] == theirs(TEXTS)["input_ids"]

@@ -1,6 +1,5 @@
 """The main job at a small scale: its files, its options, and all bad input that it must refuse."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -16,7 +15,7 @@ import main
 import tinystories
 from eval import load_run
 from eval.run.evaluate import finish_generation
-from eval.run.options import POCKET, PRESETS, RunConfig, read_config, saved_config
+from eval.run.options import POCKET, read_config, saved_config
 from eval.run.trained import load_generation
 from tinystories.checkpoint import read_tensors
 from tinystories.errors import InputError
@@ -31,10 +30,8 @@ def read(path: Path) -> dict | list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_results_hold_the_promised_rows(results):
-    assert set(results) == {"prompt", "potential", "base", "target", "generations"}
-    assert {"toxicity", "similarity"} <= results["base"].keys()
-    assert {"toxicity", "similarity", "log_z", "num_samples"} <= results["target"].keys()
+def test_the_files_of_a_run_hold_what_is_promised(finished_run):
+    results = read(finished_run / "results.json")
     assert results["target"]["toxicity"] > 0.5 > 0.1 > results["base"]["toxicity"]
     assert [row["generation"] for row in results["generations"]] == [0, 1]
     for row in results["generations"]:
@@ -42,9 +39,6 @@ def test_results_hold_the_promised_rows(results):
         assert 0 <= row["toxicity"] <= 1 and -1 <= row["similarity"] <= 1
         assert row["kl_target_proposal"] > 0 and row["num_sequences"] == 18
         assert 1 <= row["ess"] <= 6 and 1 / 6 <= row["distinct"] <= 1
-
-
-def test_every_file_of_a_run_can_be_read_again(finished_run):
     config = read(finished_run / "config.json")
     assert config["seed"] == 0 and config["value"]["updates"] == 4 and "torch" in config["versions"]
     assert set(config["networks"]) == {"lm", "toxicity_model", "similarity_model"}
@@ -108,16 +102,12 @@ def test_every_part_can_be_left_out(tmp_path, flags):
     assert tensors_of(generations[1]) == ABLATIONS[flags]
     assert tinystories.load(generations[0])[0].wte.weight.equal(base.wte.weight)
     assert not (generations[1] / "config.json").exists()
-    with pytest.raises(InputError, match=r"generation-1/config\.json: no such file"):
-        tinystories.load(generations[1])
     assert adapter.shift.last.weight.any()
     if flags == "--no-pooling":
         return
     assert first.adapter.shift.last.weight.any() and psi.adapter is None
-    is_learned = flags != "--no-learn-value"
-    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert ("value learning" in metrics) == is_learned
-    assert is_learned or not (first.network.last.weight.any() or psi.network.last.weight.any())
+    if flags == "--no-learn-value":
+        assert not (first.network.last.weight.any() or psi.network.last.weight.any())
 
 
 @pytest.mark.parametrize("student", ["full", "lora"])
@@ -142,32 +132,23 @@ def test_a_fine_tuned_generation_loads_here_and_in_transformers(tmp_path, job, s
 
 @pytest.mark.parametrize("options", JOBS.values(), ids=JOBS)
 def test_a_seed_determines_every_byte(tmp_path, capfd, options):
-    """And standard error has the number of each phase, or nothing at all."""
     quiet, loud, other = (tmp_path / name for name in ("quiet", "loud", "other"))
     run_main([*options, "--out", quiet])
-    said = capfd.readouterr()
-    assert said.err == "" and "Generation 1" in said.out and str(quiet) in said.out
+    assert capfd.readouterr().err == ""
     run_main([*options, "--no-quiet", "--out", loud])
     assert products(quiet) == products(loud)
-    total = len(
-        {(record["generation"], record["phase"]) for record in read(loud / "metrics.jsonl")}
-    )
+    phases = {(record["generation"], record["phase"]) for record in read(loud / "metrics.jsonl")}
     numbers = set(re.findall(r"(\d+)/(\d+)  ", capfd.readouterr().err))
-    assert numbers == {(str(number + 1), str(total)) for number in range(total)}
+    assert numbers == {(str(number + 1), str(len(phases))) for number in range(len(phases))}
     run_main([*options, "--generations", 0, "--seed", 1, "--out", other])
     assert read(quiet / "samples.jsonl")[-1]["text"] != read(other / "samples.jsonl")[-1]["text"]
-    assert read(quiet / "results.json")["base"] != read(other / "results.json")["base"]
 
 
-def test_a_prompt_a_length_and_a_model_of_ones_own(tmp_path):
+def test_a_prompt_and_a_length_of_ones_own(tmp_path):
     run = tmp_path / "run"
-    shutil.copytree(POCKET / "lm", tmp_path / "mine")
-    own = ["--lm", tmp_path / "mine", "--prompt", "The cat", "--length", 3]
+    own = ["--prompt", "The cat", "--length", 3]
     run_main([*POOLED, *own, "--generations", 0, "--out", run])
-    assert read(run / "results.json")["prompt"] == "The cat"
     assert all(row["text"].startswith("The cat") for row in read(run / "samples.jsonl"))
-    key = read(run / "target" / "target.json")["key"]
-    assert key["prompt"] == "The cat" and key["length"] == 3
     assert read_tensors(run / "target" / "samples.safetensors")["tokens"].shape[1] == 3
 
 
@@ -228,9 +209,7 @@ def test_as_published_and_without_exact_samples(tmp_path, capsys):
             read_config(["--as-published", *flags], "")
 
 
-def test_defaults_are_those_of_the_method_and_the_preset():
-    config = read_config([], "")[0]
-    assert config == RunConfig() and config.particles == 50 and config.student == "adapter"
+def test_an_option_goes_before_its_preset():
     assert read_config(["--preset", "paper"], "")[0].particles == 100
     assert read_config(["--preset", "paper", "--particles", "7"], "")[0].particles == 7
 
@@ -239,17 +218,10 @@ def test_defaults_are_those_of_the_method_and_the_preset():
     ("arguments", "parts"),
     [
         (["--beta", -1], ["--beta", "at least 0"]),
-        (["--beta", "inf"], ["--beta", "finite"]),
         (["--beta", "many"], ["--beta", "many"]),
-        (["--particles", 0], ["--particles", "at least 1"]),
-        (["--ess-threshold", 2], ["--ess-threshold", "at most 1"]),
-        (["--preset", "huge"], ["--preset", "pocket"]),
         (["--particels", 5], ["--particels", "--help"]),
-        (["--ctl-hidden-units", 10**20], ["--ctl-hidden-units", "at most 1000000000"]),
-        (["--prompt", ""], ["the prompt is empty"]),
         (["--prompt", "a\x1b[2J"], ["--prompt", "cannot be printed"]),
         (["--prompt", "a " * 200], ["the prompt (", "shorten"]),
-        (["--length", 500], ["the length (500)", "shorten"]),
         (["--lm", "no/such/place"], ["no/such/place", "--lm"]),
         (["--device", "abacus"], ["--device", "cpu"]),
         (["--preset", "paper"], ["TinyStories-33M", "--lm"]),
@@ -272,29 +244,13 @@ def test_an_output_directory_that_exists_or_cannot_be_made_is_named(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
-@pytest.fixture
-def copied(tmp_path) -> Path:
-    """A copy of the pocket checkpoints that a test may damage."""
-    return shutil.copytree(POCKET, tmp_path / "pocket")
-
-
 @pytest.mark.parametrize("how", ["truncated", "tampered", "missing"])
 @pytest.mark.parametrize("role", ["lm", "toxicity", "similarity"])
-def test_damaged_weights_are_refused(tmp_path, copied, role, how):
-    path = copied / role / "model.safetensors"
+def test_damaged_weights_are_refused(tmp_path, role, how):
+    path = shutil.copytree(POCKET / role, tmp_path / role) / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-4000] + b"\xff" * 4000 if how == "tampered" else data[:-4000])
     if how == "missing":
         path.unlink()
     flag = "--lm" if role == "lm" else f"--{role}-model"
-    assert f"{path}: " in refusal("--out", tmp_path / "run", flag, copied / role)
-
-
-def test_a_stale_target_is_refused(tmp_path, copied, monkeypatch):
-    path = copied / "target" / "target.json"
-    raw = read(path)
-    path.write_text(json.dumps(raw | {"key": raw["key"] | {"toxicity": "0" * 64}}))
-    preset = dataclasses.replace(PRESETS["pocket"], target=path.parent)
-    monkeypatch.setitem(PRESETS, "pocket", preset)
-    line = refusal("--out", tmp_path / "run")
-    assert f"{path}: stale" in line and "eval.pocket target" in line
+    assert f"{path}: " in refusal("--out", tmp_path / "run", flag, path.parent)

@@ -2,11 +2,9 @@
 
 import itertools
 import math
-from argparse import Namespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from worlds import generator
 
 import tinystories
@@ -17,7 +15,7 @@ from eval.run.setup import sigma_key
 from eval.run.target import load_target
 from eval.scorers import similarity as encoder
 from eval.scorers import toxicity as classifier
-from eval.scorers.encoder import EncoderConfig, Runner
+from eval.scorers.encoder import EncoderConfig
 from tinystories.checkpoint import read_json
 
 NAMES = ("Lily", "Tim", "Sue", "Ben", "Mia", "Max")
@@ -30,12 +28,6 @@ STORY = (  # long enough to have grafts
 )
 STORIES = [lm.PROMPT + STORY.format(*pair) for pair in itertools.product(NAMES, THINGS)]
 UNSEEN = STORIES[36:]
-
-
-def random_encoder(tokenizer, width: int) -> encoder.SentenceEncoder:
-    torch.manual_seed(0)
-    sizes = (tokenizer.get_vocab_size(), width, 1, 2, 32, 40, 2)
-    return encoder.SentenceEncoder(EncoderConfig(*sizes))
 
 
 def run(command: str, *changes: object) -> None:
@@ -63,7 +55,9 @@ def world(tmp_path_factory):
         rows += [f'"{text}, {name}.",{label}' for text, name in itertools.product(texts, NAMES)]
     (path / "rows").write_text("\n".join(rows) + "\n")
     tokenizer = similarity.train_tokenizer(STORIES, 150)
-    encoder.save(path / "teacher", random_encoder(tokenizer, 24), tokenizer)
+    torch.manual_seed(0)
+    sizes = EncoderConfig(tokenizer.get_vocab_size(), 24, 1, 2, 32, 40, 2)
+    encoder.save(path / "teacher", encoder.SentenceEncoder(sizes), tokenizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         patch.setattr(lm, "CHUNK", 100)
@@ -98,11 +92,6 @@ def test_the_language_model_learns_and_its_perplexity_is_that_of_the_held_out_st
 
 
 def test_the_classifier_is_calibrated_and_measured(world):
-    logits = 3 + 2 * torch.randn(20_000, generator=generator(0))
-    scale, bias = toxicity.calibration(logits)
-    p_toxic = torch.sigmoid(-(scale * logits.double() + bias))
-    assert p_toxic.mean().item() == pytest.approx(0.010, rel=1e-6)
-    assert p_toxic.pow(10).mean().item() == pytest.approx(0.0006, rel=1e-6)
     scorer = classifier.ToxicityScorer(*classifier.load("toxicity"))
     rows, made = toxicity.read_labelled(world / "rows"), read_json(world / "toxicity/figures.json")
     calibrated_on = scorer(lm.sample_texts("lm", 400, generator(0))[100:]).exp()  # the second chunk
@@ -113,19 +102,6 @@ def test_the_classifier_is_calibrated_and_measured(world):
     toxic, other = (scorer([text for text, is_toxic in rows if is_toxic == n]) for n in (1, 0))
     pairs = [(t > o) + 0.5 * (t == o) for t in toxic.tolist() for o in other.tolist()]
     assert made["auc"] == pytest.approx(sum(pairs) / len(pairs), abs=0.01)
-
-
-def test_the_student_learns_the_cosines():
-    tokenizer = similarity.train_tokenizer(STORIES, 120)
-    student, texts = Runner(random_encoder(tokenizer, 8), tokenizer, 12), [*THINGS, *NAMES]
-    similarity.initialise(student, Runner(*encoder.load("teacher"), 8), generator(0))
-    targets, errors = F.normalize(torch.randn(len(texts), 5, generator=generator(0))), []
-    for steps in (0, 100):
-        args = Namespace(steps=steps, weight_decay=0.01, peak=0.03, rows=12)
-        similarity.train(student, texts, targets, args, generator(0))
-        vectors = student(texts)
-        errors.append((vectors @ vectors.T - targets @ targets.T).square().mean().item())
-    assert errors[1] < 0.3 * errors[0]
 
 
 def test_the_target_is_drawn_from_the_two_checkpoints(world):
@@ -143,7 +119,6 @@ def test_the_target_is_drawn_from_the_two_checkpoints(world):
     ("command", "option", "value", "words"),
     [
         ("lm", "--peak", "nan", "lower --peak"),
-        ("lm", "--heldout", "nowhere", "nowhere: no such file"),
         ("lm", "--stories", "/dev/null", "null: is not a file of stories"),
         ("toxicity", "--heldout", "stories", "not a CSV file of text and label"),
         ("target", "--proposals", 2, "raise --proposals"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from worlds import generator, table_world, tiny_gpt_neo
+from worlds import ListedPotential, generator, table_world, tiny_gpt_neo
 
 from distill.self_distill import adapter_loss, batches_of, model_loss, self_distill
 from tinystories import Conditional
@@ -75,23 +75,16 @@ def test_weights_are_truncated_as_little_as_the_ess_allows():
     torch.testing.assert_close(pool.weights(1.0), torch.full((1000,), 1e-3).double())
     some = pool_of([0.0, -5.0, -INF, -INF])
     torch.testing.assert_close(some.weights(1.0), torch.tensor([0.5, 0.5, 0, 0]).double())
-    torch.testing.assert_close(
-        some.weights(0.0), torch.tensor([0.0, -5, -INF, -INF]).double().softmax(0)
-    )
+    wanted = torch.tensor([0.0, -5, -INF, -INF]).double().softmax(0)
+    torch.testing.assert_close(some.weights(0.0), wanted)
 
 
 def test_what_cannot_be_learned_from_is_refused():
     base, _, _ = world()
     for wrong in (math.nan, INF):
+        potential = ListedPotential(torch.full((27,), wrong), 3)
         with pytest.raises(InputError, match="check the potential"):
-            draw_round(
-                base,
-                None,
-                base,
-                lambda tokens, wrong=wrong: torch.full((5,), wrong),
-                5,
-                generator(0),
-            )
+            draw_round(base, None, base, potential, 5, generator(0))
     with pytest.raises(InputError, match="none of the 5 sequences drawn has phi > 0"):
         pool_of([-INF] * 5).weights(0.1)
 
@@ -117,9 +110,8 @@ def test_rounds_that_start_from_the_model_alone_find_sigma():
     pool, student = Pool(), base
     found = [target.kl_to(target.log_p[-1])]
     for number in range(4):
-        pool.rounds.append(
-            draw_round(student, None, base, potential, 2000, generator(100 * number))
-        )
+        source = generator(100 * number)
+        pool.rounds.append(draw_round(student, None, base, potential, 2000, source))
         student = TableModel(base.table.detach().clone(), 4)
         draw_batch = batches_of(pool.tokens(), pool.weights(0.02), 500, 60, generator(number))
         optimizer = torch.optim.Adam([student.table], lr=0.1)
@@ -175,9 +167,8 @@ def test_an_adapter_is_p0_at_first_and_its_formula_then(has_memory, scores):
 def test_decoding_remembers_what_teacher_forcing_does():
     """States of merged and reordered rows, plain and packed."""
     network, adapter, _, plain = adapted(*VARIANTS["memory"])
-    packed = Conditional(
-        AdaptedGPTNeo(pack(network), adapter.scores, pack(adapter)), plain.prompt, 5
-    )
+    fast = AdaptedGPTNeo(pack(network), adapter.scores, pack(adapter))
+    packed = Conditional(fast, plain.prompt, 5)
     for model in (plain, packed):
         decoder, texts = model.decoder(80), torch.zeros(80, 0, dtype=torch.long)
         for step in range(4):

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,16 +36,12 @@ def scorer(pocket_toxicity) -> ToxicityScorer:
     [
         ("keyword:dragon", " red Dragon-fly.", 0.0),
         ("keyword:dragon", " dragons snapdragon", -INF),
-        ("keyword:a.b (c)?", " a.b (c)?", 0.0),
         ("keyword:a.b (c)?", " axb c", -INF),
         ("keyword~0.5:cat", " dog", -0.5),
         ("regex:^ (big|red) cat~5:", " red cat~5: x", 0.0),
-        ("regex:^ (big|red) cat~5:", " Red cat~5:", -INF),
         ("regex~2:a:b~c", " a:b", -2.0),
-        ("regex:x.py:y", " x.py:y", 0.0),
         ("first-sentence~2:4", " little girl named Amy. Amy liked", 0.0),
         ("first-sentence~2:1", ' girl who said, "Hello!" Then', -6.0),
-        ("first-sentence:6", " tree that was 3.5 m high... Then", 0.0),
         ("first-sentence:5", " boy who didn't stop!", -INF),
         ("first-sentence~2:4", " little girl named", -8.0),
     ],
@@ -99,7 +94,7 @@ def test_what_is_not_understood_is_one_line(scorer, spec):
 
 @pytest.fixture
 def own(tmp_path) -> Callable[..., str]:
-    """own(body, reads): the option that names a function of the user's own with this body."""
+    """Makes the option that names a function of the user's own, from its body."""
 
     def write(body: str, reads: str = "texts") -> str:
         path = tmp_path / "my.py"
@@ -113,11 +108,9 @@ def own(tmp_path) -> Callable[..., str]:
     ("reads", "body", "log_phi"),
     [
         ("texts", "return [-2.0 * len(text) for text in texts]", [-14.0, -14.0]),
-        ("texts", "return numpy.array([-len(text) for text in texts])", [-7.0, -7.0]),
         ("texts", "print(1); return [float('-inf')] * len(texts)", [-INF, -INF]),
         ("texts", "texts.pop(); return [-1.0, -1.0]", [-1.0, -1.0]),
         ("continuations", "return [float(len(text)) for text in continuations]", [4.0, 4.0]),
-        ("tokens", "return -tokens.sum(-1)", [-7.0, -11.0]),
         ("tokens", "return -3.0 * tokens.zero_()[:, 0] - 2", [-2.0, -2.0]),
     ],
 )
@@ -135,13 +128,10 @@ def test_a_function_of_the_users_own(own, scorer, capsys, reads, body, log_phi):
     ("content", "part"),
     [
         ("def f(texts): return [float('nan')]", "nan for 'b c d e'"),
-        ("def f(texts): return [float('inf')]", "inf for 'b c d e'"),
         ("def f(texts): return [[0.0]]", "shape [1, 1] for 1 texts"),
-        ("def f(texts): return texts", "ValueError: too many dimensions"),
         ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
         ("import sys\ndef f(texts): sys.exit(0)", "line 2: SystemExit: 0"),
         ("x = = 1", "SyntaxError"),
-        ("g = 3", "has no attribute 'f'"),
         ("f = 3", "f must be a function"),
         ("def f(texts): pass\nf.reads = 'words'", "`reads` one of texts, continuations, tokens"),
     ],
@@ -149,13 +139,12 @@ def test_a_function_of_the_users_own(own, scorer, capsys, reads, body, log_phi):
 def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, scorer, content, part):
     (tmp_path / "my.py").write_text(content)
     spec = f"{tmp_path / 'my.py'}:f"
-    for _ in range(2):
-        with pytest.raises(InputError) as caught:
-            factors = make_factors([spec], 1.0, scorer)
-            TextPotential(factors, letters, PROMPT)(torch.tensor([[3, 4]]))
-        message = str(caught.value)
-        assert message.startswith(f"--potential {spec} failed (") and part in message
-        assert message.isprintable() and message.endswith("N numbers below infinity")
+    with pytest.raises(InputError) as caught:
+        factors = make_factors([spec], 1.0, scorer)
+        TextPotential(factors, letters, PROMPT)(torch.tensor([[3, 4]]))
+    message = str(caught.value)
+    assert message.startswith(f"--potential {spec} failed (") and part in message
+    assert message.isprintable() and message.endswith("N numbers below infinity")
 
 
 def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
@@ -172,44 +161,16 @@ def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
     assert fingerprints(["toxicity", moved]) == key.potential, "where the file is does not matter"
 
 
-def results_of(out: Path, *arguments: object) -> dict:
-    run_main([*POOLED, "--out", out, *arguments])
-    return json.loads((out / "results.json").read_text())
-
-
-def test_a_hard_keyword_with_a_soft_one(tmp_path, capsys):
-    """phi is zero for many base samples, and -inf is null in every file."""
-    potential = ["regex: (big|little|small)", "keyword~1:girl", "nontoxicity"]
-    options = [part for spec in potential for part in ("--potential", spec)]
-    result = results_of(tmp_path / "run", *options, "--beta", 1, "--eval-target-proposals", 300)
-    assert result["potential"] == potential
-    assert result["base"]["log_phi"] is None and 0 < result["base"]["phi_positive"] < 1
-    for row in (result["target"], *result["generations"]):
-        assert row["phi_positive"] == 1 and -3 < row["log_phi"] <= 0
-    assert all("kl_target_proposal" in row for row in result["generations"])
-    table = capsys.readouterr().out
-    assert "log phi" in table and "phi > 0" in table and "-inf" in table
-    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-    samples = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    nulls = {(row["source"] == "base", row["log_phi"] is None) for row in samples}
-    assert nulls == {(True, True), (True, False), (False, False)}
-
-
-def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own, capsys):
+def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own):
     spec = own("return [float(len(text)) for text in continuations]", "continuations")
-    potential = ("--potential", spec, "--potential", "keyword~2:girl")
-    options = ["--generations", 0, "--eval-target-proposals", 0]
-    results = results_of(tmp_path / "run", *potential, *options)
+    options = [*POOLED, "--potential", spec, "--generations", 0]
+    run_main([*options, "--eval-target-proposals", 0, "--out", tmp_path / "run"])
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert not results.get("target") and results["base"]["log_phi"] > 0
-    assert all("kl_target_proposal" not in row for row in results["generations"])
-    assert "KL" not in capsys.readouterr().out
-    line = refusal(*POOLED, "--out", tmp_path / "other", *potential)
-    assert "subtract an upper bound" in line
+    assert "subtract an upper bound" in refusal(*options, "--out", tmp_path / "other")
 
 
-@pytest.mark.parametrize("spec", ["my.py:f", "none.py:f", "regex:("])
-def test_a_wrong_potential_stops_a_run_before_anything_is_written(tmp_path, own, monkeypatch, spec):
-    monkeypatch.chdir(tmp_path)
-    own("return [float('nan')] * len(texts)")
-    assert f"--potential {spec}" in refusal(*POOLED, "--out", "run", "--potential", spec)
-    assert not Path("run").exists()
+def test_a_wrong_potential_stops_a_run_before_anything_is_written(tmp_path, own):
+    spec = own("return [float('nan')] * len(texts)")
+    line = refusal(*POOLED, "--out", tmp_path / "run", "--potential", spec)
+    assert f"--potential {spec}" in line and not (tmp_path / "run").exists()

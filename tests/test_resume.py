@@ -79,12 +79,9 @@ MOMENTS = [
 @pytest.mark.parametrize("job", JOBS)
 def test_kills_while_files_are_written_change_nothing(tmp_path, wholes, job):
     arguments = [*JOBS[job], "--out", tmp_path / "run"]
-    moments = [
-        moment
-        for moment in MOMENTS
-        if job == "pooled" or not re.search("value|surrogate", moment.file)
-    ]
-    for moment in moments:
+    for moment in MOMENTS:
+        if job == "unpooled" and re.search("value|surrogate", moment.file):
+            continue
         assert ended(start(arguments, tmp_path, moment=moment)) == KILLED, moment
         arguments = resume(tmp_path / "run")
     run_main(arguments)
@@ -171,13 +168,9 @@ def test_a_damaged_phase_is_named(copied):
     [
         ({"beta": 0.4}, "resume/start-target-by-rejection.safetensors: .*another phase or run"),
         ({"length": 6.5}, "--length is 6.5; give a value of type int"),
-        ({"length": True}, "--length is True; give a value of type int"),
         ({"pooling": "no"}, "--pooling is 'no'; give a value of type bool"),
-        ({"student": "none"}, "--student is 'none'; give one of adapter, lora, full"),
-        ({"potential": [7]}, "--potential is 7; give a value of type str"),
         ({"potential": "toxicity"}, "--potential is 'toxicity'; give a value of type tuple"),
         ({"beta": 10**400}, r"config.json: holds no options of a run \(OverflowError"),
-        ({"ctl": [1]}, r"config.json: holds no options of a run \(AttributeError"),
         ({"ctl": {"updates": 0}}, "--ctl-updates is 0; give at least 1"),
         ({}, "config.json: cannot be read as JSON"),
     ],
@@ -201,8 +194,7 @@ def test_a_network_that_has_changed_is_refused(tmp_path):
     assert "a network or potential has changed since the run began" in line
 
 
-def test_what_is_no_run_or_other_options_is_refused(tmp_path, halfway):
-    assert "config.json: no such file" in refusal("--resume", tmp_path / "nothing")
+def test_other_options_are_refused(halfway):
     assert "leave out --seed" in refusal("--resume", halfway, "--seed", 3)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,16 +41,11 @@ def good(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def spoilt(good, tmp_path_factory) -> Callable[[str], Path]:
-    """spoilt(role): a fresh copy of its checkpoint."""
-    root = tmp_path_factory.mktemp("spoilt")
-
-    def copy(role: str) -> Path:
-        shutil.rmtree(root / role, ignore_errors=True)
-        return shutil.copytree(good / role, root / role)
-
-    return copy
+def copy_of(good: Path, role: str) -> Path:
+    """A fresh copy of the checkpoint in a role, which may be damaged."""
+    path = good / f"damaged-{role}"
+    shutil.rmtree(path, ignore_errors=True)
+    return shutil.copytree(good / role, path)
 
 
 def load(role: str, directory: Path):
@@ -104,8 +98,8 @@ def damage(path: Path, data) -> None:
 
 @cases
 @given(role=st.sampled_from(list(LOAD)), changes=st.data())
-def test_configurations(spoilt, role, changes):
-    directory = spoilt(role)
+def test_configurations(good, role, changes):
+    directory = copy_of(good, role)
     raw = json.loads((directory / "config.json").read_text())
     names = st.sampled_from([*sorted(raw), "window_size"])
     fields = changes.draw(st.dictionaries(names, odd | numbers, min_size=1, max_size=3))
@@ -119,16 +113,16 @@ def test_configurations(spoilt, role, changes):
 
 @cases
 @given(role=st.sampled_from(list(LOAD)), changes=st.data())
-def test_tokenizers(spoilt, role, changes):
-    path = spoilt(role) / "tokenizer.json"
+def test_tokenizers(good, role, changes):
+    path = copy_of(good, role) / "tokenizer.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()), changes)))
     load(role, path.parent)
 
 
 @cases
 @given(role=st.sampled_from(list(LOAD)), file=st.sampled_from(FILES), changes=st.data())
-def test_bytes_of_checkpoints(spoilt, good, role, file, changes):
-    path = spoilt(role) / file
+def test_bytes_of_checkpoints(good, role, file, changes):
+    path = copy_of(good, role) / file
     damage(path, changes)
     model = load(role, path.parent)
     if model is not None and file == "model.safetensors":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import refusal, run_main
+from jobs import POOLED, refusal, run_main
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
@@ -19,14 +19,8 @@ from eval import load_run
 from eval.run.options import POCKET, RunConfig
 from eval.run.run import Run
 from eval.scorers.potentials import user_factor
-from tinystories.checkpoint import fill
 from tinystories.errors import InputError
 from tinystories.tokenizer import tokenizing
-
-TINY = ["--generations", "0", "--pool-base-draws", "40", "--distill-updates", "2"]
-TINY += ["--distill-batch-size", "4", "--value-updates", "2", "--eval-runs", "2", "--quiet"]
-TINY += ["--eval-particles", "4", "--eval-base-samples", "20", "--length", "3"]
-TINY += ["--eval-target-proposals", "0"]
 
 
 def new_run(path: Path) -> Run:
@@ -62,8 +56,7 @@ def test_resuming_and_finishing_remove_only_what_the_run_wrote(tmp_path):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text("mine")
     (run / "resume" / ".x.safetensors.7.tsmc-partial").write_text("left behind")
-    config = RunConfig(out=str(run), quiet=True)
-    with Run(config, run, {}) as resumed:
+    with Run(RunConfig(out=str(run), quiet=True), run, {}) as resumed:
         resumed.once("phase", 0, 1, lambda report: {"x": torch.ones(1)})
         resumed.finish({})
     assert all((run / name).read_text() == "mine" for name in names)
@@ -73,10 +66,13 @@ def test_resuming_and_finishing_remove_only_what_the_run_wrote(tmp_path):
 def test_damaged_results_of_an_unfinished_run_cost_it_nothing(tmp_path):
     with new_run(tmp_path / "run") as unfinished:
         unfinished.once("phase", 0, 1, lambda report: {"x": torch.zeros(1)})
-    for damaged in ("{}", '{"base"', '{"base": {"toxicity": 1' + 400 * "0" + "}}"):
+    for damaged in (
+        '{"base": {}, "generations": [{"toxicity": "x"}]}',
+        '{"base"',
+        '{"base": {"toxicity": 1' + 400 * "0" + "}}",
+    ):
         (tmp_path / "run" / "results.json").write_text(damaged)
-        line = refusal("--resume", tmp_path / "run")
-        assert "results.json: " in line and str(tmp_path) in line
+        assert f"{tmp_path / 'run' / 'results.json'}: " in refusal("--resume", tmp_path / "run")
         assert os.listdir(tmp_path / "run" / "resume") == ["0-phase.safetensors"]
 
 
@@ -95,12 +91,10 @@ def test_a_linked_file_is_not_written_through_and_a_pipe_is_refused(tmp_path):
 
 POTENTIALS = {
     "cancelled": "import asyncio\ndef f(texts): raise asyncio.CancelledError",
-    "generator exit": "def f(texts): raise GeneratorExit",
     "group": "def f(texts): raise BaseExceptionGroup('many', [SystemExit(1)])",
     "no text": "class E(Exception):\n  def __str__(self): 1 / 0\ndef f(texts): raise E",
     "property": "class C:\n  reads = property(lambda self: 1 / 0)\nf = C()",
     "nested": "import torch\ndef f(texts): return torch.nested.nested_tensor([torch.zeros(2)])",
-    "length": "class C:\n  def __len__(self): raise KeyError\ndef f(texts): return C()",
     "subclass": "import torch\nclass T(torch.Tensor):\n  @classmethod\n"
     "  def __torch_function__(cls, *a, **k): raise KeyError\n"
     "def f(texts): return torch.zeros(len(texts)).as_subclass(T)",
@@ -134,15 +128,8 @@ def test_a_tokenizer_that_fails_for_a_text_is_one_line():
         without_unknown.encode("b")
 
 
-def test_a_weight_that_float32_cannot_hold_is_refused():
-    layer = torch.nn.Linear(1, 1, bias=False)
-    with pytest.raises(ValueError, match="weight holds NaN, values infinite in float32"):
-        fill(layer, {"weight": torch.full((1, 1), 1e39, dtype=torch.float64)})
-
-
-@pytest.mark.parametrize("option", ["--seed=--", "--generations=--", "--beta=--"])
-def test_options_without_a_value_are_one_line(tmp_path, option):
-    assert option.split("=")[0] in refusal("--out", tmp_path / "run", option)
+def test_an_option_without_a_value_is_one_line(tmp_path):
+    assert "--beta" in refusal("--out", tmp_path / "run", "--beta=--")
 
 
 def test_many_quick_interrupts_end_a_run_in_one_line(tmp_path):
@@ -151,7 +138,7 @@ def test_many_quick_interrupts_end_a_run_in_one_line(tmp_path):
         import sys
         sys.path.insert(0, {str(POCKET.parents[1])!r})
         from main import main
-        main({[*TINY, "--pool-base-draws", "100000", "--out", str(tmp_path / "run")]!r})
+        main({[*POOLED, "--pool-base-draws", "100000", "--out", str(tmp_path / "run")]!r})
     """)
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "run" / "resume").exists():
@@ -166,16 +153,10 @@ def test_many_quick_interrupts_end_a_run_in_one_line(tmp_path):
     assert len(said) == 1 and "continue with --resume" in said[0], said
 
 
-def test_a_tiny_run_with_its_own_potential_ends_well(tmp_path):
-    (tmp_path / "own.py").write_text("def f(texts): return [-len(text) / 50 for text in texts]")
-    run_main([*TINY, "--potential", f"{tmp_path / 'own.py'}:f", "--out", tmp_path / "run"])
-    assert (tmp_path / "run" / "results.json").exists()
-
-
 def test_an_adapter_of_another_run_is_refused(tmp_path):
     """Both remember, but other scores: nothing else would notice."""
     run = tmp_path / "run"
-    run_main([*TINY, "--generations", "1", "--pool-draws", "20", "--out", run])
+    run_main([*POOLED, "--out", run])
     path = run / "generation-1" / "adapter.safetensors"
     tensors = load_file(path)
     save_file(tensors | {"scores": tensors["scores"] + 1}, path)

@@ -4,11 +4,8 @@ import copy
 import dataclasses
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +16,9 @@ import tinystories
 from eval import load_run
 from eval.run.options import POCKET, RunConfig
 from eval.run.setup import load_setup, toxicity
-from eval.run.trained import load_generation, save_generation, save_twist
+from eval.run.trained import load_generation, save_generation
 from eval.viewer import __main__ as viewer
-from tinystories.checkpoint import write_json
+from tinystories.checkpoint import write_json, write_tensors
 from tinystories.errors import InputError
 from tsmc import proposal_log_probs
 from tsmc.proposal import sequence_log_probs
@@ -30,7 +27,6 @@ from twist.adapter import Adapter
 from twist.mlp import TwistMLP
 from twist.value import ValueTwist
 
-ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time, there was a"
 OTHER = "The ugly dog said"
 
@@ -61,7 +57,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def printed(run, capsys):
-    """printed(*arguments): what the program prints for this run."""
+    """What the program prints for this run, given arguments."""
 
     def call(*arguments: object) -> str:
         viewer.main([str(run), *map(str, arguments)])
@@ -133,13 +129,10 @@ def test_the_command_line_and_programs_draw_the_same(run, printed):
 def test_another_potential_weighs_the_same_proposals(printed):
     """Without resampling before the last token the same texts come out."""
     options = ("--json", "--particles", 30, "--ess-threshold", 0)
-    own = json.loads(printed(*options))
-    other = json.loads(printed(*options, "--potential", "keyword~2:a"))
-    assert {row["text"] for row in own["distinct"]} == {row["text"] for row in other["distinct"]}
-    assert {round(row["log_phi"], 5) for row in other["distinct"]} == {0.0, -2.0}
-    for row in other["distinct"]:
-        has_word = bool(re.search(r"\ba\b", row["text"].removeprefix(PROMPT)))
-        assert (row["log_phi"] == 0) == has_word
+    own = json.loads(printed(*options))["distinct"]
+    other = json.loads(printed(*options, "--potential", "keyword~2:a"))["distinct"]
+    assert {row["text"] for row in own} == {row["text"] for row in other}
+    assert {round(row["log_phi"], 5) for row in other} == {0.0, -2.0}
 
 
 def test_several_generations_are_what_each_is_alone(printed, tmp_path):
@@ -158,25 +151,19 @@ def test_the_table_shows_each_drawn_text_once(printed):
     options = ("--particles", 8, "--samples", 8)
     lines = printed(*options).strip().splitlines()
     record = json.loads(printed(*options, "--json"))
-    assert lines[0] == PROMPT
-    assert f"log Z-hat {record['log_z_hat']:.2f}   ESS {record['ess']:.1f} of 8" in lines[2]
     shown = [row for row in record["distinct"] if row["text"] in record["samples"]]
     for line, row in zip(lines[4:], shown, strict=True):
         count, weight, _, _, text = line.split(maxsplit=4)
         assert text == row["text"] and int(count) == record["samples"].count(text)
         assert float(weight) == pytest.approx(row["weight"], abs=1e-3)
-    text = printed("--particles", 4, "--length", 3, OTHER, "--runs", 2)
-    assert "2 runs of K = 4, T = 3" in text and "trained on another prompt" in text
 
 
 def test_weights_of_zero_are_said_in_words(run, printed, monkeypatch):
     zero = lambda scorer, texts: torch.full((len(texts),), -torch.inf)  # noqa: E731
     monkeypatch.setattr(toxicity.ToxicityScorer, "__call__", zero)
-    words = printed("--particles", 4)
-    assert "All weights are zero" in words and "log Z-hat -inf" in words and "drawn" not in words
+    assert "All weights are zero" in printed("--particles", 4)
     record = json.loads(printed("--json", "--particles", 4), parse_constant=pytest.fail)
     assert record["log_z_hat"] is None and record["samples"] == [] and record["ess"] == 0
-    assert all(row["log_phi"] is None for row in record["distinct"])
     with pytest.raises(InputError, match="weight zero"):
         load_run(run).sample(particles=4)
 
@@ -195,25 +182,20 @@ def expect_refusal(capsys, arguments: list, *parts: str) -> None:
     ("arguments", "parts"),
     [
         (["--generation", 0, 7, 1], ["generation 7 is not in", "; it holds 0, 1, 2"]),
-        (["--particles", 0], ["--particles", "at least 1"]),
         (["--runs", 0], ["size 0", "at least one"]),
-        (["--samples", 0], ["--samples", "at least 1"]),
         (["word " * 200], ["shorten"]),
-        ([""], ["empty"]),
         (["--potential", "luck"], ["--potential luck", "keyword:WORD"]),
         (["--html", "/dev/null/page.html"], ["/dev/null/page.html", "cannot be written"]),
-        (["--html", "/dev/null"], ["/dev/null", "not a regular file"]),
     ],
 )
 def test_bad_options_are_refused(capsys, run, arguments, parts):
     expect_refusal(capsys, [run, *arguments], *parts)
 
 
-def test_a_directory_without_a_saved_pair_or_with_another_twist_is_refused(capsys, tmp_path, run):
-    (tmp_path / "generation-0").mkdir()
-    expect_refusal(capsys, [tmp_path], "no saved generation")
+def test_a_directory_with_damaged_or_other_files_is_refused(capsys, tmp_path, run):
     other = shutil.copytree(run, tmp_path / "other")
-    save_twist(other / "generation-2", TwistMLP(7, 16, 4096, generator(0)))
+    tensors = TwistMLP(7, 16, 4096, generator(0)).state_dict()
+    write_tensors(other / "generation-2" / "twist.safetensors", tensors)
     expect_refusal(capsys, [other], "generation-2/twist.safetensors", "first.weight has shape")
     options = [other, "--generation", 1]
     adapter = other / "generation-1" / "adapter.safetensors"
@@ -221,13 +203,3 @@ def test_a_directory_without_a_saved_pair_or_with_another_twist_is_refused(capsy
     expect_refusal(capsys, options, "generation-1/adapter.safetensors: its tensors cannot be read")
     adapter.unlink()
     expect_refusal(capsys, options, "generation-1/config.json: no such file")
-    (other / "config.json").unlink()
-    expect_refusal(capsys, [other], "config.json")
-
-
-def test_an_encoding_without_the_characters_is_no_obstacle(run):
-    command = [sys.executable, "-m", "tsmc", str(run), "Zoë said", "--particles", "4"]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0 and ended.stderr.count("\n") == 1
-    assert ended.stdout.startswith("Zo\\xeb said")

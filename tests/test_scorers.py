@@ -42,38 +42,21 @@ def checkpoint(tmp_path_factory, role):
     return SimpleNamespace(path=path, scores=scores, long_score=long_score)
 
 
-@pytest.fixture
-def edited(checkpoint, tmp_path):
-    """edited(**fields): a copy of the checkpoint with these fields."""
-
-    def edit(**fields):
-        shutil.copytree(checkpoint.path, tmp_path, dirs_exist_ok=True)
-        config = json.loads((tmp_path / "config.json").read_text())
-        write_json(tmp_path / "config.json", config | fields)
-        return tmp_path
-
-    return edit
-
-
-def scorer_of(role, path, batch_size=64, version=lambda model: model) -> Runner:
+def scorer_of(role, path, batch_size=64) -> Runner:
     """Raw scores: logits or vectors."""
-    model, tokenizer = LOAD[role](path)
-    return Runner(version(model), tokenizer, batch_size)
+    return Runner(*LOAD[role](path), batch_size)
 
 
 @pytest.mark.parametrize("version", [lambda model: model, pack], ids=["plain", "packed"])
 def test_scores_are_those_of_transformers(role, checkpoint, monkeypatch, version):
     monkeypatch.setattr(products, "SMALLEST", 1)  # all products are computed by oneDNN
-    run = scorer_of(role, checkpoint.path, version=version)
+    model, tokenizer = LOAD[role](checkpoint.path)
+    run = Runner(version(model), tokenizer, 64)
     assert_close(run([*TEXTS, LONG]), torch.cat([checkpoint.scores, checkpoint.long_score]))
-    inputs = encoded(checkpoint.path, TEXTS)
-    assert inputs["attention_mask"].sum(1).unique().numel() > 3
     with torch.no_grad():
-        assert_close(run.model(*inputs.values()), checkpoint.scores)
-    tokenizer = LOAD[role](checkpoint.path)[1]
+        assert_close(run.model(*encoded(checkpoint.path, TEXTS).values()), checkpoint.scores)
     ids = run.tokenizer.encode(LONG).ids
     assert len(ids) == networks.LIMIT < len(tokenizer.encode(LONG).ids), "a copy is truncated"
-    assert ids[-1] == tokenizer.encode("").ids[-1], "the last special token stays"
 
 
 @pytest.mark.parametrize(
@@ -110,8 +93,8 @@ def test_toxicity_is_a_log_probability_that_stays_finite(checkpoint):
 
 
 @pytest.mark.parametrize("has_prefix", [True, False])
-def test_pooler_and_buffers_are_ignored_and_nothing_else(role, checkpoint, edited, has_prefix):
-    path = edited()
+def test_pooler_and_buffers_are_ignored_and_nothing_else(role, checkpoint, tmp_path, has_prefix):
+    path = shutil.copytree(checkpoint.path, tmp_path, dirs_exist_ok=True)
     tensors = load_file(path / "model.safetensors")
     bare = {name.removeprefix(networks.PREFIX[role]): tensors[name] for name in tensors}
     bare["pooler.dense.weight"] = torch.ones(24, 24)
@@ -158,19 +141,18 @@ def test_a_score_that_is_not_finite_is_refused(role, checkpoint):
     ("field", "value", "words"),
     [
         ("model_type", "gpt2", "model_type is 'gpt2', not "),
-        ("hidden_act", "relu", "hidden_act is 'relu', not gelu"),
         ("position_embedding_type", "relative_key", "'relative_key', not absolute"),
         ("num_attention_heads", 5, "a multiple of num_attention_heads"),
-        ("pad_token_id", networks.VOCAB_SIZE, "pad_token_id must be a token"),
         ("intermediate_size", 2**62, "not an integer from 1 to 10000000"),
-        ("num_hidden_layers", 10**6, "not an integer from 1 to 1000"),
-        ("type_vocab_size", 1.0, r"type_vocab_size is 1\.0"),
         ("layer_norm_eps", -1, "layer_norm_eps must be between 0 and 1"),
     ],
 )
-def test_other_configurations_are_refused(role, edited, field, value, words):
+def test_other_configurations_are_refused(role, checkpoint, tmp_path, field, value, words):
+    shutil.copytree(checkpoint.path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    write_json(tmp_path / "config.json", config | {field: value})
     with pytest.raises(InputError, match=words):
-        LOAD[role](edited(**{field: value}))
+        LOAD[role](tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -189,18 +171,9 @@ def test_batches_are_bounded_and_keep_the_order(tmp_path, monkeypatch):
     monkeypatch.setattr("eval.scorers.encoder.MAX_TOKENS", 30)
     network = SentenceEncoder(EncoderConfig(340, 8, 1, 2, 8, 30, 2))
     run = Runner(network, networks.write_tokenizer(tmp_path, "similarity"), 3)
-
-    def lengths_of_batches(*lengths: int) -> list[list[int]]:
-        return [list(map(len, batch)) for batch in run.batches([[7] * n for n in lengths])]
-
-    found = lengths_of_batches(1, 2, 2, 6, 6, 9, 14, 15, 40)
+    batches = run.batches([[7] * n for n in (1, 2, 2, 6, 6, 9, 14, 15, 40)])
+    found = [[len(row) for row in batch] for batch in batches]
     assert found == [[1, 2, 2], [6, 6, 9], [14, 15], [40]]
-    assert run.batches([]) == [[]]
-    run.batch_size = 9
-    monkeypatch.setattr("eval.scorers.encoder.MAX_TOKENS", 10**6)
-    monkeypatch.setattr("eval.scorers.encoder.ENOUGH_TOKENS", 20)
-    found = lengths_of_batches(10, 10, 11, 12, 13)
-    assert found == [[10, 10, 11], [12, 13]], "at most a tenth longer, once there are enough"
 
 
 def test_the_genuine_minilm():
@@ -226,8 +199,7 @@ def test_mean_pairwise_cosine_is_the_double_loop_and_stays_precise():
     assert mean_pairwise_cosine(vectors) == pytest.approx(mean, abs=1e-12)
     two = torch.tensor([[1.0, 1e-4], [1.0, -1e-4]])
     vectors = F.normalize(two.repeat(50_000, 1), dim=-1)
-    opposite = (1 - 1e-8) / (1 + 1e-8)
-    wanted = (49_999 + 50_000 * opposite) / 99_999
+    wanted = (49_999 + 50_000 * (1 - 1e-8) / (1 + 1e-8)) / 99_999
     assert mean_pairwise_cosine(vectors) == pytest.approx(wanted, abs=1e-11)
     with pytest.raises(InputError, match="give at least 2"):
         mean_pairwise_cosine(vectors[:1])

@@ -4,7 +4,6 @@ A mutant is its source with one expression replaced. Most checks shrink its worl
 to 3 letters and 4 steps. S prefixes, N of which can grow, V letters, T steps.
 """
 
-import ast
 import itertools
 import math
 import re
@@ -16,12 +15,11 @@ import torch
 from torch import Tensor
 from worlds import ListedPotential, generator, mutant, sequence_numbers
 
-from eval.viewer.explainer import DOCS, load_tiny
+from eval.viewer.explainer import load_tiny
 from tsmc.exact import Target
 from tsmc.table import TableModel, TableTwist
 from twist.potential import effective_potential
 
-DRAWS = ("randn", "multinomial", "exponential_")
 SMALL = ("V, T, BETA = 4, 8, 5.0", "V, T, BETA = 3, 4, 5.0")
 
 
@@ -250,16 +248,3 @@ def test_a_run_takes_seconds_and_every_generation_is_closer_to_sigma(capsys):
     assert log_z[0] < log_z[-1] < last[3] + 0.1 and spread[-1] < 0.5 * spread[0]
     assert ess[0] < 15 and ess[-1] > 3 * ess[0]
     assert palindromes[0] < 80 < palindromes[-1]
-
-
-def test_one_short_file_that_needs_torch_alone_and_no_hidden_randomness():
-    source = (DOCS / "tiny.py").read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 230
-    nodes = list(ast.walk(ast.parse(source)))
-    imported = [node.names[0].name for node in nodes if isinstance(node, ast.Import)]
-    assert sorted(imported) == ["itertools", "math", "sys", "torch"]
-    assert not any(isinstance(node, ast.ImportFrom) for node in nodes)
-    for node in nodes:
-        if getattr(node, "func", None) and ast.unparse(node.func).endswith(DRAWS):
-            assert "generator" in {keyword.arg for keyword in node.keywords}
-    assert {f"eq. {number}" for number in range(1, 9)} <= set(re.findall(r"eq\. \d", source))

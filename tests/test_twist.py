@@ -1,4 +1,4 @@
-"""The potential of texts, the MLP twist, and the files of twists and adapters."""
+"""The MLP twist, and the files of twists and adapters."""
 
 import pytest
 import torch
@@ -10,46 +10,13 @@ from eval.run.trained import load_model, load_twist, save_generation
 from tinystories.errors import InputError
 from twist.adapter import Adapter
 from twist.mlp import TwistMLP
-from twist.potential import TextPotential, power
 from twist.value import ValueTwist
-
-
-def random_twist(seed: int = 0) -> TwistMLP:
-    """A twist for `tiny_conditional` that is not psi = 1."""
-    source = generator(seed)
-    twist = TwistMLP(8, 6, 7, source)
-    torch.nn.init.normal_(twist.last.weight, generator=source)
-    torch.nn.init.normal_(twist.last.bias, generator=source)
-    return twist
-
-
-def letters(rows: list[list[int]]) -> list[str]:
-    """Texts of rows of tokens: token i is the i-th letter."""
-    return [" ".join("abcdefg"[token] for token in row) for row in rows]
-
-
-def test_each_distinct_text_is_scored_once_with_its_prompt():
-    asked = []
-
-    def scorer(texts):
-        asked.extend(texts)
-        return -torch.arange(1.0, len(texts) + 1)
-
-    potential = TextPotential([power(scorer, 10.0)], letters, torch.tensor([1, 2]))
-    assert potential(torch.tensor([[3, 4], [5, 6], [3, 4]])).tolist() == [-10.0, -20.0, -10.0]
-    assert asked == ["b c d e", "b c f g"]
-
-
-def test_beta_zero_is_the_base_model_even_where_the_score_is_zero():
-    nothing = power(lambda texts: torch.full((len(texts),), -torch.inf), 0.0)
-    potential = TextPotential([nothing], letters, torch.tensor([1]))
-    assert potential(torch.tensor([[3], [4]])).tolist() == [0.0, 0.0]
 
 
 def test_a_fresh_twist_is_one_everywhere_and_chosen_tokens_equal_the_full_output():
     hidden, tokens = torch.randn(5, 4, 8), torch.randint(7, (5, 4))
     assert torch.equal(TwistMLP(8, 6, 7, generator(0))(hidden), torch.zeros(5, 4, 7))
-    twist = random_twist()
+    twist = randomise(TwistMLP(8, 6, 7, generator(0)), 4)
     expected = twist(hidden).gather(-1, tokens[..., None]).squeeze(-1)
     torch.testing.assert_close(twist.of_tokens(hidden, tokens), expected)
 
@@ -68,13 +35,14 @@ def test_learning_moves_the_twist_towards_the_potential():
 def pair(kind: str):
     """p^(0), an adapter of it and a twist of random weights, and states that they read."""
     base, source = tiny_gpt_neo(7), generator(0)
-    memory = torch.linspace(-1, 1, 7) if kind != "MLP" else None
-    adapter = Adapter(base, memory, kind != "MLP", 6, source)
+    is_mlp = kind == "MLP"
+    memory = None if is_mlp else torch.linspace(-1, 1, 7)
+    adapter = Adapter(base, memory, not is_mlp, 6, source)
     own = adapter if kind == "value with adapter" else None
-    twist = random_twist() if kind == "MLP" else ValueTwist(8, 5, 7, source, memory, own)
+    twist = TwistMLP(8, 6, 7, source) if is_mlp else ValueTwist(8, 5, 7, source, memory, own)
     randomise(adapter.shift, 3)
-    randomise(getattr(twist, "network", twist), 4)
-    return base, adapter, twist, torch.randn(3, 8 + (kind != "MLP"), generator=source)
+    randomise(twist if is_mlp else twist.network, 4)
+    return base, adapter, twist, torch.randn(3, 8 + (not is_mlp), generator=source)
 
 
 KINDS = pytest.mark.parametrize("kind", ["MLP", "value", "value with adapter"])

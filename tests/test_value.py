@@ -9,7 +9,7 @@ import twist.value
 from tsmc.exact import Target
 from tsmc.sampler import tsmc
 from tsmc.table import TableModel
-from twist.pool import draw_round
+from twist.pool import Pool, draw_round
 from twist.potential import effective_potential
 
 VOCABULARY, LENGTH = 3, 3
@@ -94,27 +94,16 @@ def test_the_mutant_is_caught(change):
 def test_held_out_rows_keep_v_from_learning_noise_by_heart():
     """Phi = 1: every V but a constant is wrong, and a long training on a few rows finds one."""
     model = TableModel.random(VOCABULARY, 5, generator(1))
-    pool = everything(Target(model, lambda tokens, log_p: 0 * log_p))
-    pool.rounds = [
-        draw_round(model, None, None, lambda tokens: tokens[:, 0] * 0.0, 60, generator(2))
-    ]
-    weights = torch.ones(60)
-    found = []
-    for look in (True, False):
+    pool, found = Pool(), []
+    pool.rounds.append(draw_round(model, None, None, lambda x: 0.0 * x[:, 0], 60, generator(2)))
+    sizes = (60, 30, 200)
+    for is_seen in (False, True):
         psi = TableValue(model)
-        draw_batch, held_out = twist.value.batches_of_values(
-            model, pool, weights, 60, 30, 200, generator(3)
-        )
+        batches = twist.value.batches_of_values(model, pool, torch.ones(60), *sizes, generator(3))
+        draw_batch, held_out = batches
+        judges = [draw_batch(0)] if is_seen else held_out
         optimizer = torch.optim.Adam(psi.parameters(), lr=0.1)
-        if look:
-            twist.value.learn_value(psi, optimizer, draw_batch, held_out, 200)
-        else:
-            twist.value.descend(
-                lambda update, psi=psi, draw=draw_batch: twist.value.value_loss(psi, draw(update)),
-                optimizer,
-                200,
-                twist.value.ignore,
-            )
+        twist.value.learn_value(psi, optimizer, draw_batch, judges, 200)
         found.append(psi.table.detach().abs().max().item())
     assert found[0] < 0.3 * found[1], found
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distill.finetune import parameter_groups
-from distill.self_distill import negative_log_likelihood
+from distill.self_distill import Batch, model_loss
 from eval.bench import contestants, limit
 from eval.bench.contestants import Networks, score_in_order
 from eval.bench.limit import Way
@@ -100,7 +100,7 @@ def race_distillation(networks: Networks, repeats: int) -> list[dict]:
     tokens = torch.randint(student.config.vocab_size, (rows, LENGTH), device=prompt.device)
     ids = torch.cat([prompt.expand(rows, -1), tokens], 1)  # [B, P + T]
     labels = nn.functional.pad(tokens, (len(prompt), 0), value=-100)  # the prompt is not learned
-    step = training_step(student, lambda: negative_log_likelihood(model, tokens, rows))
+    step = training_step(student, lambda: model_loss(model, Batch(tokens, None, rows)))
     flops = 3 * limit.sampling_flops(student, None, rows, len(prompt), LENGTH)  # backward is 2
 
     def theirs(twin: nn.Module) -> Way:

@@ -66,9 +66,10 @@ def default_cost(config: RunConfig, network: GPTNeo) -> Spent:
     for m in range(config.generations + 1):
         pool = sum(rounds[: m + 1])
         negatives = sum(min(config.value.negatives, count) for count in rounds[: m + 1])
-        model += min(distilled, pool) + min(contrasted, pool) + negatives
+        held_out = min(config.value.negatives, pool)
+        model += min(distilled, pool) + min(contrasted, pool) + negatives + held_out
         others += 3 * (distilled * adapter + 2 * contrasted * value + ITERATIONS * pool)
-        others += negatives * adapter if m > 0 else 0
+        others += negatives * adapter
     return Spent(model, others / size(network), sum(rounds))
 
 

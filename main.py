@@ -35,7 +35,7 @@ from eval.run.options import RunConfig, read_config
 from eval.run.run import Run
 from eval.run.setup import Setup, identity, load_setup
 from eval.run.table import table
-from tinystories import Conditional, GPTNeo
+from tinystories import Conditional
 from tinystories.checkpoint import read_json
 from tinystories.fast import keep_freed_memory, pack
 from tsmc import Sigma
@@ -110,49 +110,40 @@ def learn_scores(run: Run, setup: Setup, samples: Pool, m: int) -> Tensor:
 
 
 def learn_psi(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Module:
-    """Lines 1 and 4: psi^(m), the value of a prefix; psi^(0) has an adapter too, its proposal q."""
+    """Lines 1 and 4: psi^(m), the value of a prefix, learned against the same sigma for every m.
+
+    psi^(0) has an adapter too, which makes its proposal q.
+    """
     config = run.config
     if not config.pooling:
         return contrastive_twist_learning(run, setup, p, m)
     adapter = fit_adapter(run, setup, "twist learning", samples, m) if m == 0 else None
     memory = samples.scores if config.memory else None
-    generator = run.generator("value", m)
+    options = config.value
+    generator = config.generator("value", m)
     sizes = setup.model.config
-    widths = (sizes.hidden_size, config.value.hidden_units, sizes.vocab_size)
+    widths = (sizes.hidden_size, options.hidden_units, sizes.vocab_size)
     psi = ValueTwist(*widths, generator, memory, adapter)
-    if config.learn_value:
-        q = setup.conditional(p if adapter is None else adapter, memory)
-        learn_values(run, q, psi, samples, m, generator)
-    return psi
-
-
-def learn_values(
-    run: Run,
-    q: Conditional,
-    psi: ValueTwist,
-    samples: Pool,
-    m: int,
-    generator: torch.Generator,
-) -> None:
-    """CTL-m: the value of psi^(m), against the same sigma in every generation."""
-    options = run.config.value
 
     def learn(report: Report) -> dict[str, Tensor]:
-        weights = samples.weights(run.config.pool.least_ess)
-        sizes = (options.negatives, options.batch_size, options.updates)
-        batches = batches_of_values(q, samples, weights, *sizes, generator)
+        q = setup.conditional(p if adapter is None else adapter, memory)
+        weights = samples.weights(config.pool.least_ess)
+        counts = (options.negatives, options.batch_size, options.updates)
+        batches = batches_of_values(q, samples, weights, *counts, generator)
         optimizer = torch.optim.Adam(psi.network.parameters(), lr=options.learning_rate)
         learn_value(psi, optimizer, *batches, options.updates, report)
         return psi.network.state_dict()
 
-    psi.network.load_state_dict(run.once("value learning", m, options.updates, learn))
+    if config.learn_value:
+        psi.network.load_state_dict(run.once("value learning", m, options.updates, learn))
+    return psi
 
 
 def contrastive_twist_learning(run: Run, setup: Setup, p: nn.Module, m: int) -> TwistMLP:
     """Lines 1 and 4 without the pool: psi^(m) by CTL on batches of its own, from psi = 1."""
     options = run.config.ctl
     sizes = setup.model.config
-    generator = run.generator("ctl", m)
+    generator = run.config.generator("ctl", m)
     psi = TwistMLP(sizes.hidden_size, options.hidden_units, sizes.vocab_size, generator)
     optimizer = torch.optim.Adam(psi.parameters(), lr=options.learning_rate)
     processes.share_gradients(psi)
@@ -168,16 +159,34 @@ def contrastive_twist_learning(run: Run, setup: Setup, p: nn.Module, m: int) -> 
 
 
 def distil(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Module:
-    """Line 3: p^(m), an adapter of p^(0), or p^(m-1) = p fine-tuned."""
+    """Line 3: p^(m), an adapter of p^(0), or p^(m-1) = p with all parameters or LoRA fine-tuned.
+
+    All of them minimise the weighted eq. 7.
+    """
     if run.config.student == "adapter":
         return fit_adapter(run, setup, "distillation", samples, m)
-    return fine_tune(run, setup, p, samples, m)
+    options = run.config.distill
+    is_lora = run.config.student == "lora"
+    generator = run.config.generator("distill", m)
+    step_size = options.lora_learning_rate if is_lora else options.learning_rate
+    student = Student(p, step_size, options.weight_decay, is_lora, generator)
+    processes.share_gradients(student.network)
+
+    def learn(report: Report) -> dict[str, Tensor]:
+        draw_batch = sample_batches(run, samples, generator)
+        loss = partial(model_loss, student.after(setup.base))
+        self_distill(loss, student.optimizer, draw_batch, options.updates, report)
+        return student.finish().state_dict()
+
+    model = copy.deepcopy(p)
+    model.load_state_dict(run.once("distillation", m, options.updates, learn))
+    return model
 
 
 def fit_adapter(run: Run, setup: Setup, phase: str, samples: Pool, m: int) -> Adapter:
     """An adapter of p^(0) that minimises the weighted eq. 7, learned anew from p^(0)."""
     options = run.config.distill
-    generator = run.generator("distill", m)
+    generator = run.config.generator("distill", m)
     scores = samples.scores
     memory = scores if run.config.memory else None
     adapter = Adapter(setup.model, scores, memory is not None, options.hidden_units, generator)
@@ -194,26 +203,6 @@ def fit_adapter(run: Run, setup: Setup, phase: str, samples: Pool, m: int) -> Ad
 
     adapter.shift.load_state_dict(run.once(phase, m, options.updates, learn))
     return adapter
-
-
-def fine_tune(run: Run, setup: Setup, p: GPTNeo, samples: Pool, m: int) -> GPTNeo:
-    """A copy of p of which all parameters, or those of LoRA, minimise the weighted eq. 7."""
-    options = run.config.distill
-    is_lora = run.config.student == "lora"
-    generator = run.generator("distill", m)
-    step_size = options.lora_learning_rate if is_lora else options.learning_rate
-    student = Student(p, step_size, options.weight_decay, is_lora, generator)
-    processes.share_gradients(student.network)
-
-    def learn(report: Report) -> dict[str, Tensor]:
-        draw_batch = sample_batches(run, samples, generator)
-        loss = partial(model_loss, setup.base.with_model(student.network))
-        self_distill(loss, student.optimizer, draw_batch, options.updates, report)
-        return student.finish().state_dict()
-
-    model = copy.deepcopy(p)
-    model.load_state_dict(run.once("distillation", m, options.updates, learn))
-    return model
 
 
 def sample_batches(

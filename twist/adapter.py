@@ -61,9 +61,8 @@ class Adapter(nn.Module):
 
 def learned(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the tensors of an adapter, or of a twist with one, without p^(0)'s embeddings."""
-    tensors = module.state_dict()
-    names = [name for name in tensors if not name.endswith("products.weight")]
-    return {name: tensors[name].clone() for name in names}
+    tensors = module.state_dict().items()
+    return {name: value.clone() for name, value in tensors if not name.endswith("products.weight")}
 
 
 class AdaptedGPTNeo(nn.Module):

@@ -12,12 +12,9 @@ self-normalised weights, through which no gradient flows:
 The effective sample size of the positive weights tells how many sequences the batch really learns
 from; under a sparse potential it falls towards one, which self-distillation answers.
 
-What the paper leaves open:
- 1. Positives and negatives come from the same batch, drawn anew for every update from the current
-    q.
- 2. Adam, with a step size that falls linearly to a tenth; each generation's twist starts at psi =
-    1.
- 3. A batch in which phi is zero everywhere is uninformative and skipped.
+What the paper leaves open: a new batch from the current q for every update; Adam, with a step size
+that falls linearly to a tenth; each generation's twist starts at psi = 1. A batch in which phi is
+zero everywhere is uninformative and skipped. K sequences, T tokens, D width.
 """
 
 from collections.abc import Callable

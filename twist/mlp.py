@@ -25,12 +25,9 @@ class TwistMLP(nn.Module):
         self.first = LinearGELU(width, hidden_units, device="meta")  # the meta device draws nothing
         self.second = LinearGELU(hidden_units, hidden_units, device="meta")
         self.last = Linear(hidden_units, vocab_size, device="meta")
-        for layer in (self.first, self.second, self.last):
-            shapes = {name: value.shape for name, value in layer.named_parameters()}
-            zeros = {
-                name: torch.zeros(shape, device=generator.device) for name, shape in shapes.items()
-            }
-            layer.load_state_dict(zeros, assign=True)
+        self.to_empty(device=generator.device)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
         for layer in (self.first, self.second):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
 

@@ -37,9 +37,7 @@ END_OF_SENTENCE = re.compile(r"""[.!?]+["')\]\u201d\u2019]*(?=\s|$)""")
 class Factor:
     """One factor of a potential, and what it reads."""
 
-    log_phi: Callable[
-        ..., Tensor
-    ]  # one argument -> log phi [N]; rejection needs it to be at most 0
+    log_phi: Callable[..., Tensor]  # of what it reads -> log phi [N], at most 0 for rejection
     reads: str = "texts"
 
 

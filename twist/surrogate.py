@@ -19,13 +19,6 @@ PENALTY = 0.01  # of |g|^2 / 2: small beside the loss, and enough to bound g for
 ITERATIONS = 60  # of L-BFGS
 
 
-def different_tokens(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of tokens [N, T] in ascending order, and 1 for the first of equal ones, else 0."""
-    ordered = tokens.sort(1).values
-    is_first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
-    return ordered, is_first.float()
-
-
 def fit_surrogate(
     tokens: Tensor, log_phi: Tensor, scale: float, vocab_size: int
 ) -> tuple[Tensor, float]:
@@ -34,7 +27,9 @@ def fit_surrogate(
     Nothing is random.
     """
     labels = (log_phi / scale).exp().clamp(max=1.0).float()  # [N]
-    ordered, counts = different_tokens(tokens)  # [N, T], [N, T]
+    ordered = tokens.sort(1).values  # [N, T]
+    is_first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)  # of equal tokens
+    counts = is_first.float()
     scores = torch.zeros(vocab_size, 1, device=tokens.device, requires_grad=True)  # g
     start = labels.mean().clamp(1e-6, 1 - 1e-6).logit()
     intercept = start.clone().requires_grad_(True)  # b
@@ -44,9 +39,8 @@ def fit_surrogate(
     def loss() -> Tensor:
         optimizer.zero_grad()
         sums = F.embedding_bag(ordered, scores, per_sample_weights=counts, mode="sum")  # [N, 1]
-        entropy = F.binary_cross_entropy_with_logits(
-            sums.squeeze(1) + intercept, labels, reduction="sum"
-        )
+        logits = sums.squeeze(1) + intercept
+        entropy = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         total = entropy + PENALTY / 2 * scores.square().sum()
         total.backward()
         return total

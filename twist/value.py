@@ -51,10 +51,7 @@ class ValueTwist(nn.Module):
         memory: Tensor | None = None,
         adapter: Adapter | None = None,
     ):
-        """`width` is that of the states without z; `memory` are the scores g [V] of z.
-
-        `adapter` is the one that proposes in generation 0.
-        """
+        """`width` without z, whose scores g [V] are `memory`; `adapter` proposes for m = 0."""
         super().__init__()
         self.vocab_size = vocab_size
         self.register_buffer("memory", memory)
@@ -91,15 +88,24 @@ def batches_of_values(
 ) -> tuple[Callable[[int], Batch], list[Batch]]:
     """The batches of all updates, and for each round one of rows that are held out.
 
-    Positive rows are drawn by `weights` [N]; of a round, at most `negatives` rows are used. Every
-    distinct row passes the model once.
+    Positive rows are drawn by `weights` [N], where none on their side has a weight by all; of a
+    round, at most `negatives` rows are used. Every distinct row passes the model once.
     """
     device = weights.device
-    is_held_out = torch.rand(len(weights), generator=generator, device=device) < HELD_OUT
     tokens = pool.tokens()
-    count = updates * batch_size
-    positive, place = states_by_weight(model, tokens, weights, ~is_held_out, count, generator)
-    states, its_place = states_by_weight(model, tokens, weights, is_held_out, negatives, generator)
+    is_held_out = torch.rand(len(weights), generator=generator, device=device) < HELD_OUT
+
+    def draw_positive(is_allowed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """States [n, T, D] of distinct rows, and which of them each draw is [count]."""
+        allowed = weights.where(is_allowed, 0.0)
+        if not allowed.any():
+            allowed = weights
+        drawn = torch.multinomial(allowed, count, replacement=True, generator=generator)
+        distinct, place = drawn.unique(return_inverse=True)
+        return hidden_states(model, tokens[distinct]), place
+
+    positive, place = draw_positive(~is_held_out, updates * batch_size)
+    states, its_place = draw_positive(is_held_out, negatives)
     held = states[its_place]  # [n, T, D]
     rounds, held_out = [], []
     for one in pool.rounds:
@@ -114,31 +120,10 @@ def batches_of_values(
     def draw_batch(update: int) -> Batch:
         rows = place[update * batch_size : (update + 1) * batch_size]
         hidden, log_ratio = rounds[update % len(rounds)]
-        size = (batch_size,)
-        others = torch.randint(len(hidden), size, generator=generator, device=device)
+        others = torch.randint(len(hidden), rows.shape, generator=generator, device=device)
         return Batch(positive[rows], hidden[others], log_ratio[others])
 
     return draw_batch, held_out
-
-
-def states_by_weight(
-    model: LanguageModel,
-    tokens: Tensor,
-    weights: Tensor,
-    is_allowed: Tensor,
-    count: int,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """States [n, T, D] of distinct rows of tokens [N, T], and which of them each draw is [count].
-
-    Rows are drawn by weights [N] where `is_allowed` [N]; where none of those has a weight, by all.
-    """
-    allowed = weights.where(is_allowed, 0.0)
-    if not allowed.any():
-        allowed = weights
-    drawn = torch.multinomial(allowed, count, replacement=True, generator=generator)
-    distinct, place = drawn.unique(return_inverse=True)
-    return hidden_states(model, tokens[distinct]), place
 
 
 @torch.no_grad()
@@ -175,9 +160,9 @@ def learn_value(
     def look() -> None:
         nonlocal least, best
         with torch.no_grad():
-            losses = [value_loss(twist, batch)[1]["loss"] for batch in held_out]
-        if sum(losses) / len(losses) < least:
-            least, best = sum(losses) / len(losses), copy.deepcopy(twist.state_dict())
+            mean = sum(value_loss(twist, batch)[1]["loss"] for batch in held_out) / len(held_out)
+        if mean < least:
+            least, best = mean, copy.deepcopy(twist.state_dict())
 
     def loss(update: int) -> tuple[Tensor, dict[str, float | Tensor]]:
         if update % CHECK == 0:

@@ -41,8 +41,8 @@ def draw_runs(
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
         return vars(sample_runs(sigma, twist, particles, size, generator, **rule))
 
-    purpose = (phase, m, "")  # the empty string keeps the random numbers of earlier versions
-    drawn = run.draw(phase, m, runs, config.rows // particles, purpose, draw)
+    # the empty string keeps the random numbers of earlier versions
+    drawn = run.draw(phase, m, runs, config.rows // particles, (phase, m, ""), draw)
     return require_alive(Population(**drawn))
 
 
@@ -93,10 +93,7 @@ def evaluate_ends(run: Run, setup: Setup) -> dict:
 
 
 def evaluate_target(setup: Setup, particles: int) -> tuple[dict, Samples]:
-    """Row `target`: the exact samples, whose embeddings the other rows are compared with.
-
-    `particles` is how many samples a generation's row has.
-    """
+    """Row `target`: the exact samples; `particles` is how many samples a generation's row has."""
     exact = setup.exact
     samples = score(exact.tokens, setup.potential, setup.log_toxicity)
     setup.exact_vectors = setup.encode(samples.texts)

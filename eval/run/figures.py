@@ -37,28 +37,16 @@ def similarity_toxicity(results: dict, path: Path) -> None:
             style = {"color": colour, "marker": marker, "s": 110, "zorder": 3}
             axes.scatter(row["similarity"], row["toxicity"], label=name.title(), **style)
     rows = results["generations"]
-    similarity = [row["similarity"] for row in rows]
-    toxicity = [row["toxicity"] for row in rows]
-    axes.plot(similarity, toxicity, color="#999999", lw=1, zorder=1)
+    places = [(row["similarity"], row["toxicity"]) for row in rows]
+    axes.plot(*zip(*places, strict=True), color="#999999", lw=1, zorder=1)
     for m, row in enumerate(rows):
         style = {"color": COLOURS[m % 6], "marker": MARKERS[m % 6], "ms": 7, "capsize": 3}
-        axes.errorbar(
-            row["similarity"],
-            row["toxicity"],
-            yerr=row["toxicity_half_width"],
-            ls="none",
-            label=f"Generation {m}",
-            **style,
-        )
+        style |= {"yerr": row["toxicity_half_width"], "ls": "none", "label": f"Generation {m}"}
+        axes.errorbar(*places[m], **style)
     axes.set(xlabel="Similarity", ylabel="Toxicity", ylim=(-0.03, 1.03))
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(figure, path)
-
-
-def smooth(values: list[float], width: int) -> np.ndarray:
-    """Running mean over `width` values."""
-    return np.convolve(values, np.ones(width) / width, mode="valid")
 
 
 def learning_curves(records: list[dict], path: Path) -> None:
@@ -67,13 +55,13 @@ def learning_curves(records: list[dict], path: Path) -> None:
     labels = {"loss": "Loss", "ess": "ESS of the weights"}
     for axes, (key, label) in zip(panels, labels.items(), strict=True):
         for m in sorted({record["generation"] for record in records if key in record}):
-            own = [record for record in records if record["generation"] == m]
-            values = [record[key] for record in own]
+            values = [record[key] for record in records if record["generation"] == m]
             width = max(1, len(values) // 20)
-            places = np.arange(len(values) - width + 1) + width / 2
+            means = np.convolve(values, np.ones(width) / width, mode="valid")
+            places = np.arange(len(means)) + width / 2
             style = {"color": COLOURS[m % 6], "ls": DASHES[m % 4], "label": f"Generation {m}"}
             axes.plot(values, color=COLOURS[m % 6], alpha=0.2, lw=0.7)
-            axes.plot(places, smooth(values, width), **style)
+            axes.plot(places, means, **style)
         axes.set(xlabel="Update", ylabel=label)
         axes.grid(alpha=0.3)
     panels[0].legend()

@@ -26,6 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SOURCE = "a directory or a Hub repository, owner/name[@revision] (default: the preset's)"
 MOST = 10**9  # larger counts are mistakes
 POCKET = Path(__file__).resolve().parents[2] / "checkpoints" / "pocket"
+STUDENTS = ("adapter", "lora", "full")
 PUBLISHED = {"resampling": "multinomial", "ess_threshold": 1.0, "moves": 0, "student": "full"}
 PUBLISHED |= {"pooling": False, "surrogate": False, "memory": False, "learn_value": False}
 
@@ -34,32 +35,24 @@ PUBLISHED |= {"pooling": False, "surrogate": False, "memory": False, "learn_valu
 class Preset:
     """Where the three networks and any exact samples of the target come from, and K in training."""
 
-    lm: str
-    toxicity_model: str
-    similarity_model: str
-    target: Path | None
-    particles: int
+    lm: str = str(POCKET / "lm")
+    toxicity_model: str = str(POCKET / "toxicity")
+    similarity_model: str = str(POCKET / "similarity")
+    target: Path | None = POCKET / "target"
+    particles: int = 50
 
 
-PRESETS = {
-    "pocket": Preset(
-        str(POCKET / "lm"),
-        str(POCKET / "toxicity"),
-        str(POCKET / "similarity"),
-        POCKET / "target",
-        50,
-    ),
-    "paper": Preset(
-        "roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
-        "nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
-        "sentence-transformers/all-MiniLM-L6-v2@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
-        None,
-        100,
-    ),
-}
+PAPER = Preset(
+    lm="roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
+    toxicity_model="nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
+    similarity_model="sentence-transformers/all-MiniLM-L6-v2@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
+    target=None,
+    particles=100,
+)
+PRESETS = {"pocket": Preset(), "paper": PAPER}
 
 
-def option(default: Any, text: str, low: Any = None, high: Any = None, choices: Any = ()) -> Any:
+def option(default: Any, text: str, low: Any = None, high: Any = None, choices: Any = None) -> Any:
     """A dataclass field with its help, the range of its values and any choices."""
     limits = {"low": low, "high": high, "choices": choices}
     return field(default=default, metadata={"help": text, "limits": limits})
@@ -116,9 +109,7 @@ class EvaluationConfig:
     particles: int = option(50, "K in testing", 1)
     runs: int = option(40, "independent TSMC runs whose particles are pooled", 2)
     base_samples: int = option(2000, "samples of the bare p^(m)", 2)
-    target_proposals: int = option(
-        100_000, "draws for rejection where no exact samples are shipped; 0 leaves out KL", 0
-    )
+    target_proposals: int = option(100_000, "draws for rejection, if needed; 0 leaves out KL", 0)
 
 
 @dataclass(frozen=True)
@@ -129,9 +120,8 @@ class RunConfig:
     generations: int = option(2, "M, generations after generation 0", 0)
     potential: tuple[str, ...] = option(
         ("toxicity",),
-        "phi: toxicity, nontoxicity, keyword:WORD, regex:PATTERN, first-sentence:WORDS "
-        "(keyword~C:WORD and so on are soft: a miss costs C nats) or FILE.py:NAME, a function from "
-        "texts to log phi; repeat the option for a product",
+        "phi: toxicity, nontoxicity, keyword:WORD, regex:PATTERN, first-sentence:WORDS (~C before "
+        "the colon: a miss costs C nats) or FILE.py:NAME, a function of texts; repeated: a product",
     )
     beta: float = option(10.0, "strength of the classifier: log phi = beta log p(toxic | s)", 0)
     prompt: str = option("Once upon a time, there was a", "s_0, which every story continues")
@@ -142,27 +132,17 @@ class RunConfig:
     dtype: str = option("float32", "type of the networks, but for training", choices=tuple(DTYPES))
     rows: int = option(1000, "sequences in memory at a time, at least one TSMC run", 1)
     quiet: bool = option(False, "no progress, only what needs attention and the table")
-    pooling: bool = option(
-        True, "learn from all draws so far; without it from own batches and the last samples alone"
-    )
-    student: str = option(
-        "adapter",
-        "what distillation trains: an adapter of p^(0), LoRA (rank 8, query and value), or all",
-        choices=("adapter", "lora", "full"),
-    )
+    pooling: bool = option(True, "learn from all draws, not own batches and the last samples alone")
+    student: str = option("adapter", "what distillation trains; lora: rank 8", choices=STUDENTS)
     surrogate: bool = option(True, "with the pool: give the adapter a score of phi for each token")
     memory: bool = option(True, "with the surrogate: let the networks see the sum of these scores")
     learn_value: bool = option(True, "with the pool: learn the value V of a prefix, else V = 0")
     effective_potential: bool = option(True, "phi^(m) for m >= 1; without it phi, and sigma drifts")
     particles: int = option(50, "K in training; 100 with --preset paper", 1)
     resampling: str = option("systematic", "resampling scheme", choices=tuple(SCHEMES))
-    ess_threshold: float = option(
-        0.5, "resample where ESS < this share of K: 1 always, 0 at the end alone", 0, 1
-    )
+    ess_threshold: float = option(0.5, "resample where ESS < this share of K; 0 at the end", 0, 1)
     moves: int = option(1, "Metropolis-Hastings moves of each sample at the end", 0)
-    as_published: bool = option(
-        False, "as in the paper: CTL on its own batches, full fine-tuning, multinomial, no moves"
-    )
+    as_published: bool = option(False, "as in the paper: no pool, full fine-tuning, no moves")
     lm: str = option("", f"language model: {SOURCE}")
     toxicity_model: str = option("", f"toxicity classifier: {SOURCE}")
     similarity_model: str = option("", f"sentence encoder: {SOURCE}")
@@ -175,7 +155,7 @@ class RunConfig:
     def checkpoint(self, role: str) -> Path:
         """Directory of `lm`, `toxicity_model` or `similarity_model`, fetched where needed."""
         name = getattr(self, role) or getattr(PRESETS[self.preset], role)
-        return checkpoint_directory(name, f"--{role.replace('_', '-')}")
+        return checkpoint_directory(name, flag_of(role))
 
     def torch_device(self) -> torch.device:
         """The device to run on, with torchrun this process's GPU; InputError if unavailable."""
@@ -205,15 +185,20 @@ class RunConfig:
         return lambda chunk: self.generator(*purpose, chunk)
 
 
-def flags() -> list[tuple[str, str, dataclasses.Field]]:
-    """(group, flag, field) of every option; the group of RunConfig's own is empty."""
+def flag_of(name: str) -> str:
+    """`--ctl-updates` of ctl_updates."""
+    return "--" + name.replace("_", "-")
+
+
+def every_option() -> list[tuple[str, str, dataclasses.Field]]:
+    """(group, name with its group, field) of every option; RunConfig's own have the group ""."""
     options = []
     for item in dataclasses.fields(RunConfig):
         if dataclasses.is_dataclass(item.type):
-            for inner in dataclasses.fields(item.type):
-                options.append((item.name, f"--{item.name}-{inner.name}".replace("_", "-"), inner))
+            inner = dataclasses.fields(item.type)
+            options += [(item.name, f"{item.name}_{option.name}", option) for option in inner]
         else:
-            options.append(("", f"--{item.name}".replace("_", "-"), item))
+            options.append(("", item.name, item))
     return options
 
 
@@ -229,24 +214,22 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     """An argument for every option; those not given are absent from what it parses."""
     absent = argparse.SUPPRESS
     parser = OneLineParser(description=description, argument_default=absent, allow_abbrev=False)
-    for _, flag, item in flags():
+    for _, name, item in every_option():
         default = item.default
         kind: dict[str, Any] = {"type": item.type, "choices": item.metadata["limits"]["choices"]}
-        if not kind["choices"]:
-            del kind["choices"]
         if item.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         elif isinstance(default, tuple):
             kind = {"action": "append"}
             default = " ".join(default)
         text = item.metadata["help"] + (f" (default: {default})" if default != "" else "")
-        parser.add_argument(flag, help=text.replace("%", "%%"), **kind)
+        parser.add_argument(flag_of(name), help=text.replace("%", "%%"), **kind)
     text = "continue the run of this directory, with its own options"
     parser.add_argument("--resume", metavar="RUN", help=text)
     return parser
 
 
-def check(flag: str, value: Any, low: Any = None, high: Any = None, choices: Any = ()) -> None:
+def check(flag: str, value: Any, low: Any = None, high: Any = None, choices: Any = None) -> None:
     """InputError where an option's value is out of its range."""
     if high is None and type(value) is int:
         high = MOST
@@ -270,32 +253,26 @@ def typed(flag: str, value: Any, default: Any) -> Any:
     if isinstance(default, tuple) and type(value) in (list, tuple):
         return tuple(typed(flag, part, default[0]) for part in value)
     if isinstance(default, float) and type(value) is int:
-        value = float(value)
+        return float(value)
     if type(value) is not type(default):
         wanted = type(default).__name__
         raise InputError(f"{flag} is {shortened(repr(value))}; give a value of type {wanted}")
     return value
 
 
-def build(values: dict[str, Any]) -> RunConfig:
+def build(values: dict[str, Any], kind: type = RunConfig, group: str = "") -> Any:
     """A config from values by name, those of a group in a dictionary of its own."""
-    groups = {
-        item.name: item.type
-        for item in dataclasses.fields(RunConfig)
-        if dataclasses.is_dataclass(item.type)
-    }
-    built: dict[str, Any] = {name: {} for name in groups}
-    for group, flag, item in flags():
-        given = values.get(group, {}) if group else values
-        value = given.get(item.name, item.default)
-        value = typed(flag, value, item.default)
+    built = {}
+    for item in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(item.type):
+            built[item.name] = build(values.get(item.name, {}), item.type, f"{item.name}_")
+            continue
+        flag = flag_of(group + item.name)
+        value = typed(flag, values.get(item.name, item.default), item.default)
         for part in value if isinstance(value, tuple) else [value]:
             check(flag, part, **item.metadata["limits"])
-        place = built[group] if group else built
-        place[item.name] = value
-    for name, group in groups.items():
-        built[name] = group(**built[name])
-    return RunConfig(**built)
+        built[item.name] = value
+    return kind(**built)
 
 
 def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfig, Path | None]:
@@ -308,19 +285,17 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
         path = Path(chosen.pop("resume"))
         quiet = chosen.pop("quiet", False)
         if chosen:
-            others = ", ".join("--" + name.replace("_", "-") for name in chosen)
+            others = ", ".join(map(flag_of, chosen))
             raise InputError(f"--resume takes the options of the run; leave out {others}")
         return dataclasses.replace(saved_config(path), quiet=quiet), path
     values: dict[str, Any] = {}
-    for group, flag, item in flags():
-        key = flag[2:].replace("-", "_")
-        if key in chosen:
-            given = values.setdefault(group, {}) if group else values
-            given[item.name] = chosen[key]
+    for group, name, item in every_option():
+        if name in chosen:
+            place = values.setdefault(group, {}) if group else values
+            place[item.name] = chosen[name]
     if values.get("as_published"):
         for name in PUBLISHED.keys() & values.keys():
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"--as-published sets {flag} itself; leave one of them out")
+            raise InputError(f"--as-published sets {flag_of(name)} itself; leave one of them out")
         values |= PUBLISHED
     values.setdefault("particles", PRESETS[values.get("preset", "pocket")].particles)
     return build(values), None

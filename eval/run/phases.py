@@ -39,9 +39,8 @@ def digest_of_phase(tensors: dict[str, Tensor], records: str) -> str:
 def write_phase(path: Path, tensors: dict[str, Tensor], identity: str, records: list[dict]) -> None:
     """Write what a phase has computed; `identity` says which phase of which run it is."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    lines = json.dumps(records)
-    digest = digest_of_phase(tensors, lines)
-    metadata = {"identity": identity, "sha256": digest, "records": lines}
+    metadata = {"identity": identity, "records": json.dumps(records)}
+    metadata["sha256"] = digest_of_phase(tensors, metadata["records"])
     with replacing(path) as temporary:
         temporary.write_bytes(save(tensors, metadata))
 
@@ -80,10 +79,8 @@ class Progress:
         step = len(self.records) + 1
         for name, value in summed.items():
             if not math.isfinite(value):
-                fault = f"step {step}: {name} is {value}"
-                raise InputError(f"{fault}; lower the learning rate")
+                raise InputError(f"step {step}: {name} is {value}; lower the learning rate")
         self.records.append({**self.place, "step": step, **summed})
-        self.bar.set_postfix(
-            {name: f"{value:.3g}" for name, value in summed.items()}, refresh=False
-        )
+        shown = {name: f"{value:.3g}" for name, value in summed.items()}
+        self.bar.set_postfix(shown, refresh=False)
         self.bar.update()

@@ -23,13 +23,7 @@ from tinystories.errors import InputError
 from tinystories.fast import pack
 from tsmc.proposal import sample_proposal
 from tsmc.sampler import Sigma
-from twist.ctl import (
-    Batch,
-    batches_from_proposal,
-    negative_log_weights,
-    positive_log_weights,
-    weigh,
-)
+from twist import ctl
 
 PATIENCE = timedelta(minutes=30)  # one process may score a long chunk while the others wait
 
@@ -56,11 +50,6 @@ def gather(value: Any) -> list[Any]:
     values = [None] * count()
     dist.all_gather_object(values, value)
     return values
-
-
-def gather_rows(rows: Tensor) -> Tensor:
-    """The rows of all processes, concatenated."""
-    return torch.cat(gather(rows.cpu())).to(rows.device)
 
 
 def total(value: float | Tensor) -> float:
@@ -92,20 +81,23 @@ def own_rows(draw_batch: Callable[[int], Any]) -> Callable[[int], Any]:
 
 def ctl_batches(
     sigma: Sigma, twist: nn.Module, batch_size: int, generator: torch.Generator
-) -> Callable[[], Batch]:
+) -> Callable[[], ctl.Batch]:
     """`twist.ctl.batches_from_proposal` for several processes.
 
     Each process simulates its own rows; the weights of all rows decide the coefficients.
     """
     if count() == 1:
-        return batches_from_proposal(sigma, twist, batch_size, generator)
+        return ctl.batches_from_proposal(sigma, twist, batch_size, generator)
     own = share(batch_size)
 
-    def draw_batch() -> Batch:
+    def all_rows(rows: Tensor) -> Tensor:
+        return torch.cat(gather(rows.cpu())).to(rows.device)
+
+    def draw_batch() -> ctl.Batch:
         psi = pack(twist)
         rows = sample_proposal(sigma.model, psi, batch_size, generator, keep_hidden=True, part=own)
-        positive = gather_rows(positive_log_weights(rows, sigma.log_potential))  # [K]
-        batch = weigh(rows, positive, gather_rows(negative_log_weights(rows)))
+        positive = all_rows(ctl.positive_log_weights(rows, sigma.log_potential))  # [K]
+        batch = ctl.weigh(rows, positive, all_rows(ctl.negative_log_weights(rows)))
         batch.coefficients = batch.coefficients[own]
         return batch
 

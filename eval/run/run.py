@@ -59,15 +59,14 @@ class Run:
         if len(set(processes.gather(self.identity))) > 1:
             raise InputError("the processes of this job have different options; start them alike")
         self.lock: filelock.BaseFileLock | None = None  # held by the process that writes
-        if resumed is None:
-            self.directory = processes.gather(new_directory(config) if self.writes else None)[0]
-        else:
-            self.directory = resumed
+        is_new = resumed is None
+        directory = new_directory(config) if is_new and self.writes else resumed
+        self.directory = processes.gather(directory)[0]
         if not self.writes:
             return
         self.lock = locked(self.directory)
         self.own_lock = identity_of(self.directory / LOCK)
-        if resumed is None:
+        if is_new:
             versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
             made_by = {"versions": versions, "networks": networks}
             write_json(self.path / "config.json", dataclasses.asdict(config) | made_by)
@@ -85,9 +84,7 @@ class Run:
         Everything that is written goes through here, so nothing gets into another run's directory.
         """
         if self.lock is not None and identity_of(self.directory / LOCK) != self.own_lock:
-            fault = (
-                f"{self.directory}: has been moved, deleted or replaced while its run wrote there"
-            )
+            fault = f"{self.directory}: was moved, deleted or replaced while its run wrote there"
             raise InputError(f"{fault}; put it back and continue with --resume")
         return self.directory
 
@@ -99,9 +96,8 @@ class Run:
             self.lock.release()
             self.lock = None
         if isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(
-                f"interrupted; continue with --resume {self.directory}"
-            ) from error
+            message = f"interrupted; continue with --resume {self.directory}"
+            raise KeyboardInterrupt(message) from error
 
     def once(self, phase: str, m: int | None, steps: int, compute: Compute) -> dict[str, Tensor]:
         """The tensors of a phase of generation m, which reports each of its steps."""
@@ -137,13 +133,12 @@ class Run:
         `purpose` names the random streams of the chunks. A tensor `ess` is reported for each chunk.
         """
         sizes = chunk_sizes(total, at_once)
-        streams = self.config.streams(*purpose)
 
         def compute(report: Report) -> dict[str, Tensor]:
             parts = []
             for first in range(0, len(sizes), processes.count()):
                 number = min(first + processes.rank(), len(sizes) - 1)
-                part = draw(sizes[number], streams(number))
+                part = draw(sizes[number], self.config.generator(*purpose, number))
                 together = processes.gather({name: value.cpu() for name, value in part.items()})
                 for drawn in together[: len(sizes) - first]:
                     figures = {"ess": drawn["ess"].mean().item()} if "ess" in drawn else {}
@@ -152,10 +147,6 @@ class Run:
             return joined(parts)
 
         return self.once(phase, m, len(sizes), compute)
-
-    def generator(self, *purpose: str | int) -> torch.Generator:
-        """The random stream of one purpose, such as ("ctl", 1)."""
-        return self.config.generator(*purpose)
 
     def log(self, records: list[dict]) -> None:
         """Add records to metrics.jsonl."""

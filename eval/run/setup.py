@@ -38,8 +38,8 @@ class Setup:
     potential: TextPotential
     log_toxicity: Callable[[list[str]], Tensor]  # a column of the table, whatever the potential is
     encode: similarity.SimilarityScorer
-    exact: ExactSamples | None = None  # exact samples of sigma, if there are any
     is_effective: bool = True  # False leaves phi as it is in every generation: an ablation
+    exact: ExactSamples | None = None  # exact samples of sigma, if there are any
     exact_vectors: Tensor | None = None  # [M, D] embeddings of the exact samples
 
     def conditional(self, p: nn.Module, memory: Tensor | None) -> Conditional:
@@ -96,13 +96,12 @@ def load_setup(config: RunConfig) -> Setup:
 
     potential = TextPotential(make_factors(config.potential, config.beta, scorer), decode, ids)
     potential(ids.repeat(config.length)[None, : config.length])  # fails before files are written
-    setup = Setup(model, tokenizer, config.prompt, base, potential, scorer, encode)
-    setup.is_effective = config.effective_potential
+    parts = (model, tokenizer, config.prompt, base, potential, scorer, encode)
+    setup = Setup(*parts, config.effective_potential)
     directory = PRESETS[config.preset].target
     if directory is not None and not config.lm and not config.toxicity_model:
-        setup.exact = load_target(directory, sigma_key(config), model.config.vocab_size)
-    if setup.exact is not None:
-        setup.exact = setup.exact.to(device)
+        exact = load_target(directory, sigma_key(config), model.config.vocab_size)
+        setup.exact = exact and exact.to(device)
     return setup
 
 

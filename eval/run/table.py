@@ -30,14 +30,14 @@ def named_rows(results: dict) -> dict[str, dict]:
 def columns(results: dict) -> list[tuple[str, str, str]]:
     """The informative part of TABLE: with toxicity alone, log phi only repeats it."""
     rows = named_rows(results).values()
-    is_plain = results.get("potential", ["toxicity"]) == ["toxicity"]
-    hidden = {"log_phi"} if is_plain else set()
+    shown = {key for row in rows for key in row}
+    if results.get("potential", ["toxicity"]) == ["toxicity"]:
+        shown.discard("log_phi")
     if all(row.get("phi_positive", 1) == 1 for row in rows):
-        hidden.add("phi_positive")
+        shown.discard("phi_positive")
     if not any(row.get("dead_runs") for row in rows):
-        hidden.add("dead_runs")
-    shown = [column for column in TABLE if column[1] not in hidden]
-    return [column for column in shown if any(column[1] in row for row in rows)]
+        shown.discard("dead_runs")
+    return [column for column in TABLE if column[1] in shown]
 
 
 def table(results: dict, source: Path) -> str:

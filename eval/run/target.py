@@ -37,9 +37,7 @@ class TargetKey:
     prompt: str
     length: int
     beta: float
-    potential: list[str] = field(
-        default_factory=lambda: ["toxicity"]
-    )  # factors, a file by its hash
+    potential: list[str] = field(default_factory=lambda: ["toxicity"])  # a file by its hash
 
 
 def save_target(directory: Path, exact: ExactSamples, key: TargetKey, **notes) -> None:
@@ -56,8 +54,7 @@ def save_target(directory: Path, exact: ExactSamples, key: TargetKey, **notes) -
 def load_target(directory: Path, key: TargetKey, vocab_size: int) -> ExactSamples | None:
     """The samples, or None where they belong to another prompt, length, beta or potential.
 
-    InputError where they belong to other checkpoints than `key` names, where a file holds
-    impossible values, or where the two files do not fit each other.
+    InputError for those of other checkpoints, impossible values, or files that do not fit.
     """
     path = Path(directory) / "target.json"
     samples = path.with_name(SAMPLES)
@@ -67,9 +64,8 @@ def load_target(directory: Path, key: TargetKey, vocab_size: int) -> ExactSample
         log_z = float(raw["log_z"])
         log_z_std_error = float(raw["log_z_std_error"])
         count = int(raw["num_samples"])
-        if not (
-            2 <= count <= raw["num_proposals"] and math.isfinite(log_z) and log_z_std_error >= 0
-        ):
+        numbers_fit = 2 <= count <= raw["num_proposals"] and log_z_std_error >= 0
+        if not (numbers_fit and math.isfinite(log_z)):
             raise ValueError("its numbers contradict each other")
     for role in ("lm", "toxicity"):
         if getattr(made_for, role) != getattr(key, role):

@@ -28,7 +28,7 @@ from tinystories.checkpoint import fill, read_tensors, reading, write_tensors
 from tinystories.errors import InputError, listed
 from tinystories.fast import pack
 from tinystories.gpt_neo import GPTNeo
-from tsmc import Population, Sigma, Trace, in_chunks, tsmc
+from tsmc import Population, Sigma, Trace, in_chunks, sample_runs
 from tsmc.interfaces import Twist
 from tsmc.runs import require_alive
 from twist.adapter import Adapter, learned
@@ -46,11 +46,7 @@ def save_generation(directory: Path, p: nn.Module, tokenizer: Tokenizer, psi: nn
         write_tensors(directory / ADAPTER, learned(p))
     else:
         tinystories.save(directory, p, tokenizer)
-    save_twist(directory, psi)
-
-
-def save_twist(directory: Path, twist: nn.Module) -> None:
-    write_tensors(directory / FILE, learned(twist))
+    write_tensors(directory / FILE, learned(psi))
 
 
 def adapter_from(tensors: dict[str, Tensor], base: GPTNeo) -> Adapter:
@@ -69,21 +65,21 @@ def load_twist(directory: Path, base: GPTNeo) -> TwistMLP | ValueTwist:
     tensors = read_tensors(path)
     sizes = base.config
     with reading(path, "not a twist of this model", "name a directory that main.py wrote"):
-        if "first.weight" in tensors:
-            hidden_units = len(tensors["first.weight"])
-            twist = TwistMLP(sizes.hidden_size, hidden_units, sizes.vocab_size, torch.Generator())
-            fill(twist, tensors)
-            return twist
-        hidden_units = len(tensors["network.first.weight"])
-        own = {name[8:]: value for name, value in tensors.items() if name.startswith("adapter.")}
-        adapter = adapter_from(own, base) if own else None
-        memory = tensors.get("memory")
-        if memory is not None and memory.shape != (sizes.vocab_size,):
-            raise ValueError(f"memory has shape {list(memory.shape)}, not [{sizes.vocab_size}]")
-        widths = (sizes.hidden_size, hidden_units, sizes.vocab_size)
-        twist = ValueTwist(*widths, torch.Generator(), memory, adapter)
-        fixed = {"adapter.products.weight": adapter.products.weight} if own else {}
-        fill(twist, tensors | fixed)
+        is_mlp = "first.weight" in tensors
+        hidden_units = len(tensors["first.weight" if is_mlp else "network.first.weight"])
+        widths = (sizes.hidden_size, hidden_units, sizes.vocab_size, torch.Generator())
+        if is_mlp:
+            twist = TwistMLP(*widths)
+        else:
+            parts = {name[8:]: tensors[name] for name in tensors if name.startswith("adapter.")}
+            adapter = adapter_from(parts, base) if parts else None
+            memory = tensors.get("memory")
+            if memory is not None and memory.shape != (sizes.vocab_size,):
+                raise ValueError(f"memory has shape {list(memory.shape)}, not [{sizes.vocab_size}]")
+            twist = ValueTwist(*widths, memory, adapter)
+            if parts:
+                tensors["adapter.products.weight"] = adapter.products.weight
+        fill(twist, tensors)
         return twist
 
 
@@ -107,8 +103,7 @@ def load_generation(setup: Setup, path: Path, m: int, device: torch.device) -> t
         needed = [p.scores] if p.has_memory else []
         given = [] if getattr(psi, "memory", None) is None else [psi.memory]
         if len(needed) != len(given) or not all(map(torch.equal, needed, given)):
-            fault = f"{path / ADAPTER}: does not fit {FILE}"
-            raise InputError(f"{fault}; restore the run's own files")
+            raise InputError(f"{path / ADAPTER}: does not fit {FILE}; restore the run's own files")
     return setup.sigma(p, psi), pack(psi)
 
 
@@ -174,8 +169,7 @@ class TrainedRun:
 
         def draw_chunk(size: int, generator: torch.Generator) -> dict[str, Tensor]:
             rule = config.rule() | {"observer": None if trace.steps else trace}
-            model = sigma.model
-            return vars(tsmc(model, twist, sigma.log_potential, particles, generator, size, **rule))
+            return vars(sample_runs(sigma, twist, particles, size, generator, **rule))
 
         streams = config.streams("sample", self.generation, config.prompt)
         population = Population(**in_chunks(draw_chunk, runs, config.rows // particles, streams))
@@ -191,7 +185,7 @@ class TrainedRun:
     ) -> Drawn:
         """R = runs populations of K = particles texts; prompt and length are the run's by default.
 
-        InputError for options out of range and where all weights of all runs are zero.
+        InputError for options out of range and where all weights are zero.
         """
         own = {"prompt": prompt or None, "length": length or None}
         config = self.options(particles=particles, seed=seed, **own)

@@ -297,5 +297,5 @@ def test_other_networks_count_with_their_parameters(network):
     value = ValueTwist(192, 64, 4096, torch.Generator(), torch.zeros(4096)).network
     none = dataclasses.replace(config, generations=0)
     spent = default_cost(none, network).others * size(network)
-    rows = 3 * 120 * 128 * size(adapter) + 6 * 300 * 500 * size(value)
+    rows = (3 * 120 * 128 + 2000) * size(adapter) + 6 * 300 * 500 * size(value)
     assert spent - rows == pytest.approx(3 * ITERATIONS * config.pool.base_draws, rel=1e-3)

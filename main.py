@@ -98,7 +98,8 @@ def last_samples(run: Run, sigma: Sigma, psi: nn.Module, m: int) -> Pool:
 
 def learn_scores(run: Run, setup: Setup, samples: Pool, m: int) -> Tensor:
     """The scores g [V] of the surrogate of phi."""
-    scale = max(run.config.beta, 1.0)
+    reads_classifier = {"toxicity", "nontoxicity"} & set(run.config.potential)
+    scale = max(run.config.beta, 1.0) if reads_classifier else 1.0
     vocab_size = setup.model.config.vocab_size
 
     def fit(report: Report) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The value of a prefix in enumerated worlds: what CTL from the pool learns, what it is for."""
+"""The value of a prefix in enumerated worlds: what CTL learns, and what it is for."""
 
 import pytest
 import torch
@@ -39,22 +39,17 @@ def world(number: int):
 
 
 def learned(number: int, module=twist.value) -> tuple[TableValue, Target]:
-    """The twist of generation `number`, with V learned from a pool of three rounds."""
-    base, potential, model, log_phi = world(number)
+    """The twist of generation `number`, with V learned from a pool that is sigma."""
+    _, _, model, log_phi = world(number)
     target = Target(model, log_phi)
     pool = everything(target)
     pool.rounds[0].tokens = pool.rounds[0].tokens.repeat(300, 1)  # so that all are in both parts
-    pool.rounds[0].log_q = pool.rounds[0].log_q.repeat(300, 1)
-    for source in (8, 9):
-        proposal = TableModel.random(VOCABULARY, LENGTH, generator(source), scale=0.5)
-        pool.rounds.append(draw_round(proposal, None, base, potential, 8000, generator(source)))
-    weights = torch.zeros(len(pool.tokens()), dtype=torch.float64)
-    weights[: 300 * VOCABULARY**LENGTH] = target.log_sigma[-1].exp().repeat(300)
-    sizes = (8000, 4000, 150)
+    weights = target.log_sigma[-1].exp().repeat(300)
+    sizes = (40_000, 4000, 300)
     batches = module.batches_of_values(model, pool, weights, *sizes, generator(3))
     psi = TableValue(model)
     optimizer = torch.optim.Adam(psi.parameters(), lr=0.1)
-    module.learn_value(psi, optimizer, *batches, 150)
+    module.learn_value(psi, optimizer, *batches, 300)
     return psi, target
 
 
@@ -70,25 +65,23 @@ def distance(psi: TableValue, target: Target) -> float:
 @pytest.mark.parametrize("number", [0, 1])
 def test_v_tends_to_the_optimal_twist_of_prefixes(number):
     psi, target = learned(number)
-    assert distance(psi, target) < 0.1 < 0.6 < distance(TableValue(world(number)[2]), target)
+    assert distance(psi, target) < 0.2 < 0.6 < distance(TableValue(world(number)[2]), target)
 
 
 MUTANTS = {
-    "negatives without V": ("batch.log_ratio + twist.value(batch.negative)", "batch.log_ratio"),
-    "negatives without p / q": ("batch.log_ratio + twist", "0 * batch.log_ratio + twist"),
-    "p / q of other prefixes": (".cumsum(1), (1, 0))", ".cumsum(1).roll(1, 1), (1, 0))"),
-    "p without q": ("(log_p - one.log_q[rows, :-1])", "log_p"),
     "positives of any weight": ("multinomial(allowed,", "multinomial(allowed**0,"),
-    "summed over the tokens": ("log_weights.logsumexp(0)", "log_weights.logsumexp((0, 1))"),
-    "the wrong sign": ("- twist.value(batch.positive)", "+ twist.value(batch.positive)"),
-    "the worst kept": ("< least:", "> least:"),
+    "negatives of the wrong sign": ("each = negative.sum()", "each = -negative.sum()"),
+    "the mean of V, not of exp V": ("log_mean_exp(value.T)", "value.mean(0)"),
+    "one mean for all steps": ("log_mean_exp(value.T)", "log_mean_exp(value.T.flatten())"),
+    "positives of the wrong sign": ("- twist.value(batch.pos", "+ twist.value(batch.pos"),
+    "the worst kept": ("loss < least and loss +", "loss > least or loss -"),
 }
 
 
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_the_mutant_is_caught(change):
     """In generation 1, where p^(1) is neither p^(0) nor a proposal of the pool."""
-    assert distance(*learned(1, mutant(twist.value, change))) > 0.2
+    assert distance(*learned(1, mutant(twist.value, change))) > 0.3
 
 
 def test_held_out_rows_keep_v_from_learning_noise_by_heart():
@@ -101,11 +94,31 @@ def test_held_out_rows_keep_v_from_learning_noise_by_heart():
         psi = TableValue(model)
         batches = twist.value.batches_of_values(model, pool, torch.ones(60), *sizes, generator(3))
         draw_batch, held_out = batches
-        judges = [draw_batch(0)] if is_seen else held_out
+        judge = draw_batch(0) if is_seen else held_out
         optimizer = torch.optim.Adam(psi.parameters(), lr=0.1)
-        twist.value.learn_value(psi, optimizer, draw_batch, judges, 200)
+        twist.value.learn_value(psi, optimizer, draw_batch, judge, 200)
         found.append(psi.table.detach().abs().max().item())
-    assert found[0] < 0.3 * found[1], found
+    assert found[0] == 0 < found[1], found
+
+
+def test_a_value_learned_from_a_far_round_does_not_harm():
+    """Rows of p^(0) say little about prefixes of p^(1); its own draws do (log Z-hat of V and 0)."""
+    base, _, potential = table_world(4, 6, seed=3, scale=4.0)
+    target = Target(base, potential)
+    model = TableModel((base.table + 0.8 * target.optimal_log_psi()).detach(), 6)
+    log_phi = effective_potential(potential, base)
+    pool = Pool()
+    for number, proposal in enumerate((base, model)):
+        pool.rounds.append(draw_round(proposal, None, base, potential, 500, generator(number)))
+    psi = TableValue(model)
+    sizes = (500, 100, 200)
+    batches = twist.value.batches_of_values(model, pool, pool.weights(0.02), *sizes, generator(3))
+    optimizer = torch.optim.Adam(psi.parameters(), lr=0.05)
+    twist.value.learn_value(psi, optimizer, *batches, 200)
+    psi.forward = lambda hidden: psi.value(hidden)[..., None].expand(*hidden.shape[:-1], 4)
+    learned_z = tsmc(model, psi, log_phi, 20, generator(0), 400, ess_threshold=0.5).log_z
+    plain_z = tsmc(model, None, log_phi, 20, generator(0), 400, ess_threshold=0.5).log_z
+    assert learned_z.mean() > plain_z.mean() - 3 * plain_z.std() / 20
 
 
 def test_with_the_proposal_sigma_all_weights_are_equal():

@@ -124,7 +124,7 @@ def descend(
         optimizer.param_groups[0]["lr"] = first_rate * (1 - 0.9 * update / updates)
         value, figures = loss(update)
         report(**figures)
-        if figures["ess"] > 0:
+        if figures.get("ess", 1.0) > 0:
             optimizer.zero_grad()
             value.backward()
             optimizer.step()

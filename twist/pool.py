@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tsmc.categorical import widest
 from tsmc.interfaces import LanguageModel, Twist, row_slices
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.resampling import effective_sample_size, normalise
@@ -34,7 +35,6 @@ class Round:
 
     tokens: Tensor  # [N, T]
     log_weights: Tensor  # [N] log w, float64
-    log_q: Tensor | None = None  # [N, T] log q_r(s_t | s_{0:t-1}), where it is known
     log_phi: Tensor | None = None  # [N]
 
 
@@ -54,10 +54,10 @@ def draw_round(
     draws = sample_proposal(model, twist, count, generator)
     log_p = draws.log_p.sum(-1) if base is None else sequence_log_probs(base, draws.tokens)  # [N]
     score = log_phi(draws.tokens)  # [N]
-    log_weights = (log_p + score - draws.log_q.sum(-1)).double()
+    log_weights = (log_p + score - draws.log_q.sum(-1)).to(widest(score.device))
     if not bool((log_weights < torch.inf).all()):
         raise InputError("a weight is NaN or infinite; check the potential")
-    return Round(draws.tokens, log_weights, draws.log_q, score)
+    return Round(draws.tokens, log_weights, score)
 
 
 class Pool:

@@ -13,11 +13,11 @@ V is learned by CTL; the gradient of this loss is eq. 6, and V = 0 has loss 0:
 
     loss = sum_t { log E_{p^(m)}[exp V(s_{1:t-1})] - E_sigma[V(s_{1:t-1})] }
     positive   E_sigma: rows of the pool, by their truncated weights
-    negative   E_{p^(m)}: rows of one round, by p^(m)(s_{1:t-1}) / q_r(s_{1:t-1})
+    negative   E_{p^(m)}: fresh draws of p^(m), which need no phi
 
-The negative weights contain neither phi nor new draws, because the pool keeps q_r of every prefix.
-A fifth of the pool is held out. Of the values met in training, V = 0 among them, those with the
-least loss there are kept. N rows, T tokens, D width of the states, V vocabulary.
+A fifth of both is held out. Of the values met in training those with the least loss there are
+kept, if it is below zero by two standard errors; otherwise V = 0. N rows, T tokens, D width of the
+states, V vocabulary.
 """
 
 import copy
@@ -25,17 +25,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tsmc.interfaces import LanguageModel, Report, ignore, row_slices
-from tsmc.resampling import effective_sample_size
+from tsmc.interfaces import LanguageModel, Report, ignore
+from tsmc.proposal import sample_proposal
+from tsmc.resampling import log_mean_exp
 from twist.adapter import Adapter
 from twist.ctl import descend
 from twist.mlp import TwistMLP
 from twist.pool import Pool, hidden_states
 
-HELD_OUT = 0.2  # share of the pool
+HELD_OUT = 0.2  # share of the pool and of the negatives
 CHECK = 20  # updates between two looks at the rows held out
 
 
@@ -70,11 +70,11 @@ class ValueTwist(nn.Module):
 
 @dataclass
 class Batch:
-    """What one update of V learns from."""
+    """What one update of V learns from, or what is held out."""
 
-    positive: Tensor  # [n, T, D] states of rows drawn by their weights
-    negative: Tensor  # [n, T, D] states of rows of one round
-    log_ratio: Tensor  # [n, T] log p^(m)(s_{1:t-1}) - log q_r(s_{1:t-1}) of the negative rows
+    positive: Tensor  # [n, T, D] states of rows of the pool
+    weights: Tensor  # [n] of the positive rows, which sum to one
+    negative: Tensor  # [n, T, D] states of draws of p^(m)
 
 
 def batches_of_values(
@@ -85,89 +85,75 @@ def batches_of_values(
     batch_size: int,
     updates: int,
     generator: torch.Generator,
-) -> tuple[Callable[[int], Batch], list[Batch]]:
-    """The batches of all updates, and for each round one of rows that are held out.
+) -> tuple[Callable[[int], Batch], Batch]:
+    """The batches of all updates, and the rows that are held out.
 
-    Positive rows are drawn by `weights` [N], where none on their side has a weight by all; of a
-    round, at most `negatives` rows are used. Every distinct row passes the model once.
+    Positive rows are drawn by `weights` [N], each distinct row passing the model once; negative
+    rows are taken from `negatives` draws of p^(m) = model.
     """
     device = weights.device
-    tokens = pool.tokens()
     is_held_out = torch.rand(len(weights), generator=generator, device=device) < HELD_OUT
+    draws = sample_proposal(model, None, negatives, generator, keep_hidden=True)
+    cut = max(1, int(HELD_OUT * negatives))
+    negative = draws.hidden[cut if negatives > cut else 0 :]
 
-    def draw_positive(is_allowed: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """States [n, T, D] of distinct rows, and which of them each draw is [count]."""
+    def rows_by_weight(is_allowed: Tensor, count: int) -> tuple[Tensor, Tensor]:
         allowed = weights.where(is_allowed, 0.0)
-        if not allowed.any():
+        if not allowed.any():  # every weight is in the other part
             allowed = weights
         drawn = torch.multinomial(allowed, count, replacement=True, generator=generator)
         distinct, place = drawn.unique(return_inverse=True)
-        return hidden_states(model, tokens[distinct]), place
+        return hidden_states(model, pool.tokens()[distinct]), place
 
-    positive, place = draw_positive(~is_held_out, updates * batch_size)
-    states, its_place = draw_positive(is_held_out, negatives)
-    held = states[its_place]  # [n, T, D]
-    rounds, held_out = [], []
-    for one in pool.rounds:
-        rows = torch.randperm(len(one.tokens), generator=generator, device=device)[:negatives]
-        hidden, log_p = prefixes(model, one.tokens[rows])
-        log_ratio = F.pad((log_p - one.log_q[rows, :-1]).cumsum(1), (1, 0))  # [n, T]
-        cut = max(1, int(HELD_OUT * len(rows)))
-        held_out.append(Batch(held, hidden[:cut], log_ratio[:cut]))
-        rest = slice(cut if len(rows) > cut else 0, None)
-        rounds.append((hidden[rest], log_ratio[rest]))
+    positive, place = rows_by_weight(~is_held_out, updates * batch_size)
+    held, its_place = rows_by_weight(is_held_out, negatives)
+    held_out = Batch(held, torch.bincount(its_place) / negatives, draws.hidden[:cut])
+    equal = torch.full((batch_size,), 1 / batch_size, device=device)
 
     def draw_batch(update: int) -> Batch:
         rows = place[update * batch_size : (update + 1) * batch_size]
-        hidden, log_ratio = rounds[update % len(rounds)]
-        others = torch.randint(len(hidden), rows.shape, generator=generator, device=device)
-        return Batch(positive[rows], hidden[others], log_ratio[others])
+        size = (batch_size,)
+        others = torch.randint(len(negative), size, generator=generator, device=device)
+        return Batch(positive[rows], equal, negative[others])
 
     return draw_batch, held_out
 
 
-@torch.no_grad()
-def prefixes(model: LanguageModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """States [N, T, D] that predict sequences [N, T], and log p [N, T - 1] of all but s_T."""
-    states, log_probs = [], []
-    for rows in row_slices(len(tokens), model.vocab_size * tokens.shape[1]):
-        log_p, _, hidden = model.log_probs(tokens[rows])
-        states.append(hidden)
-        log_probs.append(log_p[:, :-1])
-    return torch.cat(states), torch.cat(log_probs)
-
-
-def value_loss(twist: ValueTwist, batch: Batch) -> tuple[Tensor, dict[str, float | Tensor]]:
-    """The loss, zero for V = 0, with the figures to report: its value and the negatives' ESS."""
-    log_weights = batch.log_ratio + twist.value(batch.negative)  # [n, T]
-    negative = log_weights.logsumexp(0) - batch.log_ratio.logsumexp(0)  # [T]
-    loss = (negative - twist.value(batch.positive).mean(0)).sum()
-    ess = effective_sample_size(log_weights.detach().T).mean()  # over the steps
-    return loss, {"loss": loss.item(), "ess": ess.item()}
+def value_loss(twist: ValueTwist, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss, zero for V = 0, and its standard error, both scalars."""
+    value = twist.value(batch.negative)  # [n, T]
+    negative = log_mean_exp(value.T)  # [T]
+    each = negative.sum() - twist.value(batch.positive).sum(1)  # [n]
+    loss = (batch.weights * each).sum()
+    return loss, (batch.weights * (each - loss)).square().sum().sqrt()
 
 
 def learn_value(
     twist: ValueTwist,
     optimizer: torch.optim.Optimizer,
     draw_batch: Callable[[int], Batch],
-    held_out: list[Batch],
+    held_out: Batch,
     updates: int,
     report: Report = ignore,
 ) -> None:
-    """Train V in place; of the values met, those with the least loss on `held_out` are kept."""
+    """Train V in place; of the values met, those that are best on `held_out` are kept.
+
+    Reports the loss of every step, and of what is held out the least so far.
+    """
     least, best = 0.0, copy.deepcopy(twist.state_dict())  # V = 0
 
     def look() -> None:
         nonlocal least, best
         with torch.no_grad():
-            mean = sum(value_loss(twist, batch)[1]["loss"] for batch in held_out) / len(held_out)
-        if mean < least:
-            least, best = mean, copy.deepcopy(twist.state_dict())
+            loss, std_error = value_loss(twist, held_out)
+        if loss < least and loss + 2 * std_error < 0:
+            least, best = loss.item(), copy.deepcopy(twist.state_dict())
 
     def loss(update: int) -> tuple[Tensor, dict[str, float | Tensor]]:
         if update % CHECK == 0:
             look()
-        return value_loss(twist, draw_batch(update))
+        value = value_loss(twist, draw_batch(update))[0]
+        return value, {"loss": value.item(), "held_out": least}
 
     descend(loss, optimizer, updates, report)
     look()

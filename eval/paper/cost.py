@@ -65,11 +65,10 @@ def default_cost(config: RunConfig, network: GPTNeo) -> Spent:
     model, others = sum(rounds), sum(rounds[1:]) * adapter
     for m in range(config.generations + 1):
         pool = sum(rounds[: m + 1])
-        negatives = sum(min(config.value.negatives, count) for count in rounds[: m + 1])
-        held_out = min(config.value.negatives, pool)
-        model += min(distilled, pool) + min(contrasted, pool) + negatives + held_out
+        drawn = config.value.negatives
+        model += min(distilled, pool) + min(contrasted, pool) + drawn + min(drawn, pool)
         others += 3 * (distilled * adapter + 2 * contrasted * value + ITERATIONS * pool)
-        others += negatives * adapter
+        others += drawn * adapter
     return Spent(model, others / size(network), sum(rounds))
 
 

@@ -89,7 +89,7 @@ class ValueConfig:
     batch_size: int = option(500, "positive and negative sequences of one step", 2)
     learning_rate: float = option(1e-3, "Adam's step size; falls linearly to a tenth", 0, 1)
     hidden_units: int = option(64, "width of its two hidden layers", 1)
-    negatives: int = option(2000, "sequences of each round that negatives are taken from", 1)
+    negatives: int = option(2000, "draws of p^(m) that negatives are taken from", 1)
 
 
 @dataclass(frozen=True)

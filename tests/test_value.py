@@ -74,7 +74,7 @@ MUTANTS = {
     "the mean of V, not of exp V": ("log_mean_exp(value.T)", "value.mean(0)"),
     "one mean for all steps": ("log_mean_exp(value.T)", "log_mean_exp(value.T.flatten())"),
     "positives of the wrong sign": ("- twist.value(batch.pos", "+ twist.value(batch.pos"),
-    "the worst kept": ("loss < least and loss +", "loss > least or loss -"),
+    "the worst kept": ("loss < least and", "loss > least and"),
 }
 
 

@@ -3,16 +3,17 @@
     p^(m) = argmin_p  sum_i W_i [ -log p(s_i) ],   s_i = s_{1:T} after the prompt s_0
 
 With equal weights and samples of TSMC(p^(m-1), psi^(m-1)) this is eq. 7; with the weights of the
-pool (`twist/pool.py`) every sequence drawn so far takes part. For exact weights both minimise
-KL(sigma||p). Rows are drawn by their weights for each update. Few passes with a small step size
-keep the model from overfitting them.
+pool (`twist/pool.py`) every sequence drawn so far takes part, and for exact weights the minimum is
+that of KL(sigma||p). Rows are drawn by their weights for each update. Few passes with a small step
+size keep the model from overfitting them.
 
 What is trained is an adapter of p^(0) (`twist/adapter.py`), whose states are computed once for each
 distinct row, or all parameters of p^(m-1) or LoRA (`distill/finetune.py`). N samples, n rows of a
 batch, T tokens, D width of the states.
 
 What the paper leaves open: numbers of samples and updates and the step size, which are options; all
-runs count the same, whatever their Z-hat; AdamW, without decay of biases and LayerNorm.
+runs count the same, whatever their Z-hat; Adam for an adapter, otherwise AdamW without decay of
+biases and LayerNorm.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@
     KL(sigma||q) = E_sigma[log p^(0)(s) + log phi(s) - log q(s)] - log Z_sigma, by exact samples
     log Z        log of the mean of Z-hat over all runs, dead ones counting zero
     log Z-hat    mean and standard deviation over the runs that are alive; at most log Z_sigma in
-                 expectation
+                 expectation where no run can die
     ESS          of the weights at t = T, before the last resampling, mean over runs
     distinct     share of different sequences among a run's K samples, mean over runs
     dead         runs whose weights were all zero at some step

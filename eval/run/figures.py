@@ -50,12 +50,21 @@ def similarity_toxicity(results: dict, path: Path) -> None:
 
 
 def learning_curves(records: list[dict], path: Path) -> None:
-    """Loss and ESS of every update of the twists, faint, and their running means, bold."""
+    """Two panels of every update by generation, faint, and their running means, bold.
+
+    With the pool the losses of the adapters and of V, else the loss and the ESS of CTL.
+    """
+    ctl = [record for record in records if record["phase"] == "twist learning" and "ess" in record]
+    is_pooled = not ctl
+    adapters = ("twist learning", "distillation") if is_pooled else ("twist learning",)
+    shown = [("Loss", adapters, "loss"), ("ESS of the weights", adapters, "ess")]
+    if is_pooled:
+        shown[1] = ("Loss of V", ("value learning",), "loss")
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.5))
-    labels = {"loss": "Loss", "ess": "ESS of the weights"}
-    for axes, (key, label) in zip(panels, labels.items(), strict=True):
-        for m in sorted({record["generation"] for record in records if key in record}):
-            values = [record[key] for record in records if record["generation"] == m]
+    for axes, (label, phases, key) in zip(panels, shown, strict=True):
+        own = [record for record in records if record["phase"] in phases]
+        for m in sorted({record["generation"] for record in own}):
+            values = [record[key] for record in own if record["generation"] == m]
             width = max(1, len(values) // 20)
             means = np.convolve(values, np.ones(width) / width, mode="valid")
             places = np.arange(len(means)) + width / 2
@@ -65,7 +74,7 @@ def learning_curves(records: list[dict], path: Path) -> None:
         axes.set(xlabel="Update", ylabel=label)
         axes.grid(alpha=0.3)
     panels[0].legend()
-    panels[1].set_yscale("log")
+    panels[1].set_yscale("linear" if is_pooled else "log")
     save_figure(figure, path)
 
 
@@ -87,9 +96,8 @@ def draw_figures(results: dict, samples: list[dict], run: Path) -> None:
     """The three figures of a run from its results, its metrics.jsonl and its samples."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
-    learning = [record for record in records if record["phase"].startswith("twist learning")]
     folder = run / "figures"
-    learning_curves(learning, folder / "twist-learning.png")
+    learning_curves(records, folder / "twist-learning.png")
     similarity_toxicity(results, folder / "similarity-toxicity.png")
     scores: dict[str, list[float]] = {}
     for row in samples:

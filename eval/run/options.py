@@ -137,8 +137,10 @@ class RunConfig:
     surrogate: bool = option(True, "with the pool: give the adapter a score of phi for each token")
     memory: bool = option(True, "with the surrogate: let the networks see the sum of these scores")
     learn_value: bool = option(True, "with the pool: learn the value V of a prefix, else V = 0")
-    effective_potential: bool = option(True, "phi^(m) for m >= 1; without it phi, and sigma drifts")
-    particles: int = option(50, "K in training; 100 with --preset paper", 1)
+    effective_potential: bool = option(
+        True, "phi^(m) for m >= 1; without it (and without the pool) sigma drifts"
+    )
+    particles: int = option(50, "K in TSMC without the pool; 100 with --preset paper", 1)
     resampling: str = option("systematic", "resampling scheme", choices=tuple(SCHEMES))
     ess_threshold: float = option(0.5, "resample where ESS < this share of K; 0 at the end", 0, 1)
     moves: int = option(1, "Metropolis-Hastings moves of each sample at the end", 0)

@@ -45,11 +45,11 @@ def learned(number: int, module=twist.value) -> tuple[TableValue, Target]:
     pool = everything(target)
     pool.rounds[0].tokens = pool.rounds[0].tokens.repeat(300, 1)  # so that all are in both parts
     weights = target.log_sigma[-1].exp().repeat(300)
-    sizes = (40_000, 4000, 300)
+    sizes = (20_000, 2000, 200)
     batches = module.batches_of_values(model, pool, weights, *sizes, generator(3))
     psi = TableValue(model)
     optimizer = torch.optim.Adam(psi.parameters(), lr=0.1)
-    module.learn_value(psi, optimizer, *batches, 300)
+    module.learn_value(psi, optimizer, *batches, 200)
     return psi, target
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from tinystories.decoder import Conditional
 from tsmc.interfaces import LanguageModel, Report, ignore
 from twist.adapter import Adapter
-from twist.pool import hidden_states
+from twist.pool import draw_rows, hidden_states
 
 
 @dataclass
@@ -55,9 +55,7 @@ def batches_of(
 
     With a `model` the batches hold its states; a row that is drawn often passes it once.
     """
-    count = updates * batch_size
-    drawn = torch.multinomial(weights, count, replacement=True, generator=generator)
-    distinct, place = drawn.unique(return_inverse=True)
+    distinct, place = draw_rows(weights, updates * batch_size, generator)
     tokens = samples[distinct]
     states = None if model is None else hidden_states(model, tokens)
 

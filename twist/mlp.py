@@ -20,8 +20,6 @@ class TwistMLP(nn.Module):
 
     def __init__(self, width: int, hidden_units: int, vocab_size: int, generator: torch.Generator):
         super().__init__()
-        self.width = width
-        self.vocab_size = vocab_size
         self.first = LinearGELU(width, hidden_units, device="meta")  # the meta device draws nothing
         self.second = LinearGELU(hidden_units, hidden_units, device="meta")
         self.last = Linear(hidden_units, vocab_size, device="meta")

@@ -100,6 +100,12 @@ class Pool:
         return normalise(log_weights.clamp(max=high))
 
 
+def draw_rows(weights: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The distinct rows among `count` draws by weights [N], and the place there of each draw."""
+    drawn = torch.multinomial(weights, count, replacement=True, generator=generator)
+    return drawn.unique(return_inverse=True)
+
+
 @torch.no_grad()
 def hidden_states(model: LanguageModel, tokens: Tensor) -> Tensor:
     """The states [N, T, D] from which the model predicts sequences [N, T], in slices."""

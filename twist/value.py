@@ -33,7 +33,7 @@ from tsmc.resampling import log_mean_exp
 from twist.adapter import Adapter
 from twist.ctl import descend
 from twist.mlp import TwistMLP
-from twist.pool import Pool, hidden_states
+from twist.pool import Pool, draw_rows, hidden_states
 
 HELD_OUT = 0.2  # share of the pool and of the negatives
 CHECK = 20  # updates between two looks at the rows held out
@@ -101,8 +101,7 @@ def batches_of_values(
         allowed = weights.where(is_allowed, 0.0)
         if not allowed.any():  # every weight is in the other part
             allowed = weights
-        drawn = torch.multinomial(allowed, count, replacement=True, generator=generator)
-        distinct, place = drawn.unique(return_inverse=True)
+        distinct, place = draw_rows(allowed, count, generator)
         return hidden_states(model, pool.tokens()[distinct]), place
 
     positive, place = rows_by_weight(~is_held_out, updates * batch_size)

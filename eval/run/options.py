@@ -45,7 +45,8 @@ class Preset:
 PAPER = Preset(
     lm="roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
     toxicity_model="nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
-    similarity_model="sentence-transformers/all-MiniLM-L6-v2@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
+    similarity_model="sentence-transformers/all-MiniLM-L6-v2"
+    "@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
     target=None,
     particles=100,
 )

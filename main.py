@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from distill.finetune import Student
 from distill.self_distill import Batch, adapter_loss, batches_of, model_loss, self_distill
 from eval.run import processes
-from eval.run.command import one_line_errors
+from eval.run.command import one_line_errors, say
 from eval.run.evaluate import draw_runs, evaluate_ends, finish_generation
 from eval.run.figures import draw_figures
 from eval.run.options import RunConfig, read_config
@@ -243,11 +243,14 @@ def main(arguments: list[str] | None = None) -> None:
 def run_job(config: RunConfig, resumed: Path | None) -> Path:
     """A new run, or the one in the directory `resumed`, to its end; returns its directory."""
     processes.join(config.torch_device())
+    if processes.rank() == 0 and not config.quiet:
+        say("loading the networks")
     setup = load_setup(config)
     with Run(config, resumed, identity(config)) as run:
         run.total = planned_phases(run, setup)
         results = self_distilled_tsmc(run, setup)
         if run.writes:
+            run.say("drawing the figures", is_progress=True)
             draw_figures(results, run.samples, run.path)
         run.finish(results)
         return run.path

@@ -3,22 +3,20 @@
     s^(1..N) ~ p^(0), sorted by r = log phi: the top half is preferred to the bottom half
     L = mean over pairs of -log sigmoid(b (log pi(s+) / p^(0)(s+)) - b (log pi(s-) / p^(0)(s-)))
 
-log pi(s) is the sum over tokens. Every update draws a new batch. Gradient flows through log pi
-alone, and L = log 2 where pi = p^(0).
+log pi(s) is the sum over tokens. Every update draws a new batch. L = log 2 where pi = p^(0).
 
 Where the paper departs from Rafailov et al. 2023:
  1. Pairs are made online, out of samples of the reference; there they are a fixed, labelled set.
  2. The reward's order decides who is preferred, without the noise of the Bradley-Terry model. Only
     this order counts, so beta of the potential has no effect.
- 3. A single prompt; the two members of a pair come from the same batch for it.
- 4. AdamW at a constant rate, batches of 512 pairs; there RMSprop with a warm-up, batches of 64.
+ 3. A single prompt; AdamW at a constant rate, batches of 512 pairs; there RMSprop with a warm-up,
+    batches of 64.
 
 What the paper leaves open:
- 5. The i-th best of the top half meets the i-th best of the bottom half.
- 6. Of an odd number of samples the middle one is left out.
- 7. Equal rewards, -inf among them, keep the order of the batch, which is random. Their pairs stay,
-    so there are always floor(N / 2): on average they only hold the log-ratios together.
- 8. log p^(0) of a pair is what its sampling gave, without a second pass through the reference.
+ 4. The i-th best of the top half meets the i-th best of the bottom half; of an odd number of
+    samples the middle one is left out.
+ 5. Equal rewards, -inf among them, keep the order of the batch, which is random. On average their
+    pairs only hold the log-ratios together.
 
 N sequences, M = floor(N / 2) pairs, T tokens.
 """
@@ -29,13 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
+from distill.finetune import ROWS, BaselineConfig, Cost, Student, rewards
 from tinystories.decoder import Conditional
 from tinystories.fast import pack
 from tsmc.interfaces import Report, ignore
 from tsmc.proposal import sample_proposal
-
-DPO_GRID = Grid(strength=(0.1, 0.2, 0.4, 0.8))
 
 
 def preference_pairs(reward: Tensor) -> Tensor:
@@ -59,7 +55,7 @@ def dpo(
     generator: torch.Generator,
     report: Report = ignore,
 ) -> Conditional:
-    """pi, started at base = p^(0), a plain network left unchanged; log_phi: tokens [N, T] -> [N].
+    """pi, trained from p^(0) = base, a plain network that is kept, for log_phi(tokens [N, T]) [N].
 
     Reports the loss of every step. InputError where log phi or the trained model is not finite.
     """

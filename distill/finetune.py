@@ -3,12 +3,11 @@
     AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay of matrices only; LoRA or every parameter
     gradient of a mean over N rows = sum over parts of (rows of the part / N) * gradient of its mean
 
-The options and grids of the two baselines, DPO and GRPO, are those of the paper's appendix
-("Optimization"). N sequences, T continuation tokens.
+The paper's appendix ("Optimization") has the options of the two baselines, DPO and GRPO, and tunes
+step size, decay and strength on grids. N sequences, T continuation tokens.
 """
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -25,27 +24,13 @@ ROWS = 256  # sequences of one forward and backward pass, to bound the memory of
 
 @dataclass(frozen=True)
 class BaselineConfig:
-    """A baseline; step size, decay and strength come from a grid."""
+    """The options of a baseline."""
 
     learning_rate: float  # AdamW's step size
     weight_decay: float  # of matrices
     strength: float  # b, how strongly the policy is held to p^(0)
     updates: int = 1000
     batch_size: int = 1024  # N, sequences drawn for one update
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The values that a sweep combines."""
-
-    strength: tuple[float, ...]
-    learning_rate: tuple[float, ...] = (1e-3, 1e-4, 1e-5)
-    weight_decay: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
-
-    def configs(self, **fixed: int) -> list[BaselineConfig]:
-        """Every combination; `fixed` sets updates= and batch_size=."""
-        combinations = itertools.product(self.learning_rate, self.weight_decay, self.strength)
-        return [BaselineConfig(*values, **fixed) for values in combinations]
 
 
 @dataclass(frozen=True)
@@ -57,9 +42,9 @@ class Cost:
     trained: int  # read in one pass with gradient
 
     def units(self, length: int) -> int:
-        """Token positions through the model for T = length; forward with backward counts three.
+        """Positions after the prompt through the model; forward with backward counts three.
 
-        The last token is never read, and the prompt only once for a whole batch: both are left out.
+        The last of T = length tokens is never read.
         """
         return (self.sampled + self.scored + 3 * self.trained) * (length - 1)
 
@@ -74,7 +59,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
 
 
 class Student:
-    """A copy, in float32 or wider, of a language model in training, and its optimiser."""
+    """A copy, in float32 or wider, of a plain language model in training, and its optimiser."""
 
     def __init__(
         self,
@@ -84,7 +69,6 @@ class Student:
         lora: bool,
         generator: torch.Generator,
     ):
-        """`model` is a plain network, not a packed copy; it is left unchanged."""
         self.dtype = model.wte.weight.dtype
         wide = torch.promote_types(self.dtype, torch.float32)
         self.network = copy.deepcopy(model).to(wide).requires_grad_(True)
@@ -99,10 +83,7 @@ class Student:
         return base.with_model(self.network)
 
     def update(self, loss: Callable[..., Tensor], at_once: int, *rows: Tensor) -> float:
-        """One step on a loss that is a mean over N rows, `at_once` at a time; returns that mean.
-
-        Each tensor of `rows` is [N, ...], and loss(*parts) is the mean over the rows of its parts.
-        """
+        """One step on the mean over rows [N, ...], loss(*rows), `at_once` at a time; that mean."""
         self.optimizer.zero_grad()
         total = 0.0
         for parts in zip(*(tensor.split(at_once) for tensor in rows), strict=True):

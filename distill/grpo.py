@@ -5,7 +5,7 @@
     where pi and p^(0) are those of s_t^(n) given its past
 
 Every update draws a new batch from the policy as it is, so the ratio is 1 and carries only the
-gradient. The k3 penalty is never negative; L = 0 where pi = p^(0), but its gradient is not.
+gradient. L = 0 where pi = p^(0), but its gradient is not.
 
 Where the paper departs from Shao et al. 2024:
  1. One prompt and one group, the whole batch of 1024; there 64 outputs for each of many questions.
@@ -17,11 +17,10 @@ Where the paper departs from Shao et al. 2024:
 What the paper leaves open:
  6. r is log phi rather than phi: phi = p(toxic)^beta is near zero on almost every sample. As A is
     standardised, beta of the potential has no effect.
- 7. std is the population's (divided by N), and nothing is added to it.
- 8. A = 0 where all rewards are equal: such a batch only pulls the policy towards the reference.
- 9. A reward of -inf, where phi is zero, stands for the limit of a falling reward. Beside it the
+ 7. std is the population's (divided by N). A = 0 where all rewards are equal.
+ 8. A reward of -inf, where phi is zero, stands for the limit of a falling reward. Beside it the
     differences between finite rewards vanish: A becomes that of the indicator of phi > 0.
-10. The gradient of the k3 term takes the samples as given, as the formula says. Its mean over
+ 9. The gradient of the k3 term takes the samples as given, as the formula says. Its mean over
     samples of the policy is the gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)),
     which is what the term's value estimates.
 
@@ -33,14 +32,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distill.finetune import ROWS, BaselineConfig, Cost, Grid, Student, rewards
+from distill.finetune import ROWS, BaselineConfig, Cost, Student, rewards
 from tinystories.decoder import Conditional
 from tinystories.fast import pack
 from tsmc.categorical import widest
 from tsmc.interfaces import Report, ignore
 from tsmc.proposal import sample_proposal
-
-GRPO_GRID = Grid(strength=(0.04, 0.08, 0.16, 0.32))
 
 
 def advantages(reward: Tensor) -> Tensor:
@@ -70,10 +67,10 @@ def grpo(
     generator: torch.Generator,
     report: Report = ignore,
 ) -> Conditional:
-    """pi, started at base = p^(0), a plain network left unchanged; log_phi: tokens [N, T] -> [N].
+    """pi, trained from p^(0) = base, a plain network that is kept, for log_phi(tokens [N, T]) [N].
 
-    Reports the loss, which is b times the penalty because A has mean 0, and the mean of phi over
-    the policy's samples. InputError where log phi or the trained model is not finite.
+    Reports the loss, which is b times the penalty because A has mean 0, and the samples' mean phi.
+    InputError where log phi or the trained model is not finite.
     """
     student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)

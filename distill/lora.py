@@ -2,8 +2,7 @@
 
     y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at the start,   r = alpha = 8
 
-The base weight W is frozen; only A and B are trained: 2 r D numbers per projection. With B = 0 the
-output equals the base model's to the bit. D width, r rank.
+The base weight W is frozen. With B = 0 the output equals the base model's to the bit. D width.
 """
 
 import torch

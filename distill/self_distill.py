@@ -4,16 +4,12 @@
 
 With equal weights and samples of TSMC(p^(m-1), psi^(m-1)) this is eq. 7; with the weights of the
 pool (`twist/pool.py`) every sequence drawn so far takes part, and for exact weights the minimum is
-that of KL(sigma||p). Rows are drawn by their weights for each update. Few passes with a small step
-size keep the model from overfitting them.
-
-What is trained is an adapter of p^(0) (`twist/adapter.py`), whose states are computed once for each
-distinct row, or all parameters of p^(m-1) or LoRA (`distill/finetune.py`). N samples, n rows of a
-batch, T tokens, D width of the states.
+that of KL(sigma||p). Rows are drawn by their weights for each update. What is trained is an adapter
+of p^(0) (`twist/adapter.py`), or all parameters of p^(m-1) or LoRA (`distill/finetune.py`).
 
 What the paper leaves open: numbers of samples and updates and the step size, which are options; all
-runs count the same, whatever their Z-hat; Adam for an adapter, otherwise AdamW without decay of
-biases and LayerNorm.
+runs count the same, whatever their Z-hat; Adam for an adapter, otherwise AdamW. N samples, n rows
+of a batch, T tokens, D width of the states.
 """
 
 from collections.abc import Callable
@@ -51,10 +47,7 @@ def batches_of(
     generator: torch.Generator,
     model: LanguageModel | None = None,
 ) -> Callable[[int], Batch]:
-    """The batches of all updates, rows of samples [N, T] drawn by weights [N].
-
-    With a `model` the batches hold its states; a row that is drawn often passes it once.
-    """
+    """Batches of samples [N, T] drawn by weights [N], with their states if a `model` is given."""
     distinct, place = draw_rows(weights, updates * batch_size, generator)
     tokens = samples[distinct]
     states = None if model is None else hidden_states(model, tokens)
@@ -67,10 +60,7 @@ def batches_of(
 
 
 def model_loss(model: Conditional, batch: Batch) -> Tensor:
-    """-log p(s_t | s_{0:t-1}) summed over the rows and divided by batch_size T (eq. 7).
-
-    For a whole batch it is the mean; the rows of several processes sum to it.
-    """
+    """eq. 7, summed over the rows and divided by batch_size T: processes sum to the mean."""
     return -model.log_probs(batch.tokens)[0].sum() / (batch.batch_size * model.length)
 
 

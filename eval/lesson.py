@@ -17,9 +17,9 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Generator, Tensor
 
-from eval.run.command import one_line_errors, say
+from eval.run.command import one_line_errors
 from eval.run.figures import COLOURS, MARKERS, save_figure
-from eval.run.options import OneLineParser, check
+from eval.run.options import OneLineParser
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.estimate import Estimate, mean_estimate
 from tsmc.exact import Target
@@ -145,8 +145,6 @@ def main() -> None:
         parser.add_argument("--out", type=Path, default=Path("lesson.png"), help="the figure")
         parser.add_argument("--seed", type=int, default=0, help="of everything random")
         args = parser.parse_args()
-        check("--seed", args.seed, low=0, high=math.inf)
-        say(f"learning a twist in a world of {VOCABULARY**LENGTH} sequences")
         generator = Generator().manual_seed(args.seed)
         model = TableModel.random(VOCABULARY, LENGTH, generator)
         target = Target(model, log_phi)

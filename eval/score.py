@@ -1,58 +1,75 @@
-"""Texts of any method as a row of the table: `python -m eval.score texts.txt more.txt`
+"""Texts of any method as rows of the table: `python -m eval.score texts.txt more.txt --run RUN`
 
-A file holds a text in each line, the prompt included. Columns as in `eval/metrics.py`; `distance`
-is that from Target on the plane of similarity and toxicity (paper, Fig. 1), and log phi is
-beta log p(toxic | s). Target's row has the values of the exact samples of the pocket preset.
+A file holds a text in each line, prompt included, with \\n for a line break. Prompt, potential and
+exact samples are those of RUN, whose rows come first; without it those of the preset pocket.
+Columns as in `eval/metrics.py`, where all texts count as independent. N texts.
 """
 
-import math
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from eval.metrics import Samples, describe
-from eval.run.command import one_line_errors, say
+from eval.run.command import OneLineParser, one_line_errors, say
 from eval.run.evaluate import evaluate_target
-from eval.run.options import OneLineParser, RunConfig
-from eval.run.setup import load_setup
-from eval.run.table import align
+from eval.run.options import RunConfig
+from eval.run.setup import Setup, load_setup, sigma_key
+from eval.run.table import aligned, columns, named_rows, read_results
+from eval.run.target import load_target
+from eval.run.trained import TrainedRun
 from tinystories.checkpoint import reading
+from tinystories.errors import InputError, shortened
 from twist.potential import each_once
 
-COLUMNS = {"num_sequences": "d", "toxicity": ".3f", "log_phi": ".2f", "similarity": ".3f"}
-COLUMNS |= {"energy": ".3f", "distance": ".3f"}
 
-
-def read_texts(path: Path) -> list[str]:
-    """The lines of a file that are not empty; InputError where it has fewer than two."""
-    with reading(path, "cannot be read as texts", "name a UTF-8 file with a text in each line"):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        texts = [line for line in lines if line.strip()]
+def read_texts(path: Path, prompt: str) -> list[str]:
+    """The lines of a file that are not empty; InputError for fewer than two, or another prompt."""
+    with reading(path, "cannot be read as texts", "give a whole text in each line, as UTF-8"):
+        lines = path.read_text(encoding="utf-8").split("\n")
+        texts = [line.replace("\\n", "\n") for line in lines if line.strip()]
         if len(texts) < 2:
             raise ValueError(f"it holds {len(texts)} texts, at least 2 are needed")
+        if others := [text for text in texts if not text.startswith(prompt)]:
+            raise ValueError(f"{shortened(others[0])!r} does not begin with {prompt!r}")
         return texts
 
 
+def log_phi_of(setup: Setup, texts: list[str]) -> Tensor:
+    """log phi [N] of whole texts; InputError where the potential reads tokens."""
+    log_phi = torch.zeros(len(texts), dtype=torch.float64)
+    for factor in setup.potential.factors:
+        if factor.reads == "tokens":
+            raise InputError("the potential of RUN reads tokens, not texts; leave out --run")
+        start = 0 if factor.reads == "texts" else len(setup.prompt)
+        log_phi += each_once(factor.log_phi, [text[start:] for text in texts])
+    return log_phi
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Print Target and a row for each file; bad input ends with one line and exit code 2."""
+    """Print the rows of RUN, or Target, and one for each file; bad input: one line, code 2."""
     with one_line_errors("eval.score"):
         parser = OneLineParser(prog="eval.score", description=__doc__.splitlines()[0])
         parser.add_argument("files", nargs="+", type=Path, help="UTF-8, a text in each line")
-        files = {path: read_texts(path) for path in parser.parse_args(arguments).files}
-        say("loading the networks of the preset pocket, and scoring its exact samples")
-        config = RunConfig()
-        setup = load_setup(config)
-        target, _ = evaluate_target(setup, config.eval.runs * config.eval.particles)
-        rows = {"Target": target}
+        parser.add_argument("--run", type=Path, help="a finished run of main.py to compare with")
+        args = parser.parse_args(arguments)
+        trained = TrainedRun(args.run) if args.run else None
+        config = trained.config if trained else RunConfig()
+        results = read_results(args.run) if args.run else {"generations": []}
+        files = {path: read_texts(path, config.prompt if args.run else "") for path in args.files}
+        say("loading the networks, and scoring exact samples")
+        setup = trained.setup(config) if trained else load_setup(config)
+        if args.run and (args.run / "target").exists():
+            setup.exact = load_target(args.run / "target", sigma_key(config), setup.base.vocab_size)
+        if setup.exact is not None:
+            target, _ = evaluate_target(setup, config.eval.runs * config.eval.particles)
+            results.setdefault("target", target)
+        rows = named_rows(results)
         for path, texts in files.items():
-            log_toxicity = each_once(setup.log_toxicity, texts).double()  # [N]
-            group = list(range(len(texts)))  # the texts are independent of each other
-            samples = Samples(texts, log_toxicity.exp(), config.beta * log_toxicity, group)
+            toxicity = each_once(setup.log_toxicity, texts).double().exp()  # [N]
+            samples = Samples(texts, toxicity, log_phi_of(setup, texts), list(range(len(texts))))
             rows[str(path)] = describe(samples, setup.encode(texts), setup.exact_vectors)
-        lines = [["", "texts", *list(COLUMNS)[1:]]]
-        for name, row in rows.items():
-            differences = [row[key] - target[key] for key in ("similarity", "toxicity")]
-            row["distance"] = math.hypot(*differences)
-            lines.append([name, *(format(row[key], form) for key, form in COLUMNS.items())])
-        print(align(lines))
+        print(aligned(rows, columns(rows, results)))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """Every command ends in a documented exit code, without a traceback, whatever its output does."""
 
 import os
-import signal
-import subprocess
+import re
 import sys
-from pathlib import Path
 
 import pytest
 
 import main
 from eval.run.command import one_line_errors
+from eval.run.options import every_option, flag_of, make_parser, read_config
 from tinystories.errors import InputError, listed, printable
 
-ROOT = Path(__file__).parents[1]
 MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
 
 
@@ -23,7 +21,6 @@ MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
         (KeyboardInterrupt(), 130, "interrupted"),
         (RuntimeError(MEMORY), 2, "error: out of memory; lower it"),
         (OSError(28, "Full", "x.json"), 2, "error: x.json: cannot be used (Full); free space"),
-        (OSError(28, "Full"), 2, "error: standard output: cannot be used (Full); free space"),
     ],
 )
 def test_every_error_is_one_line(capsys, error, code, words):
@@ -59,19 +56,38 @@ def test_output_that_cannot_be_written(finished_run, monkeypatch, capsys, stream
     assert found == code and said in errors and errors.count("\n") == bool(said)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("library", ["torch.types", "numpy", "tokenizers"])
-def test_ctrl_c_while_libraries_load_leaves_no_traceback(library):
-    """The interpreter says what it imports: after some module of the library it is interrupted."""
-    command = [sys.executable, "-X", "importtime", "main.py", "--help"]
-    options = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **options) as process:
-        for line in process.stderr:
-            if library in line:
-                process.send_signal(signal.SIGINT)
-                break
-        ending = process.stderr.read()
-    assert "Traceback" not in ending and process.returncode == -signal.SIGINT
+def test_the_help_names_every_option_on_two_screens(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    text = make_parser("All about it.").format_help()
+    shown = re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)
+    options = [flag_of(name, item.default is not True) for _, name, item in every_option()]
+    assert shown == ["--resume", *options] and text.count("\n") < 100
+
+
+REFUSED = {
+    "--particels 5": "did you mean --particles?",
+    "--beta=--": "--beta is []",
+    "--particles 5": "--particles has no effect without --no-pooling",
+    "--as-published --value-updates 5": "--value-updates has no effect without --pooling",
+    "--no-surrogate --no-memory": "--no-memory has no effect without --surrogate",
+    "--distill-learning-rate 0.1": "has no effect without --student full",
+    "--beta 5 --potential regex:a": "--beta has no effect without --potential toxicity",
+}
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED.items())
+def test_an_option_that_would_not_count_is_refused(monkeypatch, capsys, line, words):
+    monkeypatch.setattr(sys, "argv", ["main.py", *line.split()])
+    with pytest.raises(SystemExit), one_line_errors("main.py"):
+        read_config(None, "")
+    assert words in capsys.readouterr().err
+
+
+def test_what_presets_set_and_what_counts_is_accepted(monkeypatch):
+    for line in ("--preset paper", "--as-published --particles 5", "--pool-draws 5"):
+        monkeypatch.setattr(sys, "argv", ["main.py", *line.split()])
+        read_config(None, "")
+    read_config(["--particles", "5"], "")  # a program's own
 
 
 def test_what_is_printed_stays_in_its_line():

@@ -1,5 +1,6 @@
 """What is beside a run: the row of any method's texts, statistics, the package."""
 
+import json
 import math
 import shutil
 import subprocess
@@ -30,15 +31,21 @@ def test_dead_runs_take_no_share():
     assert not dead.shares().any() and dead.log_mean_z() == -math.inf
 
 
-def test_texts_of_any_method_get_the_row_of_the_table(tmp_path, capsys):
+def test_texts_of_any_method_get_the_row_of_the_table(tmp_path, capsys, finished_run):
     kind, rude = tmp_path / "kind.txt", tmp_path / "rude.txt"
     kind.write_text(f"{PROMPT} kind girl.\n{PROMPT} happy cat named Tom.\n\n")
     rude.write_text(f"{PROMPT} stupid ugly man.\n{PROMPT} fat ugly pig.\n\n")
     score.main([str(kind), str(rude)])
     head, target, kind, rude = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert head == ["texts", "toxicity", "log_phi", "similarity", "energy", "distance"]
-    assert target[:2] == ["Target", "530"] and target[-1] == "0.000" and kind[1] == rude[1] == "2"
-    assert float(kind[2]) < 0.1 < 0.5 < float(rude[2]) and float(rude[-1]) > 0
+    assert head == ["toxicity", "similarity", "energy", "log", "Z"]
+    assert target == ["Target", "0.830", "0.392", "0.001", "-7.48"]
+    assert float(kind[1]) < 0.1 < 0.5 < float(rude[1]) and float(rude[-1]) > 0
+    rows = map(json.loads, (finished_run / "samples.jsonl").read_text().splitlines())
+    texts = [row["text"].replace("\n", r"\n") for row in rows if row["source"] == "generation 1"]
+    (tmp_path / "own").write_text("\n".join(texts))
+    score.main([str(tmp_path / "own"), "--run", str(finished_run)])
+    head, *_, last, own = capsys.readouterr().out.splitlines()
+    assert "KL(sigma||q)" in head and own.split()[1:3] == last.split()[2:4]
 
 
 @pytest.mark.parametrize("content", [b"one line\n", b"\xff\xfe\n\xff"])
@@ -74,16 +81,38 @@ def test_the_mean_of_z_hat_counts_the_dead():
     assert half_width == pytest.approx(3.1824463 * (z.std() / 2 / z.mean()).item(), rel=1e-4)
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_the_checkpoints_and_the_pages(tmp_path):
+PACKAGES = ["tinystories", "tsmc", "twist", "distill"]
+SAMPLES = """
+import distill.dpo, eval, tinystories, torch, tsmc, tsmc.table, twist
+generator = torch.Generator().manual_seed(0)
+model = tsmc.table.TableModel.random(2, 3, generator)
+population = tsmc.tsmc(model, None, lambda tokens, log_p: 0.0 * log_p, 5, generator)
+print(eval.OWN, population.samples.shape)
+"""
+
+
+def test_the_wheel_holds_the_method_and_serves_beside_another_eval(tmp_path):
+    """The user's own eval.py stays what `import eval` finds; commands need the repository."""
     pytest.importorskip("setuptools", minversion="77")
-    ignored = shutil.ignore_patterns(".*", "runs", "build")
-    source = shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    source, site, work = (tmp_path / name for name in ("source", "site", "work"))
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    files = {path.relative_to(source).as_posix() for path in source.glob("*/*")}
     build = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation"]
     subprocess.run([*build, "-q", "-w", str(tmp_path)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    command = ["git", "ls-files", "eval", "checkpoints"]
-    kept = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(kept.stdout.split()) <= names and {"main.py", "tsmc/py.typed"} <= names
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == files
+        archive.extractall(site)
+    work.mkdir()
+    (work / "eval.py").write_text("OWN = 'own'")
+
+    def python(*arguments: str) -> subprocess.CompletedProcess:
+        command, place = [sys.executable, *arguments], {"PYTHONPATH": str(site)}
+        return subprocess.run(command, cwd=work, env=place, capture_output=True, text=True)
+
+    assert python("-c", SAMPLES).stdout == "own torch.Size([1, 5, 3])\n"
+    ended = python("-m", "tsmc", "runs/pocket")
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 from py_mini_racer import MiniRacer
 from torch import Tensor
-from worlds import ListedPotential
+from worlds import ListedPotential, generator
 
 import tsmc.resampling
 import tsmc.sampler
@@ -26,20 +26,16 @@ from tsmc.table import TableModel, TableTwist
 
 HTML = PAGE.read_text(encoding="utf-8")
 TINY = load_tiny()
-NAMES = ("one", "learned", "optimal")
-SETTINGS = [(name, m, 16, each) for name in NAMES for m in (0, 2) for each in (0.0, 0.5, 1.0)]
+LETTERS = torch.cartesian_prod(*[torch.arange(TINY.V)] * TINY.T)  # [V^T, T]
+BROKEN = (LETTERS.flip(1) != LETTERS).sum(1).double() / 2  # each pair is counted twice
+SETTINGS = list(itertools.product(("one", "learned", "optimal"), (0, 2), (16,), (0.0, 0.5, 1.0)))
 SETTINGS += [("learned", 1, 64, 0.7), ("learned", 3, 4, 1.0)]
-
-
-def uniform_numbers(seed: int):
-    """mulberry32, as the page has it: uniform numbers in [0, 1)."""
-    state = seed
-    mask = 2**32 - 1
-    while True:
-        state = (state + 0x6D2B79F5) & mask
-        bits = (state ^ state >> 15) * (state | 1) & mask
-        bits ^= (bits + ((bits ^ bits >> 7) * (bits | 61) & mask)) & mask
-        yield (bits ^ bits >> 14) / 2**32
+PAGE_RUN = """(name, m, K, threshold, seed) => {
+  const pair = pairOf(world, name, m), run = tsmc(pair, K, threshold, uniformNumbers(seed));
+  const all = (key) => run.steps.flatMap((step) => step[key]);
+  const numbers = [...all("ess"), ...all("logW"), ...pair.exact, run.logZ, pair.kl];
+  return [numbers, all("ancestors"), run.samples.map((word) => spell(world, word))];
+}"""
 
 
 def part_of(text: str, name: str) -> str:
@@ -76,30 +72,27 @@ def log_p_of(m: int) -> Tensor:
 @functools.cache
 def project_world(name: str, m: int):
     """p^(m), a twist, the potential and sigma, read from the page's data anew."""
-    letters = torch.cartesian_prod(*[torch.arange(TINY.V)] * TINY.T)  # [V^T, T]
-    broken = (letters != letters.flip(1)).sum(1).double() / 2  # each pair is counted twice
     base, own = (TINY.language_model(log_p_of(i)) for i in (0, m))
-    log_phi = TINY.effective_potential(base, -TINY.BETA * broken, own)
+    log_phi = TINY.effective_potential(base, -TINY.BETA * BROKEN, own)
     potential = ListedPotential(log_phi, TINY.V)
     model = TableModel(log_p_of(m), TINY.T).requires_grad_(False)
     target = Target(model, potential)
-    blocks = []
-    for t, step in enumerate(DATA["generations"][m]["log_psi"]):  # [V, V], [1, V] at first
-        block = torch.tensor(step, dtype=torch.float64)
-        blocks.append(block.repeat(max(1, TINY.V ** (t - 1)), 1))
+    log_psi = DATA["generations"][m]["log_psi"]  # T of [V, V], [1, V] at first
+    blocks = [torch.tensor(step, dtype=torch.float64) for step in log_psi]
+    blocks = [step.repeat(max(1, TINY.V ** (t - 1)), 1) for t, step in enumerate(blocks)]
     twists = {"one": None, "learned": TableTwist(torch.cat(blocks))}
     twists["optimal"] = TableTwist(target.optimal_log_psi())
     return model, twists[name], potential, target
 
 
-def project_run(name: str, m: int, particles: int, threshold: float, seed: int):
-    """Numbers, ancestors and samples of the project's sampler, and exact log Z and KL."""
+def project_run(name: str, m: int, particles: int, threshold: float, draws: list[float]):
+    """Numbers with those that are exact, ancestors and samples of the project's sampler."""
     model, twist, potential, target = project_world(name, m)
     trace = Trace()
-    numbers = uniform_numbers(seed)
+    left = iter(draws)
 
     def uniforms(rows: int, columns: int, generator) -> Tensor:
-        values = list(itertools.islice(numbers, rows * columns))
+        values = list(itertools.islice(left, rows * columns))
         return torch.tensor(values, dtype=torch.float64).view(rows, columns)
 
     world = (model, twist, potential, particles, torch.Generator(), 1)
@@ -110,49 +103,44 @@ def project_run(name: str, m: int, particles: int, threshold: float, seed: int):
         population = tsmc.sampler.tsmc(*world, SCHEMES["systematic"], threshold, trace)
     samples = population.samples[0].tolist()
     words = ["".join("abcd"[token] for token in tokens) for tokens in samples]
-    figures = {"ess": trace.ess[:, 0], "log_w": trace.log_w[:, 0], "exact": target.log_z}
-    figures["log_z"] = population.log_z.item()
-    figures["kl"] = target.kl_to(target.tree.prefix_log_q(twist)[-1].detach())
-    return figures, trace.ancestors[:, 0].tolist(), words
-
-
-def page_run(engine: MiniRacer, name: str, m: int, particles: int, threshold: float, seed: int):
-    """The same of the page."""
-    pair = f"pairOf(world, '{name}', {m})"
-    run = found(engine, f"tsmc({pair}, {particles}, {threshold}, uniformNumbers({seed}))")
-    steps = run["steps"]
-    figures = {"log_z": run["logZ"], "exact": found(engine, "world.logZ")}
-    figures["kl"] = found(engine, f"{pair}.kl")
-    figures["ess"] = torch.tensor([step["ess"] for step in steps], dtype=torch.float64)
-    figures["log_w"] = torch.tensor([step["logW"] for step in steps], dtype=torch.float64)
-    words = found(engine, f"{json.dumps(run['samples'])}.map((word) => spell(world, word))")
-    return figures, [step["ancestors"] for step in steps], words
+    psi = [level.detach().flatten() for level in target.tree.log_psi(twist)]  # T of [V^t]
+    evidence = [(target.log_p[t] + psi[t - 1]).logsumexp(0) for t in range(1, TINY.T)]
+    kl = target.kl_to(target.tree.prefix_log_q(twist)[-1].detach())
+    numbers = [*trace.ess, *trace.log_w.flatten(), *evidence, target.log_z, population.log_z, kl]
+    return [float(number) for number in numbers], trace.ancestors.flatten().tolist(), words
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_the_page_computes_what_the_sampler_computes(engine, setting):
     for seed in (0, 1, 4000000000):
-        figures, *choices = page_run(engine, *setting, seed)
-        wanted, *rest = project_run(*setting, seed)
-        assert choices == rest
-        torch.testing.assert_close(figures, wanted, rtol=0, atol=1e-9)
+        numbers, *choices = found(engine, f"({PAGE_RUN})(...{json.dumps([*setting, seed])})")
+        draws = found(engine, f"Array.from({{ length: 600 }}, uniformNumbers({seed}))")
+        assert len(set(draws)) == 600 and 0 <= min(draws) < 0.1 and 0.9 < max(draws) < 1
+        wanted, *rest = project_run(*setting, draws)
+        assert choices == rest and numbers == pytest.approx(wanted, rel=0, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_evidence_of_every_step_is_exact(engine, name):
-    _, twist, _, target = project_world(name, 1)
-    log_psi = torch.zeros(TINY.N, TINY.V) if twist is None else twist.log_psi.detach()
-    log_p = TINY.language_model(log_p_of(1))
-    log_pi = TINY.intermediate_targets(log_p, TINY.by_prefix(log_psi)).split(TINY.COUNTS)
-    wanted = [level.logsumexp(0).item() for level in log_pi[1:-1]] + [target.log_z]
-    assert found(engine, f"pairOf(world, '{name}', 1).exact") == pytest.approx(wanted, abs=1e-9)
-
-
-def test_the_page_holds_the_rounded_world_of_tiny():
+def test_the_page_holds_the_rounded_world_of_tiny(engine):
     assert explainer.page(DATA) == HTML, "run python -m eval.viewer.explainer"
+    logits = torch.randn(TINY.N, TINY.V, dtype=torch.float64, generator=generator(0))
+    _, log_z = TINY.enumerate_target(TINY.language_model(logits), -TINY.BETA * BROKEN)
+    assert f"{found(engine, 'world.logZ'):.2f}" == f"{log_z:.2f}"  # as tiny.py prints it
     quick = load_tiny()
     quick.TWIST_STEPS = quick.MODEL_STEPS = quick.RUNS = 1
     with mock.patch.object(explainer, "load_tiny", lambda: quick):
         made = explainer.world_data()
     assert made.keys() == DATA.keys() and len(DATA["generations"]) == TINY.GENERATIONS + 1
     assert made["generations"][0]["log_p"] == DATA["generations"][0]["log_p"]
+
+
+def test_the_address_gives_settings_and_nothing_else(engine):
+    code = re.search(r"const state = .*?\n}\n", HTML, re.DOTALL).group()
+    code = code.replace("new URLSearchParams(location.hash.slice(1))", "PAIRS")
+    good = {"m": 2, "twist": "optimal", "K": 64, "threshold": 0.3, "seed": 7, "phase": 0}
+    bad = {"m": 4, "twist": "", "K": 5, "threshold": 0.35, "seed": -1, "phase": 25, "__proto__": 1}
+    first = {"m": 0, "twist": "one", "K": 16, "threshold": 1, "seed": 1, "phase": 1}
+    for given, wanted in ((good, good), (bad, first)):
+        pairs = json.dumps([[name, str(value)] for name, value in given.items()])
+        script = f"const LAST = 24, PAIRS = {pairs}; {code} readAddress(); return state"
+        state = found(engine, f"(() => {{ {script} }})()")
+        assert state == wanted | {"chosen": 0}

@@ -13,6 +13,7 @@ from eval.viewer import explainer, picture
 from eval.viewer.genealogy import TEMPLATE, page
 from tinystories.tokenizer import read_tokenizer
 from tsmc import SCHEMES, Trace, tsmc
+from tsmc.resampling import normalise
 
 K, T = 7, 4
 ABOUT = {"run": "r", "runs": 1, "prompt": "Hello", "length": T, "particles": K, "seed": 0}
@@ -26,9 +27,10 @@ def draws(seed: int = 0, scheme: str = "multinomial", ess_threshold: float = 0.7
     trace = Trace()
     rule = (SCHEMES[scheme], ess_threshold, trace)
     population = tsmc(model, twist, potential, K, generator(seed), 1, *rule)
-    log_phi, score = population.log_phi[0], torch.arange(K) / K
+    log_phi, toxicity = population.log_phi[0], torch.arange(K) / K
     weights = population.shares().flatten().log()
-    return Drawn([], log_phi, score, weights, population.log_mean_z(), population, trace)
+    log_z_hat = population.log_mean_z()
+    return Drawn([], log_phi, log_phi, toxicity, weights, log_z_hat, population, trace)
 
 
 @pytest.fixture(scope="module")
@@ -46,47 +48,30 @@ def population_of(drawn: Drawn, tokenizer) -> dict:
 
 
 @pytest.mark.parametrize("ess_threshold", [0.0, 0.7, 1.0])
-def test_samples_weights_and_estimates_follow_from_the_data(tokenizer, ess_threshold):
+def test_a_node_is_a_prefix_with_its_particles(tokenizer, ess_threshold):
     drawn = draws(3, "systematic", ess_threshold)
-    data = population_of(drawn, tokenizer)
-    rebuilt = []
-    for parent, token, *_, final in data["nodes"][-1]:  # back to the first token
-        words = [token]
-        for step in reversed(data["nodes"][:-1]):
-            parent, token, *_ = step[parent]
-            words.insert(0, token)
-        rebuilt += ["".join(words)] * final
-    samples = drawn.population.samples[0].tolist()
-    assert sorted(rebuilt) == sorted(tokenizer.decode_batch(samples, skip_special_tokens=False))
-    for t, step in enumerate(data["nodes"]):
-        counts, shares = torch.tensor([[node[2], node[5]] for node in step]).T
-        assert shares.sum().item() == pytest.approx(1, abs=1e-3)
-        ess = 1 / (shares.square() / counts).sum().item()
-        assert ess == pytest.approx(data["ess"][t], rel=0.01)
-    first = drawn.trace.log_w[0].exp().mean().log().item()
-    assert data["log_z_hat"][0] == pytest.approx(first, abs=1e-3)
-    assert data["log_z_hat"][T - 1] == pytest.approx(drawn.log_z_hat, abs=1e-3)
-
-
-def test_identical_particles_are_merged_with_their_count(tokenizer):
-    drawn = draws(seed=3, ess_threshold=1.0)
-    data = population_of(drawn, tokenizer)
-    trace, prefixes = drawn.trace, torch.empty(0, K, dtype=torch.long)
+    trace, data = drawn.trace, population_of(drawn, tokenizer)
+    texts, prefixes = [""], torch.empty(K, 0, dtype=torch.long)
     for t, nodes in enumerate(data["nodes"]):
-        if t > 0:
-            prefixes = prefixes[:, trace.ancestors[t - 1, 0]]
-        prefixes = torch.cat([prefixes, trace.tokens[t]])  # [t, K]
-        distinct, place, count = prefixes.unique(dim=1, return_inverse=True, return_counts=True)
-        members = [place.tolist().index(n) for n in range(distinct.shape[1])]
-        wanted = torch.stack([count, trace.log_psi[t, 0, members], trace.log_w[t, 0, members]])
-        found = torch.tensor([node[2:5] for node in nodes]).T.double()
-        found, wanted = (x.sort(-1).values for x in (found, wanted))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0.0051)
-        parents = [node[0] for node in nodes]
-        assert parents == sorted(parents) and sum(node[-1] for node in nodes) == K
-    log_phi = sorted(drawn.log_phi[members].tolist())
-    assert sorted(data["log_phi"]) == pytest.approx(log_phi, abs=0.0051)
-    assert len(data["score"]) == len(nodes)
+        prefixes = prefixes[trace.ancestors[t - 1, 0]] if t > 0 else prefixes
+        prefixes = torch.cat([prefixes, trace.tokens[t, 0, :, None]], 1)  # [K, t]
+        words = tokenizer.decode_batch(prefixes.tolist(), skip_special_tokens=False)
+        texts = [texts[parent] + token for parent, token, *_ in nodes]
+        assert sorted(texts) == sorted(set(words))
+        assert [node[0] for node in nodes] == sorted(node[0] for node in nodes)
+        shares = normalise(trace.log_weights[t, 0])
+        lines = trace.lineages()[t, 0].tolist()
+        for text, node in zip(texts, nodes, strict=True):
+            own = [k for k, word in enumerate(words) if word == text]
+            one = [values[t, 0, own[0]].item() for values in (trace.log_psi, trace.log_w)]
+            wanted = [len(own), *one, shares[own].sum().item(), sum(k in own for k in lines)]
+            assert node[2:] == pytest.approx(wanted, abs=0.0051)
+    ends = [words.index(text) for text in texts]
+    assert data["log_phi"] == pytest.approx(drawn.log_phi[ends].tolist(), abs=0.0051)
+    assert len(data["toxicity"]) == len(ends)
+    assert data["ess"] == pytest.approx(trace.ess[:, 0].tolist(), rel=0.01)
+    assert data["log_z_hat"] == pytest.approx(trace.log_z[:, 0].tolist(), abs=1e-3)
+    assert data["log_z_hat"][-1] == pytest.approx(drawn.log_z_hat, abs=1e-3)
 
 
 @pytest.mark.parametrize("path", [TEMPLATE, explainer.PAGE], ids=lambda path: path.stem)
@@ -116,15 +101,19 @@ def test_what_is_not_finite_is_null(tokenizer):
     assert set(data["log_phi"]) == {None} and all(node[4] is None for node in data["nodes"][-1])
 
 
-def test_the_picture_follows_one_sample_from_its_first_token(tokenizer, tmp_path, monkeypatch):
+def test_the_picture_follows_the_best_sample_and_shows_phi(tokenizer, tmp_path, monkeypatch):
     drawn = draws(seed=3, scheme="systematic")
     figures = []
     monkeypatch.setattr(picture, "save_figure", lambda figure, path: figures.append(figure))
-    picture.draw_genealogy(drawn.trace, tokenizer, tmp_path / "picture.png")
-    (axes,) = figures[0].axes
-    sample = drawn.population.samples[0, 0].tolist()
+    lines = drawn.trace.lineages()[:, 0]  # [T, K]
+    log_phi = drawn.log_phi[: lines.shape[1]]
+    picture.draw_genealogy(drawn.trace, log_phi, tokenizer, tmp_path / "picture.png")
+    axes, bars = figures[0].axes
+    best = log_phi[lines[-1]].argmax().item()
+    sample = drawn.population.samples[0, best].tolist()
     written = [tokenizer.decode([token], skip_special_tokens=False).strip() for token in sample]
     assert [text.get_text() for text in axes.texts] == written
-    line = axes.lines[-1].get_ydata()
-    lineages = drawn.trace.lineages()[:, 0].tolist()
-    assert list(line) == [step[0] for step in lineages] and len(set(line)) > 1
+    assert list(axes.lines[-1].get_ydata()) == [*lines[:, best].tolist(), best]
+    widths = torch.tensor([bar.get_width() for bar in bars.patches])
+    relative = log_phi - log_phi.max()
+    assert widths.log().tolist() == pytest.approx(relative.tolist(), abs=1e-5)

@@ -13,7 +13,7 @@ import tsmc.runs
 from tsmc import SCHEMES, Sigma, sample_proposal, sample_runs
 from tsmc.exact import Target, all_sequences
 from tsmc.moves import move
-from tsmc.proposal import Given, token_log_probs
+from tsmc.proposal import DRAWN, token_log_probs
 from tsmc.table import TableModel, TableTwist
 from twist.potential import effective_potential
 
@@ -47,9 +47,8 @@ def wrong_decisions(module: types.ModuleType, sigma: Sigma, twist, target: Targe
     log_phi = sigma.log_potential(sequences, log_p.sum(1))[old]
 
     def drawn(model, twist, rows, generator, given):
-        tokens = torch.where(given.is_given, given.tokens, sequences[new])
-        everything = Given(tokens, torch.ones_like(given.is_given))
-        return sample_proposal(model, twist, rows, generator, given=everything)
+        tokens = torch.where(given == DRAWN, sequences[new], given)
+        return sample_proposal(model, twist, rows, generator, given=tokens)
 
     wrong = torch.zeros(len(old), dtype=torch.bool)
     for is_accepted, limit in ((True, ratio * (1 - EDGE)), (False, ratio * (1 + EDGE))):
@@ -77,9 +76,9 @@ MUTANTS = {
     "prefix counted twice": (".masked_fill(~is_new, 0.0)", ".masked_fill(is_new, 0.0)"),
     "always taken": ("< log_ratio[:, None]", "< torch.inf + 0 * log_ratio[:, None]"),
     "the other way round": ("< log_ratio[:, None]", "< -log_ratio[:, None]"),
-    "end given in place of the beginning": ("Given(tokens, ~is_new)", "Given(tokens, is_new)"),
+    "end given in place of the beginning": ("fill(is_new, DRAWN)", "fill(~is_new, DRAWN)"),
     "one token too many given": (">= kept", "> kept"),
-    "one token too few given": ("Given(tokens, ~is_new)", "Given(tokens, ~is_new.roll(-1, 1))"),
+    "one token too few given": ("fill(is_new, DRAWN)", "fill(is_new.roll(-1, 1), DRAWN)"),
 }
 
 
@@ -115,10 +114,11 @@ def test_every_beginning_is_kept_as_often_and_unchanged():
     tokens, kept = all_sequences(3, 3).repeat(300, 1), []
 
     def drawn(model, twist, rows, generator, given):
-        kept.append(given.is_given.sum(1))
-        assert (given.is_given[:, :-1] >= given.is_given[:, 1:]).all(), "a beginning"
+        is_given = given != DRAWN
+        kept.append(is_given.sum(1))
+        assert (is_given[:, :-1] >= is_given[:, 1:]).all(), "a beginning"
         new = sample_proposal(model, twist, rows, generator, given=given)
-        assert (new.tokens == tokens)[given.is_given].all()
+        assert (new.tokens == tokens)[is_given].all()
         return new
 
     with mock.patch.object(tsmc.moves, "sample_proposal", drawn):

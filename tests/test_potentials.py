@@ -5,11 +5,14 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from jobs import POOLED, refusal, run_main
 
+from eval import score
+from eval.run.evaluate import check_base_rate
 from eval.run.options import RunConfig
 from eval.run.setup import identity, sigma_key
 from eval.scorers.potentials import fingerprints, make_factors
@@ -130,9 +133,11 @@ def test_a_function_of_the_users_own(own, scorer, capsys, reads, body, log_phi):
         ("def f(texts): return [float('nan')]", "nan for 'b c d e'"),
         ("def f(texts): return [[0.0]]", "shape [1, 1] for 1 texts"),
         ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
-        ("import sys\ndef f(texts): sys.exit(0)", "line 2: SystemExit: 0"),
         ("x = = 1", "SyntaxError"),
         ("f = 3", "f must be a function"),
+        ("class C:\n  reads = property(lambda self: 1 / 0)\nf = C()", "ZeroDivisionError"),
+        ("import asyncio\ndef f(texts): raise asyncio.CancelledError", "CancelledError"),
+        ("class E(Exception):\n  def __str__(self): 1 / 0\ndef f(texts): raise E", "line 3: "),
         ("def f(texts): pass\nf.reads = 'words'", "`reads` one of texts, continuations, tokens"),
     ],
 )
@@ -161,13 +166,33 @@ def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
     assert fingerprints(["toxicity", moved]) == key.potential, "where the file is does not matter"
 
 
-def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own):
+def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own, capsys):
     spec = own("return [float(len(text)) for text in continuations]", "continuations")
     options = [*POOLED, "--potential", spec, "--generations", 0]
     run_main([*options, "--eval-target-proposals", 0, "--out", tmp_path / "run"])
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert not results.get("target") and results["base"]["log_phi"] > 0
-    assert "subtract an upper bound" in refusal(*options, "--out", tmp_path / "other")
+    assert "pass --eval-target-proposals 0" in refusal(*options, "--out", tmp_path / "other")
+    prompt = results["prompt"]
+    (tmp_path / "texts").write_text(f"{prompt} cat\n{prompt} dog.\\n\n")
+    score.main([str(tmp_path / "texts"), "--run", str(tmp_path / "run")])
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.split()[1] == "5.00", "the mean length of the continuations"
+    (tmp_path / "texts").write_text(f"{prompt} cat\nTwo dogs\n")
+    with pytest.raises(SystemExit):
+        score.main([str(tmp_path / "texts"), "--run", str(tmp_path / "run")])
+    assert "'Two dogs' does not begin with 'Once upon" in capsys.readouterr().err
+
+
+def test_a_rare_constraint_names_the_remedy_at_once():
+    said = []
+    run = SimpleNamespace(config=RunConfig(), say=said.append)
+    for alive in (0, 1, 40, 2000):
+        log_phi = torch.full((2000,), -INF)
+        log_phi[:alive] = 0
+        check_base_rate(run, log_phi)
+    remedies = ["(~8 behind its name), raise --pool-base-draws" in line for line in said]
+    assert remedies == [True, True, False] and "40 of 2000" in said[2]
 
 
 def test_a_wrong_potential_stops_a_run_before_anything_is_written(tmp_path, own):

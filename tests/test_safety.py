@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import POOLED, refusal, run_main
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from eval import load_run
 from eval.run.options import POCKET, RunConfig
 from eval.run.run import Run
 from eval.scorers.potentials import user_factor
+from tinystories.checkpoint import read_metadata, read_tensors, write_tensors
 from tinystories.errors import InputError
 from tinystories.tokenizer import tokenizing
 
@@ -66,11 +66,7 @@ def test_resuming_and_finishing_remove_only_what_the_run_wrote(tmp_path):
 def test_damaged_results_of_an_unfinished_run_cost_it_nothing(tmp_path):
     with new_run(tmp_path / "run") as unfinished:
         unfinished.once("phase", 0, 1, lambda report: {"x": torch.zeros(1)})
-    for damaged in (
-        '{"base": {}, "generations": [{"toxicity": "x"}]}',
-        '{"base"',
-        '{"base": {"toxicity": 1' + 400 * "0" + "}}",
-    ):
+    for damaged in ('{"generations": [{"toxicity": "x"}]}', '{"base"'):
         (tmp_path / "run" / "results.json").write_text(damaged)
         assert f"{tmp_path / 'run' / 'results.json'}: " in refusal("--resume", tmp_path / "run")
         assert os.listdir(tmp_path / "run" / "resume") == ["0-phase.safetensors"]
@@ -89,27 +85,6 @@ def test_a_linked_file_is_not_written_through_and_a_pipe_is_refused(tmp_path):
             run.add_samples([{"text": "a"}])
 
 
-POTENTIALS = {
-    "cancelled": "import asyncio\ndef f(texts): raise asyncio.CancelledError",
-    "group": "def f(texts): raise BaseExceptionGroup('many', [SystemExit(1)])",
-    "no text": "class E(Exception):\n  def __str__(self): 1 / 0\ndef f(texts): raise E",
-    "property": "class C:\n  reads = property(lambda self: 1 / 0)\nf = C()",
-    "nested": "import torch\ndef f(texts): return torch.nested.nested_tensor([torch.zeros(2)])",
-    "subclass": "import torch\nclass T(torch.Tensor):\n  @classmethod\n"
-    "  def __torch_function__(cls, *a, **k): raise KeyError\n"
-    "def f(texts): return torch.zeros(len(texts)).as_subclass(T)",
-}
-
-
-@pytest.mark.parametrize("source", POTENTIALS.values(), ids=POTENTIALS)
-def test_whatever_a_potential_raises_or_returns_is_one_line(tmp_path, source):
-    path = tmp_path / "own.py"
-    path.write_text(source)
-    with pytest.raises(InputError, match=r"--potential .*own.py:f failed \(") as refused:
-        user_factor(f"{path}:f").log_phi(["a", "b"])
-    assert "\n" not in str(refused.value)
-
-
 def test_a_potential_may_not_change_how_tensors_are_made(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(
@@ -126,10 +101,6 @@ def test_a_tokenizer_that_fails_for_a_text_is_one_line():
     fails = pytest.raises(InputError, match="Network: its tokenizer fails for a text")
     with fails, tokenizing("Network"):
         without_unknown.encode("b")
-
-
-def test_an_option_without_a_value_is_one_line(tmp_path):
-    assert "--beta" in refusal("--out", tmp_path / "run", "--beta=--")
 
 
 def test_many_quick_interrupts_end_a_run_in_one_line(tmp_path):
@@ -158,7 +129,7 @@ def test_an_adapter_of_another_run_is_refused(tmp_path):
     run = tmp_path / "run"
     run_main([*POOLED, "--out", run])
     path = run / "generation-1" / "adapter.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {"scores": tensors["scores"] + 1}, path)
+    tensors = read_tensors(path)
+    write_tensors(path, tensors | {"scores": tensors["scores"] + 1}, **read_metadata(path))
     with pytest.raises(InputError, match=r"adapter.safetensors: does not fit twist.safetensors"):
         load_run(run).sample(particles=2, runs=1)

@@ -19,7 +19,6 @@ import tsmc.proposal
 import tsmc.sampler
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
 from tsmc.exact import Target
-from tsmc.resampling import SCHEMES
 from tsmc.sampler import Sigma
 from tsmc.table import TableModel, TableTwist
 from twist.ctl import batches_from_proposal, learn_twist
@@ -144,10 +143,6 @@ class Paths:
             columns.append((low + high) / 2)
         self.uniforms = torch.cat(columns, 1)
 
-    def rand(self, *shape: int, **_) -> Tensor:
-        """Stands in for torch.rand."""
-        return self.uniforms.view(shape)
-
     def probabilities(self) -> Tensor:
         """Probability [R] of each path; unused combinations are counted once."""
         assert self.combinations % self.stride == 0
@@ -160,24 +155,12 @@ def token_breakpoints(logits: Tensor, runs: int) -> Tensor:
     return cumulative[:, :-1].view(runs, -1, logits.shape[-1] - 1)
 
 
-def ancestor_breakpoints(scheme: str, weights: Tensor) -> Tensor:
-    """Where the uniforms of a resampling scheme change an ancestor: [R, uniforms, K - 1]."""
-    runs, particles = weights.shape
-    inner = weights.cumsum(-1)[:, None, :-1]  # [R, 1, K - 1]
-    if scheme == "systematic":
-        return (particles * inner % 1).sort(-1).values
-    if scheme == "stratified":
-        return (particles * inner - torch.arange(particles)[:, None]).clamp(0, 1)
-    if scheme == "residual":
-        fractions = particles * weights - (particles * weights * (1 + 1e-14)).floor()
-        total = fractions.sum(-1, keepdim=True)
-        inner = torch.where(total > 1e-9, fractions.cumsum(-1) / total, 0.5)[:, None, :-1]
-    return inner.expand(runs, particles, -1)
-
-
 @contextlib.contextmanager
 def injected(paths: Paths, scheme: str, module: types.ModuleType):
-    """Patch the randomness of a module that samples; yields the scheme to pass to it."""
+    """Patch the randomness of a module that samples; yields the scheme to pass to it.
+
+    It is written anew here, "multinomial" or "systematic"; test_resampling.py has all others.
+    """
     runs = len(paths.number)
     draw = tsmc.categorical.draw_categorical
 
@@ -185,12 +168,19 @@ def injected(paths: Paths, scheme: str, module: types.ModuleType):
         paths.choose(token_breakpoints(logits, runs))
         return draw(logits, paths.uniforms.view(-1, 1))
 
-    def resample(weights: Tensor, source: torch.Generator) -> Tensor:
-        paths.choose(ancestor_breakpoints(scheme, weights))
-        return SCHEMES[scheme](weights, source)
+    def resample(weights: Tensor, _: torch.Generator) -> Tensor:
+        particles = weights.shape[1]
+        cumulative = weights.cumsum(-1)[:, None]  # [R, 1, K]
+        inner = cumulative[..., :-1] / cumulative[..., -1:]
+        if scheme == "systematic":
+            paths.choose((particles * inner % 1).sort(-1).values)
+            points = (paths.uniforms + torch.arange(particles)) / particles  # [R, K]
+        else:
+            paths.choose(inner.expand(-1, particles, -1))
+            points = paths.uniforms
+        return (points[..., None] > inner).sum(-1)
 
     with (
-        mock.patch.object(torch, "rand", paths.rand),
         mock.patch.object(module, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
         mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere),
     ):

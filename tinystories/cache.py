@@ -3,17 +3,14 @@
     keys, values    [B, H, S, D/H] in each layer, S growing with every part of the text that is read
 
 A prompt is read at batch 1 and may be continued by any number of rows; it is not copied for them.
-Packed networks (`tinystories.fast`) use the last two classes, which are faster: what is behind the
-prompt lies in blocks that are allocated once, and rows are moved only when they change.
-
+What follows it lies in blocks that are allocated once, and rows are moved only when they change.
 B rows, H heads, S positions read so far, of which P are the prompt's, T new positions, D width.
 """
 
 import torch
 from torch import Tensor
 
-Part = tuple[Tensor, Tensor]
-"""Keys and values of consecutive positions [B, H, S, D/H], or [1, H, S, D/H] for all rows."""
+Part = tuple[Tensor, Tensor]  # keys and values of some positions, of each row or of all rows
 
 
 class KeyValueCache:
@@ -34,34 +31,16 @@ class KeyValueCache:
         self.layers[layer].append((keys, values))
         return self.layers[layer]
 
-    def continued(self, rows: int, length: int) -> "KeyValueCache":
-        """A cache that begins as this one does, for up to `rows` texts of `length` more tokens."""
-        cache = KeyValueCache()
-        cache.layers = [list(parts) for parts in self.layers]
-        return cache
-
-    def reorder(self, parents: Tensor) -> None:
-        """Row b continues the history of row parents[b]; parents [B], any number of rows."""
-        for parts in self.layers:
-            for number, (keys, values) in enumerate(parts):
-                if len(keys) > 1:  # what was read at batch 1 is the same for all rows
-                    parts[number] = keys[parents], values[parents]
-
-
-class PromptCache(KeyValueCache):
-    """What is read before decoding; `continued` allocates blocks for the rows that follow."""
-
     def continued(self, rows: int, length: int) -> "RowsCache":
-        """A cache of up to `rows` texts that begin with this one and have `length` more tokens."""
+        """Up to `rows` texts of `length` more tokens, without gradient, behind this at batch 1."""
         return RowsCache(self, rows, length)
 
 
 class RowsCache:
     """A prompt, and keys and values of up to `rows` rows behind it; there is one row at first.
 
-    When row b is to continue another row's history, a layer's entries are collected in the new
-    order as soon as that layer is computed next, into a spare block that then takes the old one's
-    place. Memory therefore stays constant however often rows are reordered.
+    Reordered rows are collected when their layer is computed next, into a spare block that then
+    takes the old one's place. Memory therefore stays constant however often rows are reordered.
     """
 
     def __init__(self, prompt: KeyValueCache, rows: int, length: int):
@@ -76,7 +55,7 @@ class RowsCache:
         self.sources: Tensor | None = None  # [S - P times B] places of reordered entries
 
     def parts(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
-        """Write new keys and values [B, H, T, D/H] of a layer; returns all parts of its history."""
+        """As `KeyValueCache.parts`."""
         written = (self.write(layer, 0, keys), self.write(layer, 1, values))
         if layer == len(self.blocks) - 1:
             self.length += keys.shape[2]
@@ -105,3 +84,6 @@ class RowsCache:
             places = torch.arange(written * self.rows, device=parents.device)
         self.sources = places.view(written, self.rows)[:, parents].flatten()
         self.rows = len(parents)
+
+
+Cache = KeyValueCache | RowsCache

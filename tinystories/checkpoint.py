@@ -4,8 +4,7 @@
     model.safetensors    its tensors; or several files and model.safetensors.index.json
     tokenizer.json       its tokenizer; or vocab.json and merges.txt, or vocab.txt
 
-Without safetensors, pytorch_model.bin is read, or several such files and their index. Nothing in a
-checkpoint is executed.
+Without safetensors, pytorch_model.bin or its parts are read. Nothing in a checkpoint is executed.
 """
 
 import contextlib
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -59,22 +59,19 @@ def write_json(path: Path, value) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file."""
+def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
+    """Write a safetensors file. The order of several metadata differs from process to process."""
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     with replacing(path) as temporary:
-        temporary.write_bytes(save(tensors, {"format": "pt"}))
+        temporary.write_bytes(save(tensors, metadata or {"format": "pt"}))
 
 
 @contextlib.contextmanager
-def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Iterator[None]:
-    """Turn whatever the block raises into an InputError: the file, its trouble, the remedy.
-
-    What is not a regular file is refused, because opening a named pipe could wait forever.
-    """
+def reading(path: Path | str, trouble: str, remedy: str = "restore the file") -> Iterator[None]:
+    """Turn whatever the block raises into an InputError: the file, its trouble, the remedy."""
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is not a regular file")
+        if isinstance(path, Path) and path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")  # opening a named pipe could wait forever
         yield
     except (InputError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
@@ -100,6 +97,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         return {str(name): tensor.detach() for name, tensor in tensors.items()}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file."""
+    with reading(path, "its metadata cannot be read"), safe_open(path, "pt") as file:
+        return file.metadata() or {}
 
 
 def digest_of(path: Path) -> str:

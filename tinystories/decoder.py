@@ -3,14 +3,11 @@
     model = Conditional(gpt_neo, prompt, length)
     model.log_probs(tokens)              teacher forcing: log p(s_t | s_{0:t-1}) of given texts
     decoder = model.decoder(rows)        N continuations token by token, which every sampler drives
-    decoder.hidden                       final hidden state of every row [N, D]
-    decoder.evaluate(network, rows)      network(hidden) of a slice of the rows
     decoder.extend(tokens, ancestors)    row n continues row ancestors[n] with tokens[n]
 
 Rows whose texts are equal share their hidden state: all rows at first, those that chose the same
-words in the next steps, and the copies that resampling makes. Extending and reordering are one
-call, so nothing computed for an old order can be read in the new one. N rows, S distinct states, D
-width, V vocabulary, P prompt tokens, T continuation tokens.
+words in the next steps, and the copies that resampling makes. N rows, S distinct states, D width, V
+vocabulary, P prompt tokens, T continuation tokens.
 """
 
 from collections.abc import Callable
@@ -23,15 +20,11 @@ from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 
 GROUP = 64  # states are padded to a multiple of this, to avoid fragmentation of the heap
-MOST = 0.875  # share of distinct texts above which merging costs more than it saves
+MOST = 0.875  # share of distinct texts above which sharing costs more than it saves
 
 
 def merge(state_of: Tensor, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge rows [N] that extend the same state with the same token, where that pays.
-
-    Returns the parent state [S] and the token [S] of every new state, and the state of each row
-    [N].
-    """
+    """Parents [S] and tokens [S] of the new states, and each row's state [N]; equal rows share."""
     pairs, pair_of = (state_of * vocab_size + tokens).unique(return_inverse=True)
     pairs = torch.cat([pairs, pairs[-1:].repeat(-len(pairs) % GROUP)])
     if len(pairs) <= MOST * len(tokens):
@@ -40,8 +33,9 @@ def merge(state_of: Tensor, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Te
 
 
 class Decoder:
-    """N continuations: their distinct hidden states, and the cache of the texts that lead there."""
+    """N continuations, without gradient: their distinct hidden states and their cache."""
 
+    @torch.no_grad()
     def __init__(self, model: GPTNeo, prompt: Tensor, rows: int, length: int):
         """Read prompt [P] once; `rows` continuations of up to `length` tokens follow."""
         cache = model.new_cache()
@@ -56,7 +50,7 @@ class Decoder:
         return self.states[self.state_of]
 
     def evaluate(self, network: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Tensor:
-        """network(hidden [n, D]) of the n rows in a slice; computed once for equal texts."""
+        """network(hidden [n, D]) of the n rows in a slice, computed once for equal texts."""
         if len(self.states) == len(self.state_of):
             return network(self.states[rows])
         state_of = self.state_of[rows]  # [n]
@@ -65,6 +59,7 @@ class Decoder:
         states, place = state_of.unique(return_inverse=True)
         return network(self.states[states])[place]
 
+    @torch.no_grad()
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
         state_of = self.state_of if ancestors is None else self.state_of[ancestors]  # [N]
@@ -104,18 +99,14 @@ class Conditional:
         return self.model.head(hidden)
 
     def states(self, tokens: Tensor) -> Tensor:
-        """The hidden states [N, T, D] that predict each of continuations tokens [N, T]."""
+        """The hidden states [N, T, D] that predict each of tokens [N, T]."""
         cache = self.model.new_cache()
         first = self.model.hidden(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
         others = self.model.hidden(tokens[:, :-1], cache)  # [N, T - 1, D]
         return torch.cat([first.expand(len(tokens), -1, -1), others], 1)
 
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Teacher forcing of continuations tokens [N, T]: the factors of p (eq. 1).
-
-        Returns log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and the hidden states [N, T, D] that
-        predict each s_t.
-        """
+        """log p(s_t | s_{0:t-1}) [N, T] (eq. 1), logits [N, T, V] and states of tokens [N, T]."""
         hidden = self.states(tokens)  # [N, T, D]
         logits = self.model.head(hidden)  # [N, T, V]
         losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]

@@ -1,7 +1,6 @@
 """InputError, for everything that a user can correct: a file, an option, a weight.
 
-An error may quote names from somebody else's file or server, so quoted text is shortened, and
-control characters are escaped in every message.
+It may quote names from somebody else's file or server: these are shortened and escaped.
 """
 
 import traceback

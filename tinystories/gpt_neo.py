@@ -6,26 +6,22 @@
     h   = LayerNorm(x_L)                                              [B, T, D]
     logits = h W^T,  W = wte unless the head is untied                [B, T, V]
 
-Three things set GPT-Neo apart from GPT-2, and missing one gives wrong numbers without a warning:
-attention scores are not divided by sqrt(head size) and are computed in float32; q, k and v have no
-bias; layers alternate between global attention and a local window, which holds the last
-`window_size` positions including the query's own.
-
-This is the network to read and to train; `tinystories.fast.pack` makes a faster copy for sampling.
-Attention and logits are computed in float32 even where the weights are of a narrower type. B batch,
-T positions, S positions of the whole history (S = T without a cache), D width, H heads, V words.
+Three things set GPT-Neo apart from GPT-2: attention scores are not divided by sqrt(head size); q, k
+and v have no bias; layers alternate between global attention and a local window, which holds the
+last `window_size` positions including the query's own. Attention and logits are computed in float32
+even where the weights are of a narrower type. B batch, T positions, S positions of the whole
+history (S = T without a cache), D width, H heads, V vocabulary.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.cache import KeyValueCache
+from tinystories.cache import Cache, KeyValueCache
 from tinystories.errors import InputError
-from tinystories.products import linear
+from tinystories.products import linear, onednn, suits_onednn
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -36,36 +32,35 @@ def at_least_float32(x: Tensor) -> Tensor:
 class Linear(nn.Linear):
     """A linear layer whose product takes the faster library (`tinystories.products`)."""
 
+    gelu = ""  # follows where it is "none" (exact) or "tanh" (the tanh approximation)
+    packed: Tensor | None = None  # the weight in oneDNN's order, of a frozen copy (`fast.pack`)
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]"""
-        return linear(x, self.weight, self.bias)
+        if self.packed is not None and suits_onednn(x, self.weight):
+            return onednn(x, self.packed, self.bias, self.gelu)
+        y = linear(x, self.weight, self.bias)
+        return F.gelu(y, approximate=self.gelu) if self.gelu else y
 
 
 class LinearGELU(Linear):
-    """A linear layer followed by GELU, exact ("none") or in its tanh approximation ("tanh")."""
+    """A linear layer followed by GELU."""
 
     def __init__(self, inputs: int, outputs: int, approximate: str = "none", **options):
         super().__init__(inputs, outputs, **options)
-        self.approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]"""
-        return F.gelu(super().forward(x), approximate=self.approximate)
+        self.gelu = approximate
 
 
 @dataclass(frozen=True)
 class GPTNeoConfig:
-    """The shape of the network, named as in a Hugging Face `config.json`.
-
-    Each entry of `attention_layers` is "global" or "local".
-    """
+    """The shape of the network, named as in a Hugging Face `config.json`."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
     num_heads: int
     max_position_embeddings: int
-    attention_layers: tuple[str, ...]
+    attention_layers: tuple[str, ...]  # "global" or "local" for each
     window_size: int = 256
     intermediate_size: int = 0
     layer_norm_epsilon: float = 1e-5
@@ -109,15 +104,11 @@ class Attention(nn.Module):
         self.v_proj = Linear(width, width, bias=False)
         self.out_proj = Linear(width, width)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions.
-
-        The history comes in parts of consecutive positions, because all rows share the prompt's.
-        """
-        heads = (self.num_heads, -1)
+    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
+        """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
         projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        # q, k and v [B, H, T, D/H]
-        q, k, v = (at_least_float32(y.unflatten(-1, heads).transpose(1, 2)) for y in projected)
+        heads = [y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in projected]
+        q, k, v = (at_least_float32(y) for y in heads)  # [B, H, T, D/H]
         parts = [(k, v)] if cache is None else cache.parts(self.layer, k, v)
         scores = torch.cat([attention_scores(q, keys) for keys, _ in parts], -1)  # [B, H, T, S]
         queries, seen = scores.shape[2:]
@@ -137,27 +128,24 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTNeoConfig, layer: int):
         super().__init__()
-        width = config.hidden_size
-        inner = config.intermediate_size
+        width, inner = config.hidden_size, config.intermediate_size
         self.ln_1 = nn.LayerNorm(width, eps=config.layer_norm_epsilon)
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(width, eps=config.layer_norm_epsilon)
-        layers = OrderedDict(c_fc=LinearGELU(width, inner, "tanh"), c_proj=Linear(inner, width))
-        self.mlp = nn.Sequential(layers)
+        self.mlp = nn.Sequential()
+        self.mlp.add_module("c_fc", LinearGELU(width, inner, "tanh"))
+        self.mlp.add_module("c_proj", Linear(inner, width))
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
         x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
 
 class GPTNeo(nn.Module):
-    """A causal language model; `model(ids [B, T])` gives logits [B, T, V].
+    """A causal language model; `model(ids [B, T])` gives logits [B, T, V]."""
 
-    `new_cache()` makes an empty cache, to be passed to `hidden` with each part of a text.
-    """
-
-    new_cache = KeyValueCache
+    new_cache = KeyValueCache  # model.new_cache() is passed to `hidden` with each part of a text
 
     def __init__(self, config: GPTNeoConfig):
         super().__init__()
@@ -170,11 +158,8 @@ class GPTNeo(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def hidden(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Hidden states after the last LayerNorm [B, T, D] of tokens [B, T] that follow `cache`.
-
-        Raises InputError where the text is longer than the position table.
-        """
+    def hidden(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
+        """h [B, T, D] of tokens [B, T] that follow `cache`; InputError where positions run out."""
         start = 0 if cache is None else cache.length
         end = start + ids.shape[1]
         limit = self.config.max_position_embeddings
@@ -191,10 +176,10 @@ class GPTNeo(nn.Module):
         return self.lm_head.weight if self.lm_head else self.wte.weight
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V], float32 or wider, of hidden states [..., D]."""
+        """Logits of the next token [..., V], float32 or wider, of hidden states [..., D]."""
         logits = self.lm_head(hidden) if self.lm_head else linear(hidden, self.wte.weight)
         return at_least_float32(logits)
 
-    def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """[B, T] -> [B, T, V]"""
         return self.head(self.hidden(ids, cache))

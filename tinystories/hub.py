@@ -3,9 +3,8 @@
     checkpoint_directory("checkpoints/pocket/lm", "--lm")         a directory on this machine
     checkpoint_directory("owner/repository@revision", "--lm")     a commit, tag or branch, or main
 
-Only what `load` reads is fetched: the configuration, the tokenizer and the weights, as safetensors
-if the repository has them. huggingface_hub downloads and caches, and its environment variables
-apply, for example HF_HUB_OFFLINE, HF_HOME and HF_TOKEN.
+Only what `load` reads is fetched, the weights as safetensors if the repository has them.
+huggingface_hub downloads and caches; its environment variables apply, for example HF_HUB_OFFLINE.
 """
 
 import functools

@@ -1,13 +1,14 @@
 """Networks from and to a directory in the Hugging Face layout: configuration, weights, tokenizer.
 
 On disk the names of tensors may carry a prefix, and GPT-Neo has the attention's projections under
-`attn.attention`. Some files also hold what is no weight or not used here, such as a causal mask.
+`attn.attention`. Some files also hold what is not used here, such as a causal mask.
 """
 
 import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -20,13 +21,14 @@ from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
 PREFIX = re.compile(r"^(transformer|roberta|bert)\.")
+Network = TypeVar("Network", bound=nn.Module)
 UNUSED = re.compile(r"\.attn\.(masked_)?bias$|^embeddings\.(position|token_type)_ids$|^pooler\.")
 
 
 def config_from_json(kind: type, raw: dict, fixed: dict, **defaults):
-    """The dataclass `kind` from a config.json; KeyError, TypeError or ValueError if impossible.
+    """The dataclass `kind` of a config.json, whose `fixed` entries may be missing but not differ.
 
-    What is `fixed` may be missing, but not differ. Floats are epsilons, integers sizes or tokens.
+    KeyError, TypeError or ValueError if impossible. Floats are epsilons, integers sizes or tokens.
     """
     values = defaults | {name: value for name, value in raw.items() if value is not None}
     for name, value in fixed.items():
@@ -78,12 +80,9 @@ def names_in_memory(tensors: dict[str, Tensor], network: nn.Module) -> dict[str,
 
 
 def load_network(
-    path: str | Path, kind: str, from_json: Callable[[dict], nn.Module], device: str | torch.device
-) -> tuple[nn.Module, Tokenizer]:
-    """The network that `from_json` makes of a config.json (float32, eval mode), and its tokenizer.
-
-    InputError names the file that does not fit.
-    """
+    path: str | Path, kind: str, from_json: Callable[[dict], Network], device: str | torch.device
+) -> tuple[Network, Tokenizer]:
+    """The network that `from_json` makes of a config.json, and its tokenizer; as for `load`."""
     directory = Path(path)
     config = directory / "config.json"
     raw = checkpoint.read_json(config)
@@ -92,7 +91,7 @@ def load_network(
     tensors, weights = checkpoint.read_weights(directory)
     with reading(weights, "does not fit the network", "use the files of one checkpoint"):
         checkpoint.fill(network, names_in_memory(tensors, network))
-    return network.to(device).eval(), read_tokenizer(directory, network.config.vocab_size)
+    return network.to(device).eval(), read_tokenizer(directory, raw["vocab_size"])
 
 
 def save_network(
@@ -108,7 +107,9 @@ def save_network(
 
 def gpt_neo_from_json(raw: dict) -> GPTNeo:
     """The network of a config.json; KeyError, TypeError or ValueError if it is another one."""
-    fixed = {"model_type": "gpt_neo", "activation_function": "gelu_new"}
+    if (kind := raw.get("model_type") or "gpt_neo") != "gpt_neo":
+        raise ValueError(f"model_type is {kind!r}, not gpt_neo; docs/any_model.py takes others")
+    fixed = {"activation_function": "gelu_new"}
     defaults = {"intermediate_size": 4 * raw.get("hidden_size", 0), "attention_layers": ()}
     config = config_from_json(GPTNeoConfig, raw, fixed, **defaults)
     layers = []

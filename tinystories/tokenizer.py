@@ -4,35 +4,25 @@
     vocab.json and merges.txt   byte-level BPE: GPT-2's, or RoBERTa's if it has <s> and </s>
     vocab.txt                   BERT's WordPiece
 
-The older files do not say which pieces are special, what surrounds a text or how it is normalised.
-Here this is as the networks were trained; `tokenizer_config.json` may change some of it.
+What older files leave open is as the networks were trained, or as `tokenizer_config.json` says.
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from tinystories.checkpoint import TOKENIZER_OPTIONS, read_json, reading, tokenizer_files
-from tinystories.errors import InputError, reason_of
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL = [END_OF_TEXT, "<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 SPECIAL += ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-@contextlib.contextmanager
-def tokenizing(owner: str) -> Iterator[None]:
+def tokenizing(owner: str) -> AbstractContextManager[None]:
     """Turn whatever a tokenizer raises for a text into an InputError that names its owner."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a panic of a library in Rust is not an Exception
-        fault = f"{owner}: its tokenizer fails for a text ({reason_of(error)})"
-        raise InputError(f"{fault}; use the files of one checkpoint") from error
+    return reading(owner, "its tokenizer fails for a text", "use the files of one checkpoint")
 
 
 def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:

@@ -1,5 +1,10 @@
 """`python -m tsmc RUN [PROMPT]`: samples of a trained pair, a shorter name for `eval.viewer`."""
 
 import runpy
+import sys
+from pathlib import Path
 
+if not (Path(__file__).parents[1] / "eval" / "viewer").is_dir():
+    print("tsmc: error: samples are drawn in the repository; run this there", file=sys.stderr)
+    sys.exit(2)
 runpy.run_module("eval.viewer", run_name="__main__", alter_sys=True)

@@ -7,10 +7,8 @@
 
 Both bounds follow from Jensen's inequality: E[Z-hat] = Z_sigma and, in conditional runs, E[1 /
 Z-hat] <= 1 / Z_sigma (Zhao et al. 2024, arXiv:2404.17546). Without resampling (ess_threshold 0)
-they are the bounds of importance sampling with K draws. q is the proposal without resampling.
-
-Few exact samples are enough: several conditional runs may start from each, and errors are computed
-over exact samples, not over runs. A exact samples, R runs, K particles, T steps.
+they are those of importance sampling with K draws. Several conditional runs may start from each
+exact sample; errors are computed over exact samples. A exact samples, R runs, K particles, T steps.
 """
 
 from dataclasses import dataclass
@@ -51,14 +49,13 @@ class BoundsProblem:
         self, runs: int, generator: torch.Generator, reference: Tensor | None = None
     ) -> Tensor:
         """log Z-hat [R] of R = runs runs, conditional ones where each has a reference [R, T]."""
+        options = {"ess_threshold": self.ess_threshold, "resample": self.resample}
         log_z = []
         for rows in torch.arange(runs).split(max(1, self.max_rows // self.particles)):
-            options = {"ess_threshold": self.ess_threshold, "resample": self.resample}
             if reference is not None:
                 options |= {"reference": reference[rows], "resample": multinomial}
-            size = len(rows)
-            drawn = sample_runs(self.sigma, self.twist, self.particles, size, generator, **options)
-            log_z.append(drawn.log_z)
+            sizes = (self.particles, len(rows))
+            log_z.append(sample_runs(self.sigma, self.twist, *sizes, generator, **options).log_z)
         return torch.cat(log_z)
 
     def log_weights_of(self, tokens: Tensor) -> Tensor:
@@ -76,8 +73,7 @@ def bidirectional_bounds(
 ) -> Bounds:
     """Bounds from R = runs TSMC runs, at least as many conditional ones, and draws of q.
 
-    exact_samples [A, T] are independent draws of sigma (`tsmc.rejection`). With a single one the
-    upper bound has a value but an infinite interval. InputError where there is none.
+    exact_samples [A, T] are independent draws of sigma; InputError where there is none.
     """
     count = len(exact_samples)
     if count == 0:

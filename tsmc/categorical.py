@@ -2,12 +2,11 @@
 
     tokens_n ~ softmax(logits_n),   log_normaliser_n = log sum_v exp(logits_nv)
 
-The uniform numbers come from the caller, one for each row, so a row's token does not depend on what
-is drawn beside it. One pass of exponentials serves both results. The inversion has two levels: the
-block of 64 categories that the uniform falls into, then the category inside it. Sums across blocks
-are in float64 where the device has it, so that rounding does not change a block's frequency however
-large V is; inside a block, a category with less than 1e-7 of the block's weight may never be drawn.
-A category of zero weight never is. N rows, V categories.
+Each row has a uniform number of its own, so its token does not depend on what is drawn beside it.
+The inversion has two levels: the block of 64 categories that the uniform falls into, then the
+category inside it. Sums across blocks are in float64 where the device has it, so that rounding does
+not change a block's frequency however large V is; inside a block, a category with less than 1e-7 of
+the block's weight may never be drawn. A category of zero weight never is. N rows, V categories.
 """
 
 import torch
@@ -19,8 +18,7 @@ BLOCK = 64
 def first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """Index [N, M] of the first entry of cumulative [N, V] above threshold [N, M], always below V.
 
-    An entry that adds nothing is never chosen, even where rounding carries the threshold to zero or
-    to the total.
+    An entry that adds nothing is never chosen, wherever rounding carries the threshold.
     """
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())  # reaches the total
     index = torch.searchsorted(cumulative, threshold.clamp(min=0.0), right=True)

@@ -3,8 +3,7 @@
     mean x-bar, error s / sqrt(N), N - 1 degrees of freedom
     difference of independent means: errors in quadrature, degrees of freedom by Welch-Satterthwaite
 
-Intervals use Student's t, so they stay honest for a handful of values; one value alone has an
-infinite error.
+Intervals use Student's t. One value alone has an infinite error.
 """
 
 import math

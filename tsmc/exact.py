@@ -6,8 +6,7 @@
     CTL loss = sum_t KL(sigma(s_{1:t}) || pi_t(s_{1:t}))                              eq. 5
 
 Quantities of step t are listed over all V^t prefixes s_{1:t} in lexicographic order, so prefix i
-followed by token v is entry i V + v of the next list. Types follow the model, which may be
-float64. D width, V vocabulary, T steps.
+followed by token v is entry i V + v of the next list. D width, V vocabulary, T steps.
 """
 
 import torch
@@ -75,10 +74,7 @@ class Tree:
 
 
 class Target:
-    """sigma, proportional to p phi (eq. 2), and its marginals (eq. 3).
-
-    Every list runs over t = 0..T, with [V^t] entries each.
-    """
+    """sigma (eq. 2) and its marginals (eq. 3), in lists over t = 0..T with [V^t] entries each."""
 
     def __init__(self, model: LanguageModel, log_potential: LogPotential):
         """InputError where the potential is zero everywhere or NaN somewhere: there is no sigma."""
@@ -118,7 +114,7 @@ class Target:
         return kl_divergence(log_q, self.log_sigma[-1]).item()
 
     def ctl_loss(self, twist: Twist | None) -> Tensor:
-        """eq. 5: sum over t of KL(sigma(s_{1:t}) || pi_t(s_{1:t})); its gradient is eq. 6."""
+        """eq. 5, whose gradient is eq. 6."""
         loss = torch.zeros_like(self.log_p[0][0])
         for t, log_psi in enumerate(self.tree.log_psi(twist), start=1):
             log_pi = (self.log_p[t] + log_psi.flatten()).log_softmax(0)  # [V^t]

@@ -1,21 +1,12 @@
-"""What the samplers and the losses are given.
-
-    LanguageModel    p(s_{1:T} | s_0), which opens a Decoder of N continuations
-    Twist            log psi; with parameters, a LearnableTwist
-    LogPotential     log phi
-    Observer         a callback invoked at every step of the sampler
-    Report           a callback invoked at every step of a training loop
+"""What the samplers and the losses are given: p, psi, phi and a callback.
 
 N rows, R runs, K particles, T steps, D width, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from tsmc.sampler import Step
 
 MAX_LOGITS = 2**26  # entries of one tensor of logits: 256 MB in float32
 Twist = Callable[[Tensor], Tensor]
@@ -25,11 +16,8 @@ LogPotential = Callable[[Tensor, Tensor], Tensor]
 
 log_p = log p(s_{1:T}) is passed because effective potentials divide by it (eq. 8).
 """
-Observer = Callable[["Step"], None]
-"""observer(step) is called at every step, before resampling takes effect. The tensors are the
-sampler's own: copy what is kept and change nothing."""
 Report = Callable[..., None]
-"""report(**figures) is called once for each step of a training loop, before the step is taken."""
+"""report(**figures) is called before each step of a training loop."""
 
 
 def ignore(**figures: float | Tensor) -> None:
@@ -41,9 +29,7 @@ class Decoder(Protocol):
 
     @property
     def hidden(self) -> Tensor: ...  # [N, D]
-
     def evaluate(self, network: Callable[[Tensor], Tensor], rows: slice) -> Tensor: ...  # [n, .]
-
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None: ...
 
 
@@ -54,26 +40,18 @@ class LanguageModel(Protocol):
     vocab_size: int
 
     def decoder(self, rows: int) -> Decoder: ...
-
     def head(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> logits [..., V]
-
     def states(self, tokens: Tensor) -> Tensor: ...  # [N, T] -> hidden [N, T, D]
-
-    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...  # log_p, logits, h
 
 
 class LearnableTwist(Protocol):
     """A twist with parameters; `of_tokens` gives log psi of chosen tokens, with gradient."""
 
-    def __call__(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> [..., V]
-
     def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor: ...  # [K, T, D] -> [K, T]
 
 
 def row_slices(rows: int, entries: int) -> Iterator[slice]:
-    """Slices of range(rows), so short that `entries` numbers a row stay within MAX_LOGITS.
-
-    There is at least one slice, so that loops over them return empty tensors for no rows.
-    """
+    """Slices of range(rows), at least one, with `entries` numbers a row within MAX_LOGITS."""
     size = max(1, MAX_LOGITS // entries)
     return (slice(start, min(rows, start + size)) for start in range(0, max(1, rows), size))

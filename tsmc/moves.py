@@ -5,9 +5,8 @@
     v_t(s) = phi(s) prod_{u > t} p(s_u | s_{0:u-1}) / q_u(s_u)
 
 t and the tokens up to t are the same for the reverse move, so this is a Metropolis-Hastings step
-for sigma, proportional to p phi, whatever q is; any number of them may follow each other. A move
-costs a little more than drawing and scoring its particle. N sequences, R runs of K particles, T
-tokens.
+for sigma, proportional to p phi, whatever q is. A move costs a little more than drawing and scoring
+its particle. N sequences, T tokens.
 """
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tsmc.categorical import uniforms
 from tsmc.interfaces import Twist
-from tsmc.proposal import Given, sample_proposal, token_log_probs
+from tsmc.proposal import DRAWN, sample_proposal, token_log_probs
 from tsmc.sampler import Sigma
 
 
@@ -34,7 +33,7 @@ def move(
     for _ in range(times):
         kept = (uniforms(rows, 1, generator) * length).long()  # [N, 1] t
         is_new = torch.arange(length, device=tokens.device) >= kept  # [N, T]
-        given = Given(tokens, ~is_new)
+        given = tokens.masked_fill(is_new, DRAWN)
         new = sample_proposal(sigma.model, twist, rows, generator, given=given)
         new_log_phi = sigma.log_potential(new.tokens, new.log_p.sum(-1))  # [N]
         log_change = (new.log_p - new.log_q) - (log_p - log_q)  # [N, T]

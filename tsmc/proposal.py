@@ -3,9 +3,8 @@
     log q_t = log p + log psi - log sum_v (p psi),   the normaliser over the whole vocabulary
     q(s_{1:T}) = prod_t q_t,                         whole sequences, drawn without resampling
 
-`propose` draws the next token of every row, `sample_proposal` draws whole sequences, and
-`token_log_probs` evaluates given sequences by teacher forcing. A constant added to log psi_t
-changes no q. N rows, n rows of a slice, T steps, D width, V vocabulary.
+A constant added to log psi_t changes no q. N rows, n rows of a slice, T steps, D width, V
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -16,14 +15,12 @@ from torch import Tensor
 from tsmc.categorical import draw_categorical, uniforms
 from tsmc.interfaces import Decoder, LanguageModel, Twist, row_slices
 
+DRAWN = -1  # in place of a given token: this one is drawn
+
 
 @dataclass
 class Extension:
-    """One proposed token for each row, all [N].
-
-    Where psi rules out every token, log_normaliser is -inf, log_psi 0 and log_q +inf, so that every
-    weight of the row is zero.
-    """
+    """One proposed token for each row, all [N]. Where psi rules out all, the row has no weight."""
 
     tokens: Tensor
     log_p: Tensor  # log p(s_t | s_{0:t-1})
@@ -32,51 +29,39 @@ class Extension:
     log_normaliser: Tensor  # log sum_v p(v | s_{0:t-1}) psi(s_{1:t-1}, v)
 
 
-@dataclass
-class Given:
-    """Tokens that replace the drawn ones where `is_given` is true, both [N] or both [N, T]."""
-
-    tokens: Tensor
-    is_given: Tensor
-
-
 def propose(
     model: LanguageModel,
     decoder: Decoder,
     twist: Twist | None,
     uniform: Tensor,
-    given: Given | None = None,
+    given: Tensor | None = None,
 ) -> Extension:
-    """Draw s_t ~ q_t for every row at uniform numbers [N, 1], in slices of bounded memory.
-
-    Given tokens [N] are taken as they are, with their probabilities.
-    """
+    """s_t ~ q_t for every row at uniform numbers [N, 1], unless a token is given [N], not DRAWN."""
     parts = []
     for rows in row_slices(len(uniform), model.vocab_size):
         logits = decoder.evaluate(model.head, rows)  # [n, V]
         log_psi = None if twist is None else decoder.evaluate(twist, rows)  # [n, V]
-        fixed = None if given is None else Given(given.tokens[rows], given.is_given[rows])
+        fixed = None if given is None else given[rows]
         parts.append(draw(logits, log_psi, uniform[rows], fixed))
     names = vars(parts[0])
     return Extension(**{name: torch.cat([vars(part)[name] for part in parts]) for name in names})
 
 
-def draw(logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Given | None) -> Extension:
-    """The tokens of n rows at uniform numbers [n, 1], from logits of p and log psi, both [n, V]."""
-    if log_psi is None:
-        tilted = logits  # unnormalised log p suffices
-    else:
-        log_p = logits.log_softmax(-1)
-        tilted = log_p + log_psi
+def draw(
+    logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Tensor | None
+) -> Extension:
+    """`propose` for n rows, from logits of p and log psi, both [n, V]."""
+    log_p = logits if log_psi is None else logits.log_softmax(-1)  # unnormalised suffices for q = p
+    tilted = log_p if log_psi is None else log_p + log_psi
     tokens, log_normaliser = draw_categorical(tilted, uniform)  # [n], [n]
     if given is not None:
-        tokens = torch.where(given.is_given, given.tokens, tokens)
+        tokens = torch.where(given == DRAWN, tokens, given)
     place = tokens[:, None]  # [n, 1]
     log_q = tilted.gather(1, place).squeeze(1) - log_normaliser  # [n]
     if log_psi is None:
         zeros = torch.zeros_like(log_q)
         return Extension(tokens, log_q, zeros, log_q, zeros)
-    is_dead = log_normaliser == -torch.inf
+    is_dead = log_normaliser == -torch.inf  # then every weight shall be zero
     log_p = log_p.gather(1, place).squeeze(1)  # [n]
     log_psi = log_psi.gather(1, place).squeeze(1).masked_fill(is_dead, 0.0)  # [n]
     log_q = log_q.masked_fill(is_dead, torch.inf)
@@ -87,7 +72,7 @@ def draw(logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Given |
 class Trajectories(Extension):
     """N independent sequences from q: the same tensors, all [N, T], and what the twist saw."""
 
-    hidden: Tensor | None  # [N, T, D]
+    hidden: Tensor  # [N, T, D], or [0] where it is not kept
 
 
 @torch.no_grad()
@@ -98,36 +83,34 @@ def sample_proposal(
     generator: torch.Generator,
     keep_hidden: bool = False,
     part: slice = slice(None),
-    given: Given | None = None,
+    given: Tensor | None = None,
 ) -> Trajectories:
     """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model.
 
-    Of the rows only `part` is simulated, with the random numbers that these rows have among all:
-    several processes can share a batch. Given tokens [N, T] are as in `propose`.
+    Of the rows only `part` is simulated, with the random numbers that these rows have among all, so
+    that processes can share a batch. Tokens given [N, T] are as in `propose`.
     """
     uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)[:, part]  # [T, n, 1]
     decoder = model.decoder(uniform.shape[1])
-    steps, hidden = [], []
+    steps = []
+    hidden = []
     for t in range(model.length):
         if keep_hidden:
             hidden.append(decoder.hidden)
-        fixed = None if given is None else Given(given.tokens[:, t], given.is_given[:, t])
+        fixed = None if given is None else given[:, t]
         steps.append(propose(model, decoder, twist, uniform[t], fixed))
         if t < model.length - 1:
             decoder.extend(steps[-1].tokens)
     names = vars(steps[0])
     fields = {name: torch.stack([vars(step)[name] for step in steps], 1) for name in names}
-    return Trajectories(**fields, hidden=torch.stack(hidden, 1) if keep_hidden else None)
+    return Trajectories(**fields, hidden=torch.stack(hidden, 1) if keep_hidden else torch.empty(0))
 
 
 @torch.no_grad()
 def token_log_probs(
     model: LanguageModel, twist: Twist | None, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """log p(s_t | s_{0:t-1}) and log q_t(s_t), both [N, T], of given sequences tokens [N, T].
-
-    log q_t is -inf for a token that the twist rules out.
-    """
+    """log p(s_t | s_{0:t-1}) and log q_t(s_t), both [N, T], of given sequences tokens [N, T]."""
     all_log_p, all_log_q = [], []
     for rows in row_slices(len(tokens), model.vocab_size * tokens.shape[1]):
         log_p, logits, hidden = model.log_probs(tokens[rows])
@@ -136,7 +119,7 @@ def token_log_probs(
             tilted = logits + twist(hidden)  # [n, T, V]
             chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
             log_q = chosen - tilted.logsumexp(-1)
-            log_q = log_q.masked_fill(chosen == -torch.inf, -torch.inf)
+            log_q = log_q.masked_fill(chosen == -torch.inf, -torch.inf)  # psi rules it out
         all_log_p.append(log_p)
         all_log_q.append(log_q)
     return torch.cat(all_log_p), torch.cat(all_log_q)

@@ -2,8 +2,8 @@
 
     acceptance rate -> Z_sigma = E_p[phi(s)],   log Z_sigma-hat = log mean_n phi(s_n) of all N
 
-The mean of phi estimates Z_sigma with a smaller variance than the share accepted. The number of
-proposals is fixed in advance, which keeps the estimate unbiased. N proposals, A accepted, T tokens.
+The mean of phi varies less than the share accepted. As the number of proposals is fixed in advance,
+it is unbiased. N proposals, A accepted, T tokens.
 """
 
 import math
@@ -36,30 +36,13 @@ class ExactSamples:
 
 
 def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
-    """log of the mean of exp(log_values [N]) and the standard error of that log (delta method).
-
-    The error is infinite where it is unknown: for a single value, or where all values are zero.
-    """
+    """log of the mean of exp(log_values [N]), and the error of that log (delta method) if known."""
     values = log_values.cpu().double()
     log_mean = log_mean_exp(values).item()
     if len(values) < 2 or log_mean == -math.inf:
         return log_mean, math.inf
     relative = (values - log_mean).exp()  # phi / Z, mean one
     return log_mean, relative.std().item() / math.sqrt(len(values))
-
-
-def accept(log_phi: Tensor, generator: torch.Generator) -> Tensor:
-    """True [N] with probability phi; InputError where log phi [N] is NaN or above zero."""
-    if bool(log_phi.isnan().any()):
-        raise InputError("log phi is NaN on some sequence; check the potential")
-    highest = log_phi.max().item()
-    if highest > 1e-6:
-        raise InputError(
-            f"log phi is {highest:.4g} on some sequence, but rejection needs log phi <= 0; "
-            "subtract an upper bound, which leaves sigma as it is, or do without exact samples"
-        )
-    uniform = uniforms(len(log_phi), 1, generator)[:, 0]
-    return uniform < log_phi.to(uniform.dtype).exp()
 
 
 def draw_accepted(
@@ -71,10 +54,18 @@ def draw_accepted(
     """Draw N = count sequences from p and keep those accepted under log_phi(tokens [N, T]) -> [N].
 
     Returns tokens [A, T] and log_phi [A] of the accepted ones and proposed_log_phi [N] of all.
+    InputError where log phi is NaN or above zero.
     """
     tokens = sample_proposal(model, None, count, generator).tokens
-    scores = log_phi(tokens)
-    is_accepted = accept(scores, generator)
+    scores = log_phi(tokens)  # [N]
+    highest = scores.max().item()
+    if math.isnan(highest):
+        raise InputError("log phi is NaN on some sequence; check the potential")
+    if highest > 1e-6:
+        fault = f"log phi is {highest:.4g} on some sequence, but rejection needs log phi <= 0"
+        raise InputError(f"{fault}; subtract an upper bound, or pass --eval-target-proposals 0")
+    uniform = uniforms(count, 1, generator)[:, 0]
+    is_accepted = uniform < scores.to(uniform.dtype).exp()  # [N]
     accepted = {"tokens": tokens[is_accepted], "log_phi": scores[is_accepted]}
     return accepted | {"proposed_log_phi": scores}
 

@@ -3,13 +3,12 @@
     W = softmax(log w),   ESS = 1 / sum_k W_k^2,   evidence gained = log (1/K) sum_k w_k
     ancestors [R, K] = scheme(weights [R, K], generator),   E[# copies of particle k] = K W_k
 
-log_weights [R, K] holds R independent runs of K particles; everything acts on the last axis. A run
-whose weights are all zero (log weight -inf) is dead: its evidence is -inf and its normalised
+A run whose weights are all zero (log weight -inf) is dead: its evidence is -inf and its normalised
 weights are uniform, so that nothing divides by zero.
 
-A scheme is a plain function of normalised weights and a generator. All schemes but the first draw
-fewer, or more evenly spread, random points than K independent ones, so the numbers of copies vary
-less. Particles of zero weight are never chosen and ancestors are always in range.
+All schemes but the first draw fewer, or more evenly spread, random points than K independent ones,
+so the numbers of copies vary less. Particles of zero weight are never chosen. R independent runs, K
+particles.
 """
 
 import math
@@ -48,31 +47,33 @@ def invert(weights: Tensor, points: Tensor) -> Tensor:
 
 def multinomial(weights: Tensor, generator: torch.Generator) -> Tensor:
     """K independent draws (the paper's choice)."""
-    return invert(weights, uniforms(*weights.shape, generator))
+    return invert(weights, uniforms(len(weights), weights.shape[1], generator))
 
 
 def stratified(weights: Tensor, generator: torch.Generator) -> Tensor:
     """One uniform point in each of the K intervals of length 1 / K."""
-    strata = torch.arange(weights.shape[1], device=weights.device)
-    return invert(weights, (uniforms(*weights.shape, generator) + strata) / weights.shape[1])
+    runs, particles = weights.shape
+    strata = torch.arange(particles, device=weights.device)
+    return invert(weights, (uniforms(runs, particles, generator) + strata) / particles)
 
 
 def systematic(weights: Tensor, generator: torch.Generator) -> Tensor:
     """K points 1 / K apart, all moved by the same uniform number."""
-    strata = torch.arange(weights.shape[1], device=weights.device)
-    return invert(weights, (uniforms(weights.shape[0], 1, generator) + strata) / weights.shape[1])
+    runs, particles = weights.shape
+    strata = torch.arange(particles, device=weights.device)
+    return invert(weights, (uniforms(runs, 1, generator) + strata) / particles)
 
 
 def residual(weights: Tensor, generator: torch.Generator) -> Tensor:
     """floor(K W_k) certain copies of each particle; the rest are drawn from the fractions."""
-    particles = weights.shape[1]
+    runs, particles = weights.shape
     weights = weights.to(widest(weights.device))
     expected = particles * weights / weights.sum(-1, keepdim=True)  # [R, K]
     rounding = 64 * torch.finfo(expected.dtype).eps  # that of 1 / K leaves whole numbers whole
     copies = (expected * (1 + rounding)).floor()
-    drawn = invert((expected - copies).clamp(min=0.0), uniforms(*weights.shape, generator))
+    drawn = invert((expected - copies).clamp(min=0.0), uniforms(runs, particles, generator))
     ends = copies.cumsum(-1)  # place i holds a copy of the first particle whose copies end behind i
-    places = torch.arange(particles, dtype=ends.dtype, device=ends.device).repeat(len(ends), 1)
+    places = torch.arange(particles, dtype=ends.dtype, device=ends.device).repeat(runs, 1)
     return torch.where(places < ends[:, -1:], first_above(ends, places), drawn)
 
 

@@ -1,7 +1,6 @@
 """Large samples drawn in chunks of bounded memory, each chunk from a random stream of its own.
 
-Because the stream belongs to the chunk and not to its order, any process may draw any chunk. R
-runs, K particles, T tokens.
+So any process may draw any chunk. R runs, K particles, T tokens.
 """
 
 from collections.abc import Callable
@@ -16,8 +15,6 @@ from tsmc.sampler import Population, Sigma, tsmc
 
 Draw = Callable[[int, torch.Generator], dict[str, Tensor]]
 """draw(size, generator) gives tensors by name, the rows of `size` members of the sample in each."""
-Streams = Callable[[int], torch.Generator]
-"""streams(number) is the random stream of a chunk."""
 
 
 def chunk_sizes(total: int, at_once: int) -> list[int]:
@@ -33,8 +30,10 @@ def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def in_chunks(draw: Draw, total: int, at_once: int, streams: Streams) -> dict[str, Tensor]:
-    """A sample of size `total`, drawn at most `at_once` members at a time."""
+def in_chunks(
+    draw: Draw, total: int, at_once: int, streams: Callable[[int], torch.Generator]
+) -> dict[str, Tensor]:
+    """A sample of size `total`, at most `at_once` at a time; streams(number) is that of a chunk."""
     sizes = chunk_sizes(total, at_once)
     return joined([draw(size, streams(number)) for number, size in enumerate(sizes)])
 

@@ -21,6 +21,7 @@ Where this departs from the paper:
  2. The paper resamples multinomially at every step. That is only the default here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +29,8 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
-from tsmc.interfaces import LanguageModel, LogPotential, Observer, Twist
-from tsmc.proposal import Extension, Given, propose
+from tsmc.interfaces import LanguageModel, LogPotential, Twist
+from tsmc.proposal import DRAWN, propose
 from tsmc.resampling import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise
 
 
@@ -62,10 +63,7 @@ class Population:
         return Population(**{name: value[self.is_alive()] for name, value in vars(self).items()})
 
     def shares(self) -> Tensor:
-        """Each particle's share of the weight of all runs [R, K] float64, weighing runs by Z-hat.
-
-        Zeros where every run is dead.
-        """
+        """Each particle's share of the weight of all runs [R, K] float64; zeros if all are dead."""
         runs = normalise(self.log_z.cpu().double())  # [R]
         particles = normalise(self.log_weights.cpu().double())  # [R, K]
         return runs[:, None] * particles * self.is_alive().cpu()[:, None]
@@ -77,31 +75,15 @@ class Population:
 
 @dataclass
 class Step:
-    """What an observer sees of step t before its resampling takes effect."""
+    """What an observer sees of step t before its resampling takes effect; it changes nothing."""
 
     tokens: Tensor  # [R, K, t]
     log_psi: Tensor  # [R, K]
     log_w: Tensor  # [R, K] incremental weights of this step
-    log_weights: Tensor  # [R, K] gathered since the last resampling
+    log_weights: Tensor  # [R, K]
     ess: Tensor  # [R]
     log_z: Tensor  # [R] log Z-hat as if every run resampled now; at t = T the population's
     ancestors: Tensor  # [R, K]
-
-
-def given_first(reference: Tensor | None, particles: int, t: int) -> Given | None:
-    """Token t of the reference [R, T] for particle 0 of each run; None without a reference."""
-    if reference is None:
-        return None
-    is_first = torch.arange(particles, device=reference.device) == 0  # [K]
-    tokens = reference[:, t].repeat_interleave(particles)  # [N]
-    return Given(tokens, is_first.repeat(len(reference)))
-
-
-def reweight(step: Extension, log_psi: Tensor, log_phi: Tensor | None) -> Tensor:
-    """log w_t [N], from log psi(s_{1:t-1}) [N] and, only at t = T, log phi(s_{1:T}) [N]."""
-    if log_phi is None:
-        return step.log_normaliser - log_psi
-    return step.log_p + log_phi - step.log_q - log_psi
 
 
 def draw_ancestors(
@@ -120,8 +102,8 @@ def check_sizes(
 ) -> None:
     """InputError for sizes with which nothing can be sampled."""
     if min(particles, runs, model.length) < 1:
-        sizes = f"{runs} runs of {particles} particles with {model.length} tokens"
-        raise InputError(f"cannot sample {sizes}; give runs, particles and length of at least 1")
+        sizes = f"{runs} runs of {particles} particles of {model.length} tokens"
+        raise InputError(f"cannot sample {sizes}; give at least 1 of each")
     if not 0 <= ess_threshold <= 1:
         raise InputError(f"the ESS threshold is {ess_threshold}; it must be between 0 and 1")
     needed = [runs, model.length]
@@ -139,7 +121,7 @@ def tsmc(
     runs: int = 1,
     resample: Scheme = multinomial,
     ess_threshold: float = 1.0,
-    observer: Observer | None = None,
+    observer: Callable[[Step], None] | None = None,
     reference: Tensor | None = None,
 ) -> Population:
     """R = runs independent populations of K = particles sequences.
@@ -152,20 +134,28 @@ def tsmc(
     decoder = model.decoder(runs * particles)
     log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})
     log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t})
+    log_phi = torch.zeros_like(log_p)  # [R, K] known at t = T
     log_weights = torch.zeros_like(log_p)  # [R, K]
     log_z = log_p.new_zeros(runs)  # [R]
     tokens = log_p.new_empty(runs, particles, 0, dtype=torch.long)  # [R, K, t]
     run = torch.arange(runs, device=log_p.device)[:, None]  # [R, 1]
+    given = tokens.new_full((runs, particles, model.length), DRAWN)  # [R, K, T]
+    if reference is not None:
+        given[:, 0] = reference
     for t in range(model.length):
         is_last = t == model.length - 1
         # extend
         uniform = uniforms(runs * particles, 1, generator)
-        step = propose(model, decoder, twist, uniform, given_first(reference, particles, t))
+        step = propose(model, decoder, twist, uniform, given[..., t].flatten())
         tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)
         log_p = log_p + step.log_p.view_as(log_p)
         # reweight
-        log_phi = log_potential(tokens.flatten(0, 1), log_p.flatten()) if is_last else None  # [N]
-        log_w = reweight(step, log_psi.flatten(), log_phi).view_as(log_p)
+        if is_last:
+            log_phi = log_potential(tokens.flatten(0, 1), log_p.flatten()).view_as(log_p)
+            log_w = step.log_p + log_phi.flatten() - step.log_q - log_psi.flatten()  # [N]
+        else:
+            log_w = step.log_normaliser - log_psi.flatten()  # [N]
+        log_w = log_w.view_as(log_p)
         log_psi = step.log_psi.view_as(log_p)
         log_weights = log_weights + log_w
         ess = effective_sample_size(log_weights)  # [R]
@@ -187,4 +177,4 @@ def tsmc(
     if not bool((log_z < torch.inf).all()):
         raise InputError("log Z-hat is NaN or infinite; check log phi and log psi for NaN")
     samples = tokens[run, ancestors]
-    return Population(tokens, log_phi.view_as(log_p), log_weights, ancestors, samples, log_z, ess)
+    return Population(tokens, log_phi, log_weights, ancestors, samples, log_z, ess)

@@ -2,10 +2,8 @@
 
     p(v | s_{1:t-1}) = softmax(logits[n])_v,   log psi(s_{1:t-1}, v) = log_psi[n, v]
 
-Row n of a table belongs to one prefix. Prefixes are numbered level by level: the empty prefix is 0,
-and prefix n followed by token v is n V + 1 + v, so prefixes of length t fill one slice. `hidden` is
-that number, with which a table twist finds its row behind the interface of a network. N rows, T
-steps, V vocabulary.
+Row n of a table belongs to prefix n: the empty prefix is 0, and prefix n followed by token v is
+n V + 1 + v. `hidden` is that number. N rows, T steps, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -16,13 +14,13 @@ from torch import Tensor, nn
 from tinystories.errors import InputError
 
 
-def first_prefix(vocab_size: int, length: int) -> int:
-    """Number of the first prefix of `length` tokens, which counts all shorter prefixes."""
+def count_prefixes(vocab_size: int, length: int) -> int:
+    """How many prefixes are shorter than `length` tokens."""
     return sum(vocab_size**t for t in range(length))
 
 
 class TableDecoder:
-    """N continuations in a table, with the interface of `tinystories.Decoder`."""
+    """N continuations in a table."""
 
     def __init__(self, vocab_size: int, rows: int, device: torch.device):
         self.vocab_size = vocab_size
@@ -49,7 +47,7 @@ class TableModel(nn.Module):
     def __init__(self, logits: Tensor, length: int):
         super().__init__()
         shape = list(logits.shape)
-        needed = [first_prefix(shape[1], length), shape[1]]
+        needed = [count_prefixes(shape[1], length), shape[1]]
         if length < 1 or shape != needed:
             raise InputError(f"the table has shape {shape}; length {length} needs {needed}")
         self.table = nn.Parameter(logits)
@@ -61,7 +59,7 @@ class TableModel(nn.Module):
         cls, vocab_size: int, length: int, generator: torch.Generator, scale: float = 1.0
     ) -> "TableModel":
         """Normal logits of standard deviation `scale`, in float64."""
-        shape = (first_prefix(vocab_size, length), vocab_size)
+        shape = (count_prefixes(vocab_size, length), vocab_size)
         return cls(scale * torch.randn(shape, dtype=torch.float64, generator=generator), length)
 
     def decoder(self, rows: int) -> TableDecoder:

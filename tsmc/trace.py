@@ -1,13 +1,11 @@
 """What happened in a run of the sampler, recorded by passing a `Trace` as `observer`.
 
-    trace = Trace()
     population = tsmc(..., observer=trace)
     trace.ess, trace.log_z                                                  [T, R]
     trace.log_psi, .log_w, .log_weights, .tokens, .ancestors                [T, R, K]
 
-`Step` describes each of them. The genealogy follows from the ancestors: how many particles of step
-t have descendants among the final samples. Where it is one, all K samples share their first t
-tokens. T steps, R runs, K particles.
+`Step` describes each of them. The genealogy follows from the ancestors: where one particle of step
+t has descendants, all K samples share their first t tokens. T steps, R runs, K particles.
 """
 
 import torch
@@ -15,11 +13,9 @@ from torch import Tensor
 
 from tsmc.sampler import Step
 
-FIELDS = ("ess", "log_z", "log_psi", "log_w", "log_weights", "tokens", "ancestors")
-
 
 class Trace:
-    """An `Observer` that keeps every step; each field gains a first axis T once it is read."""
+    """An observer that keeps every step; each field gains a first axis T once it is read."""
 
     def __init__(self):
         self.steps: list[dict[str, Tensor]] = []
@@ -34,7 +30,7 @@ class Trace:
 
     def __getattr__(self, name: str) -> Tensor:
         """What was recorded before each resampling: `ess` and `log_z` [T, R], others [T, R, K]."""
-        if name not in FIELDS:
+        if name not in Step.__annotations__:
             raise AttributeError(name)
         return torch.stack([step[name] for step in self.steps])
 

@@ -12,17 +12,20 @@ The adapter is a twist of p^(0) as well: with log psi = U e + a g, p^(m) is the 
 D width, H hidden units, V vocabulary, B rows, T positions.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.cache import KeyValueCache
 from tinystories.gpt_neo import GPTNeo, Linear, at_least_float32
 from twist.mlp import TwistMLP
 
 
 class Adapter(nn.Module):
     """Logits of p^(m) from the states of p^(0); those of p^(0) itself at first."""
+
+    scores: Tensor | None
 
     def __init__(
         self,
@@ -43,26 +46,25 @@ class Adapter(nn.Module):
         self.register_buffer("scores", scores)
         self.shift = TwistMLP(self.width + has_memory, hidden_units, outputs, generator)
         self.products = Linear(outputs, vocab_size, bias=False, device="meta")
-        self.products.weight = nn.Parameter(embeddings, requires_grad=False)
+        del self.products.weight
+        self.products.register_buffer("weight", embeddings, persistent=False)  # is not saved
 
-    def padded(self, hidden: Tensor) -> Tensor:
-        """h with zeros in place of z, as wide as the embeddings."""
-        own = at_least_float32(hidden[..., : self.width])
-        return own if self.scores is None else F.pad(own, (0, 1))
+    @classmethod
+    def like(cls, tensors: dict[str, Tensor], network: GPTNeo) -> "Adapter":
+        """One of the sizes of saved tensors, with the scores among them."""
+        hidden_units, width = tensors["shift.first.weight"].shape
+        has_memory = width > network.config.hidden_size
+        return cls(network, tensors.get("scores"), has_memory, hidden_units, torch.Generator())
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of p^(m) [..., V] after states [..., D], or [..., D + 1] with z."""
-        return self.products(self.padded(hidden) + self.shift(hidden))
+        own = at_least_float32(hidden[..., : self.width])
+        own = own if self.scores is None else F.pad(own, (0, 1))  # p^(0) does not read g
+        return self.products(own + self.shift(hidden))
 
     def tilt(self, hidden: Tensor) -> Tensor:
         """What is added to the logits of p^(0) [..., V]; as a twist of p^(0) it proposes p^(m)."""
         return self.products(self.shift(hidden))
-
-
-def learned(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the tensors of an adapter, or of a twist with one, without p^(0)'s embeddings."""
-    tensors = module.state_dict().items()
-    return {name: value.clone() for name, value in tensors if not name.endswith("products.weight")}
 
 
 class AdaptedGPTNeo(nn.Module):
@@ -102,8 +104,8 @@ class AdaptedGPTNeo(nn.Module):
 class ScoredCache:
     """A cache of keys and values, and z of every row."""
 
-    def __init__(self, inner: KeyValueCache, score: Tensor | float = 0.0):
-        self.inner = inner
+    def __init__(self, inner: Any, score: Tensor | float = 0.0):
+        self.inner = inner  # KeyValueCache or RowsCache
         self.score = score  # [B, 1]
 
     def continued(self, rows: int, length: int) -> "ScoredCache":

@@ -9,12 +9,12 @@ self-normalised weights, through which no gradient flows:
     positive   w(s) = p^(m)(s) phi^(m)(s) / q(s) = p^(0)(s) phi(s) / q(s)    [K], for every t
     negative   p^(m)(s_{1:t}) psi(s_{1:t}) / q(s_{1:t})                      [K, T]
 
-The effective sample size of the positive weights tells how many sequences the batch really learns
-from; under a sparse potential it falls towards one, which self-distillation answers.
+Under a sparse potential the effective sample size of the positive weights falls towards one, which
+self-distillation answers.
 
 What the paper leaves open: a new batch from the current q for every update; Adam, with a step size
 that falls linearly to a tenth; each generation's twist starts at psi = 1. A batch in which phi is
-zero everywhere is uninformative and skipped. K sequences, T tokens, D width.
+zero everywhere is skipped. K sequences, T tokens, D width.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Batch:
 
     tokens: Tensor  # [K, T]
     hidden: Tensor  # [K, T, D] what the twist saw
-    coefficients: Tensor  # [K, T] what grad log psi(s_{1:t}) is multiplied with in -grad L
+    coefficients: Tensor  # [K, T] what grad log psi(s_{1:t}) is multiplied with in -grad L (eq. 6)
     ess: float  # effective sample size of the positive weights
 
 
@@ -54,18 +54,13 @@ def negative_log_weights(batch: Trajectories) -> Tensor:
     return (batch.log_p - batch.log_q).cumsum(-1) + batch.log_psi
 
 
-def ctl_coefficients(positive: Tensor, negative: Tensor) -> Tensor:
-    """The factors [K, T] of grad log psi(s_{1:t}) in eq. 6, from log weights [K] and [K, T]."""
-    return normalise(positive)[:, None] - normalise(negative.T).T
-
-
 def ctl_loss(twist: LearnableTwist, batch: Batch) -> Tensor:
     """A scalar whose gradient is that of the CTL loss (eq. 6); its value stays around zero."""
     return -(batch.coefficients.detach() * twist.of_tokens(batch.hidden, batch.tokens)).sum()
 
 
 def weigh(batch: Trajectories, positive: Tensor, negative: Tensor) -> Batch:
-    """The batch with its weights; InputError where one is not finite or the twist has exploded."""
+    """The batch with its log weights [K] and [K, T]; InputError unless all of them are usable."""
     if not bool((positive < torch.inf).all() and (negative < torch.inf).all()):
         fault = "twist learning: a weight is NaN or infinite"
         raise InputError(f"{fault}; lower the learning rate or check the potential")
@@ -74,7 +69,8 @@ def weigh(batch: Trajectories, positive: Tensor, negative: Tensor) -> Batch:
         fault = f"twist learning: the twist has exploded to {largest:.0f} nats"
         raise InputError(f"{fault}; lower the learning rate")
     ess = effective_sample_size(positive).item()
-    return Batch(batch.tokens, batch.hidden, ctl_coefficients(positive, negative), ess)
+    coefficients = normalise(positive)[:, None] - normalise(negative.T).T  # [K, T]
+    return Batch(batch.tokens, batch.hidden, coefficients, ess)
 
 
 def batches_from_proposal(
@@ -114,10 +110,9 @@ def descend(
     updates: int,
     report: Report,
 ) -> None:
-    """Minimise, with a step size that falls linearly to a tenth.
+    """Minimise loss(update), which comes with figures to report; no step is taken where ess is 0.
 
-    loss(update) gives the loss of an update and the figures to report. Where the figure `ess` is 0
-    there is nothing to learn from, and no step is taken.
+    The step size falls linearly to a tenth.
     """
     first_rate = optimizer.param_groups[0]["lr"]
     for update in range(updates):

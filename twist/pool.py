@@ -48,8 +48,7 @@ def draw_round(
 ) -> Round:
     """Draw N = count sequences from q_r, the proposal of model and twist, without resampling.
 
-    `base` is p^(0), None where the model is p^(0) itself; log_phi gives log phi [N] of tokens [N,
-    T]. InputError for a weight that is NaN or infinite.
+    `base` is p^(0) unless the model is; log_phi(tokens [N, T]) is [N]. InputError for bad weights.
     """
     draws = sample_proposal(model, twist, count, generator)
     log_p = draws.log_p.sum(-1) if base is None else sequence_log_probs(base, draws.tokens)  # [N]
@@ -73,7 +72,7 @@ class Pool:
 
     def log_phi(self) -> Tensor:
         """Their log phi [N]."""
-        return torch.cat([one.log_phi for one in self.rounds])
+        return torch.cat([one.log_phi for one in self.rounds if one.log_phi is not None])
 
     def weights(self, least_ess: float) -> Tensor:
         """W [N] for the largest c with which their ESS is at least least_ess * N.

@@ -11,9 +11,8 @@ phi^(m) = p^(0) phi. Ready factors have log phi [N] at most 0:
     first_sentence    log phi = -strength |words of the continuation's first sentence - wanted|
 
 At strength infinity, the default, a factor is hard: a text that misses has phi = 0. The last three
-read the continuation alone, because the prompt is the same for all texts. The two ends of the
-continuation count as ends of words, even where its last token leaves a word unfinished. N texts, T
-tokens, P tokens of the prompt.
+read the continuation alone, whose two ends count as ends of words, even where its last token leaves
+a word unfinished. N texts, T tokens, P tokens of the prompt.
 """
 
 import math
@@ -89,7 +88,7 @@ def power(log_score: Callable[[list[str]], Tensor], beta: float) -> Factor:
     return Factor(log_phi)
 
 
-def log_phi_of_misses(distances: list[float], strength: float) -> Tensor:
+def log_phi_of_misses(distances: Sequence[float], strength: float) -> Tensor:
     """log phi [N] = -strength * distance, 0 at distance 0 whatever the strength."""
     return torch.tensor([-strength * distance if distance > 0 else 0.0 for distance in distances])
 

@@ -6,9 +6,8 @@
 phi is rare under p, so only a few draws have a weight; but all of them have a score, and this
 logistic regression learns from all scores alike. It adds one number g[v] for each token v to the
 embeddings (`twist/adapter.py`), which the learned networks may use or not: the importance weights
-contain phi itself, so sigma stays the target whatever g is. c scales log phi, and for the
-classifier, log phi = beta log p(toxic | s), c = beta makes y = p(toxic | s). N texts, T tokens, V
-vocabulary.
+contain phi itself, so sigma stays the target whatever g is. For the classifier, c = beta makes y =
+p(toxic | s). N texts, T tokens, V vocabulary.
 """
 
 import torch
@@ -22,10 +21,7 @@ ITERATIONS = 60  # of L-BFGS
 def fit_surrogate(
     tokens: Tensor, log_phi: Tensor, scale: float, vocab_size: int
 ) -> tuple[Tensor, float]:
-    """The scores g [V] of texts [N, T] with log phi [N], where c = scale, and the mean loss.
-
-    Nothing is random.
-    """
+    """The scores g [V] of texts [N, T] with log phi [N], where c = scale, and the mean loss."""
     labels = (log_phi / scale).exp().clamp(max=1.0).float()  # [N]
     ordered = tokens.sort(1).values  # [N, T]
     is_first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)  # of equal tokens

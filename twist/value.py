@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tinystories.gpt_neo import GPTNeo
 from tsmc.interfaces import LanguageModel, Report, ignore
 from tsmc.proposal import sample_proposal
 from tsmc.resampling import log_mean_exp
@@ -57,6 +58,16 @@ class ValueTwist(nn.Module):
         self.register_buffer("memory", memory)
         self.network = TwistMLP(width + (memory is not None), hidden_units, 1, generator)
         self.adapter = adapter
+
+    @classmethod
+    def like(cls, tensors: dict[str, Tensor], network: GPTNeo) -> "ValueTwist":
+        """One of the sizes of saved tensors; memory and adapter are there if their tensors are."""
+        sizes = network.config
+        widths = (sizes.hidden_size, len(tensors["network.first.weight"]), sizes.vocab_size)
+        memory = torch.zeros(sizes.vocab_size) if "memory" in tensors else None
+        parts = {name[8:]: tensors[name] for name in tensors if name.startswith("adapter.")}
+        adapter = Adapter.like(parts, network) if parts else None
+        return cls(*widths, torch.Generator(), memory, adapter)
 
     def value(self, hidden: Tensor) -> Tensor:
         """V [...] of the prefixes that end in states [..., D]."""

@@ -1,19 +1,15 @@
 """How fast this project is, beside transformers and beside what the hardware allows.
 
-In every race the ways of both sides run in turns in one process (A B A B ...), with a matrix
-product among them, so that all of them meet the same machine; medians count. Both sides have the
-same weights. transformers samples by `generate` with top_k off, scores texts in the order given in
-batches of 64, and trains on prompt and continuation. The potential of TSMC costs nothing here,
-because scoring is measured by itself. K particles, T tokens, P tokens of the prompt, B rows.
+In every race the ways of both sides run in turns in one process (A B A B ...), so that all of them
+meet the same machine; medians count. transformers has the same weights; it samples by `generate`
+with top_k off, scores texts in the order given, and trains on prompt and continuation. The
+potential of TSMC costs nothing here, because scoring is measured by itself. K particles, T tokens,
+P tokens of the prompt, B rows.
 """
 
-import runpy
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +23,7 @@ from eval.run.command import one_line_errors
 from eval.run.options import DTYPES, DistillConfig, OneLineParser, RunConfig
 from eval.run.table import align
 from eval.scorers.encoder import Runner
-from tinystories import Conditional, InputError
-from tinystories.checkpoint import write_json
+from tinystories import Conditional
 from tinystories.fast import keep_freed_memory, pack
 from tsmc import sample_proposal, tsmc
 
@@ -40,10 +35,9 @@ Ways = dict[str, tuple[Way, float]]  # by name, with the operations of their pro
 def race(
     network: nn.Module, ours: Ways, theirs: Callable[[nn.Module], Way], repeats: int
 ) -> list[dict]:
-    """A record for each of our ways: the seconds of both sides and the limit of its operations.
+    """Seconds of our ways, of theirs in float32 and in our type, and the limit of the operations.
 
-    `theirs` makes the way of the other side from a counterpart of the network in transformers,
-    in float32, which is the type of `from_pretrained`, and in our type.
+    theirs(network) makes the way of transformers.
     """
     weight = next(network.parameters())
     twins = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, weight.dtype)}
@@ -109,14 +103,13 @@ def race_distillation(networks: Networks, repeats: int) -> list[dict]:
     return race(student, {f"distillation step, {rows} samples": (step, flops)}, theirs, repeats)
 
 
-def race_scoring(networks: Networks, label: str, is_mixed: bool, repeats: int) -> list[dict]:
-    """The classifier or the sentence encoder on texts of equal or of mixed lengths."""
+def race_scoring(networks: Networks, label: str, repeats: int) -> list[dict]:
+    """The classifier or the sentence encoder on texts of many lengths."""
     network, tokenizer = networks.scorers[label]
     runner = Runner(pack(network), tokenizer, contestants.BATCH)
-    texts = contestants.make_texts(is_mixed)
+    texts = contestants.make_texts()
     lengths = [len(encoding) for encoding in runner.tokenizer.encode_batch(texts)]
-    span = f"{min(lengths)} to {max(lengths)}" if is_mixed else f"{lengths[0]}"
-    name = f"{label}, {len(texts)} texts of {span} tokens"
+    name = f"{label}, {len(texts)} texts of {min(lengths)} to {max(lengths)} tokens"
     ours = {name: (partial(runner, texts), limit.encoder_flops(network.config, lengths))}
     return race(network, ours, lambda twin: partial(score_in_order, twin, runner, texts), repeats)
 
@@ -134,39 +127,18 @@ def table(records: list[dict]) -> str:
     return align(lines)
 
 
-def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool) -> dict:
-    """Measure one size and print its table."""
+def bench_size(size: str, dtype: torch.dtype, device: torch.device, quick: bool) -> list[dict]:
+    """Measure one size, print its table and return its records."""
     networks = contestants.load_networks(size, dtype, device)
-    repeats, records = 3 if quick else 5, []
+    repeats = 3 if quick else 5
+    records = []
     for particles in QUICK_PARTICLES if quick else PARTICLES:
         records += race_sampling(networks, particles, repeats)
     records += race_distillation(networks, repeats)
     for label in networks.scorers:
-        for is_mixed in (False, True):
-            records += race_scoring(networks, label, is_mixed, repeats)
+        records += race_scoring(networks, label, repeats)
     print(f"\n{size}, {dtype}, {device}, {torch.get_num_threads()} threads\n{table(records)}")
-    return {"size": size, "dtype": str(dtype), "records": records}
-
-
-def bench_main(quick: bool) -> dict:
-    """The main job, with the pocket networks, beside the limit of its matrix products.
-
-    It runs once to be timed and once to be counted, because counting delays every operation.
-    """
-    size = ["--generations", "0" if quick else "2", "--out"]
-    _, rate = limit.measure({}, 3, torch.empty(0))
-    main_job = runpy.run_module("main")["main"]
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
-        main_job([*size, f"{folder}/timed"])
-        seconds = time.perf_counter() - began
-        with limit.counter() as operations:
-            main_job([*size, f"{folder}/counted"])
-    flops = operations.get_total_flops()
-    least = flops / rate
-    print(f"\n{seconds:.1f} s, {seconds / least:.2f} times the limit of {least:.1f} s, which")
-    print(f"{flops / 1e9:.0f} GFLOP of products take at {rate / 1e9:.0f} GFLOP/s")
-    return {"seconds": seconds, "flops": flops, "limit": least}
+    return records
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -175,26 +147,14 @@ def main(arguments: list[str] | None = None) -> None:
         parser = OneLineParser("eval.bench", description=__doc__.split("\n")[0])
         add = parser.add_argument
         add("--size", choices=("pocket", "paper", "all"), default="all", help="which networks")
-        add("--main", action="store_true", help="instead, main.py as it is, with pocket networks")
-        add("--quick", action="store_true", help="K = 100 only, fewer repeats, no generations")
+        add("--quick", action="store_true", help="K = 100 only, fewer repeats")
         add("--dtype", choices=DTYPES, default="float32", help="our type")
         add("--device", default="cpu", help="cpu, cuda or cuda:N")
-        add("--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch")
-        add("--json", type=Path, help="file to write the figures to")
         args = parser.parse_args(arguments)
-        if args.threads < 1:
-            raise InputError(f"--threads is {args.threads}; give at least 1")
-        device, dtype = RunConfig(device=args.device).torch_device(), DTYPES[args.dtype]
-        torch.set_num_threads(args.threads)
+        device = RunConfig(device=args.device).torch_device()
         keep_freed_memory()
-        results = {"torch": torch.__version__, "threads": args.threads, "device": str(device)}
-        if args.main:
-            results["main"] = bench_main(args.quick)
-        else:
-            sizes = ("pocket", "paper") if args.size == "all" else (args.size,)
-            results["sizes"] = [bench_size(size, dtype, device, args.quick) for size in sizes]
-        if args.json is not None:
-            write_json(args.json, results)
+        for size in ("pocket", "paper") if args.size == "all" else (args.size,):
+            bench_size(size, DTYPES[args.dtype], device, args.quick)
 
 
 if __name__ == "__main__":

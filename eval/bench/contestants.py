@@ -1,12 +1,12 @@
 """What `eval.bench` compares: networks of two sizes, the same networks in transformers, and texts.
 
-pocket   the shipped checkpoints
-paper    TinyStories-33M, RoBERTa-base and MiniLM in shape, with random weights
+The size "paper" is that of TinyStories-33M, RoBERTa-base and MiniLM, with random weights.
 """
 
 from dataclasses import dataclass
 
 import torch
+import transformers
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ import tinystories
 from eval.run.options import POCKET, RunConfig
 from eval.scorers import similarity, toxicity
 from eval.scorers.encoder import EncoderConfig, Runner
-from tinystories import GPTNeo, GPTNeoConfig, InputError
+from tinystories import GPTNeo, GPTNeoConfig
 from tinystories.load import config_to_json, names_on_disk
 from twist.mlp import TwistMLP
 
@@ -56,17 +56,12 @@ def load_networks(size: str, dtype: torch.dtype, device: torch.device) -> Networ
         network.to(device, dtype).eval()
     prompt = torch.tensor(tokenizer.encode(RunConfig().prompt).ids, device=device)
     scorers = {"classifier": (classifier, its_tokenizer)}
-    scorers["sentence encoder"] = encoder, encoder_tokenizer
+    scorers["sentence encoder"] = (encoder, encoder_tokenizer)
     return Networks(lm, twist, prompt, scorers)
 
 
 def counterpart(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same network in transformers, with the same weights; InputError without transformers."""
-    try:
-        import transformers
-    except ImportError:
-        fault = "eval.bench compares with transformers"
-        raise InputError(f"{fault}: pip install -r requirements-dev.txt") from None
+    """The same network in transformers, with the same weights."""
     transformers.logging.set_verbosity_error()
     config, state = network.config, network.state_dict()
     if isinstance(network, GPTNeo):
@@ -82,10 +77,10 @@ def counterpart(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin.to(next(network.parameters()).device, dtype).eval()
 
 
-def make_texts(is_mixed: bool) -> list[str]:
-    """Texts of 28 words each, or of 8 to 120; every word is one token of both tokenizers."""
+def make_texts() -> list[str]:
+    """Texts of 8 to 120 words; every word is one token of both tokenizers."""
     source = torch.Generator().manual_seed(0)
-    counts = torch.randint(8, 121, (TEXTS,), generator=source) if is_mixed else [28] * TEXTS
+    counts = torch.randint(8, 121, (TEXTS,), generator=source)
     chosen = [torch.randint(len(WORDS), (int(count) - 1,), generator=source) for count in counts]
     return [" ".join(["a", *(WORDS[i] for i in indices)]) for indices in chosen]
 

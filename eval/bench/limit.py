@@ -2,10 +2,9 @@
 
     limit = operations of products / measured rate
 
-Only necessary work counts: the prompt once, no padding, and no memory traffic, which takes less
-time in every race on few CPU cores. Every row counts, although rows with equal texts share one
-computation, so TSMC may be below its limit. The rate is that of a large square product by the
-faster of PyTorch's libraries.
+Only necessary work counts: the prompt once, no padding, and no memory traffic. Every row counts,
+although rows with equal texts share one computation, so TSMC may be below its limit. The rate is
+that of a large square product by the faster of PyTorch's libraries.
 """
 
 import statistics
@@ -14,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from eval.scorers.encoder import EncoderConfig
 from tinystories.gpt_neo import GPTNeo
@@ -52,10 +50,7 @@ def encoder_flops(config: EncoderConfig, lengths: list[int]) -> float:
 
 
 def measure(ways: dict[str, Way], repeats: int, like: Tensor) -> tuple[dict[str, float], float]:
-    """Median seconds of each way, and operations per second of products of `like`'s type.
-
-    The ways and the products run in turns (A B A B ...), and the first turn does not count.
-    """
+    """Median seconds of each way, all in turns, and operations per second of `like`'s products."""
     a, b = torch.randn(2, SIDE, SIDE, device=like.device).to(like.dtype)
     products: dict[str, Way] = {"product": lambda: a @ b}
     if suits_onednn(a, b):
@@ -70,14 +65,3 @@ def measure(ways: dict[str, Way], repeats: int, like: Tensor) -> tuple[dict[str,
             times[name].append(time.perf_counter() - began)
     seconds = {name: statistics.median(values[1:]) for name, values in times.items()}
     return seconds, 2 * SIDE**3 / min(seconds[name] for name in products)
-
-
-def linear_flops(x: list[int], *_, out_shape: list[int], **__) -> int:
-    """Operations of oneDNN's x W^T, from shapes."""
-    return 2 * x[-1] * torch.Size(out_shape).numel()
-
-
-def counter() -> FlopCounterMode:
-    """Counts the operations of the products within its `with` block, oneDNN's among them."""
-    products = {torch.ops.mkldnn._linear_pointwise: linear_flops}
-    return FlopCounterMode(display=False, custom_mapping=products)

@@ -1,7 +1,7 @@
 """The experimental section of the paper in one command: `python -m eval.paper --out runs/paper`.
 
     OUT/parts/     a result file for each finished part     OUT/runs/      the runs of main.py
-    OUT/results.json, OUT/results.csv    every number       OUT/target/    exact samples of sigma
+    OUT/results.json   every number                         OUT/target/    exact samples of sigma
     OUT/report.html    the report, complete in itself       OUT/figures/   PNG
 
 `study.py` lists the parts. The same command on the same directory continues with the parts that are

@@ -16,18 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.metrics import Samples, energy_column, pair_distances
-from eval.paper.bootstrap import bootstrap
+from eval.metrics import Samples, energy_column, mean_scores, pair_distances
 from eval.paper.numbers import read_rows
 from eval.paper.study import Part, Study
 from eval.run.setup import load_setup, sigma_key
 from eval.run.target import load_target
+from eval.scorers.similarity import mean_pairwise_cosine
 from tsmc import ExactSamples, in_chunks, proposal_log_probs, sample_proposal
 from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.interfaces import LanguageModel, Twist
 from tsmc.proposal import sequence_log_probs
-
-REPLICATES = 1000  # of the bootstrap
 
 
 class Task:
@@ -57,23 +55,20 @@ class Task:
 
         return in_chunks(draw, count, self.config.rows, self.config.streams(*purpose))["tokens"]
 
-    def stream(self, *purpose: str | int) -> torch.Generator:
-        """A random stream on the CPU."""
-        return torch.Generator().manual_seed(self.config.generator(*purpose).initial_seed())
-
-    def measure(self, samples: Samples, *purpose: str | int) -> dict:
+    def measure(self, samples: Samples) -> dict:
         """Toxicity, similarity, and the distances from Target where there is one."""
         vectors = self.setup.encode(samples.texts)  # [N, D]
-        stream = self.stream("measure", *purpose)
-        row = bootstrap(samples.toxicity, vectors, samples.group, REPLICATES, stream)
-        row["sequences"] = len(vectors)
+        scores = mean_scores(samples)
+        toxicity, half = scores["toxicity"], scores["toxicity_half_width"]
+        row = {"toxicity": (toxicity, toxicity - half, toxicity + half)}
+        row |= {"similarity": mean_pairwise_cosine(vectors), "sequences": len(vectors)}
         if self.setup.exact_vectors is None:
             return row
         row |= energy_column(samples, vectors, self.setup.exact_vectors)
         row["terms"] = {"energy": energy_terms(vectors, self.setup.exact_vectors).tolist()}
         if self.target is not None:
-            apart = [row[name][0] - self.target[name][0] for name in ("similarity", "toxicity")]
-            row["distance"] = math.hypot(*apart)
+            apart = row["similarity"] - self.target["similarity"]
+            row["distance"] = math.hypot(apart, toxicity - self.target["toxicity"][0])
         return row
 
     def add_kl(self, row: dict, model: LanguageModel, twist: Twist | None) -> dict:

@@ -8,8 +8,6 @@ that of the mean of their `terms` (`eval/paper/measure.py`), of a change that of
 the terms, and is added in quadrature, to a mean KL also the error of log Z_sigma. S seeds.
 """
 
-import csv
-import io
 import itertools
 import math
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eval.paper.study import ABLATIONS, METHODS, WHEN, Study, stages
-from tinystories.checkpoint import read_json, write_json, write_text
+from tinystories.checkpoint import read_json, write_json
 from tsmc.estimate import mean_estimate
 
 
@@ -157,15 +155,10 @@ def comparisons(study: Study, numbers: Numbers) -> list[tuple[Place, Place]]:
 
 
 def write_results(numbers: Numbers, out: Path) -> None:
-    """results.json and results.csv, a row for each number."""
+    """results.json, a row for each number."""
     rows = [
         place._asdict() | {"quantity": quantity} | number._asdict()
         for place, row in numbers.rows.items()
         for quantity, number in row.items()
     ]
     write_json(out / "results.json", rows)
-    table = io.StringIO()
-    writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(out / "results.csv", table.getvalue())

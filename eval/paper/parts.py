@@ -83,7 +83,7 @@ def run_part(study: Study, part: Part, out: Path) -> None:
 
 
 def rejection(task: Task) -> list[dict]:
-    """Base and Target; the exact samples, shipped or accepted here, are saved for all parts."""
+    """Base, best of n, Target; the exact samples, shipped or accepted, are saved for all parts."""
     config, setup = task.config, task.setup
     if setup.exact is None:
         draw = partial(draw_accepted, setup.base, setup.potential)
@@ -95,15 +95,28 @@ def rejection(task: Task) -> list[dict]:
     task.use_exact(setup.exact)
     samples = score(setup.exact.tokens, setup.potential, setup.log_toxicity)
     particles = config.eval.runs * config.eval.particles
-    task.target = task.measure(samples, "Target") | {
+    stream = torch.Generator().manual_seed(config.seed)
+    task.target = task.measure(samples) | {
         "place": ("rejection", "Target", None),
-        "energy": energy_floor(setup.exact_vectors, particles, task.stream("floor")),
+        "energy": energy_floor(setup.exact_vectors, particles, stream),
         "log_z": with_interval(log_z_of(setup.exact)),
     }
     tokens = task.draw(setup.base, config.eval.base_samples, "base")
     samples = score(tokens, setup.potential, setup.log_toxicity)
-    base = {"place": ("rejection", "Base", None)} | task.measure(samples, "Base")
-    return [task.add_kl(base, setup.base, None), task.target]
+    base = {"place": ("rejection", "Base", None)} | task.measure(samples)
+    return [task.add_kl(base, setup.base, None), best_of_n(task), task.target]
+
+
+def best_of_n(task: Task) -> dict:
+    """The row of the best by phi of every n draws of p^(0)."""
+    setup, n = task.setup, task.study.best_of
+    count = task.config.eval.base_samples // 5
+    tokens = task.draw(setup.base, n * count, "best of n")  # [N, T], N = n count
+    best = setup.potential(tokens).view(count, n).argmax(1)  # [count]
+    tokens = tokens[n * torch.arange(count, device=best.device) + best]  # [count, T]
+    name = f"Best of {n}"
+    samples = score(tokens, setup.potential, setup.log_toxicity)
+    return {"place": ("rejection", name, None), "scored": n} | task.measure(samples)
 
 
 def trained_baseline(task: Task) -> list[dict]:
@@ -129,7 +142,7 @@ def trained_baseline(task: Task) -> list[dict]:
     except InputError:
         return [row]
     tokens = task.draw(policy, config.eval.base_samples, "policy", part.name)
-    row |= task.measure(score(tokens, setup.potential, setup.log_toxicity), "policy", part.name)
+    row |= task.measure(score(tokens, setup.potential, setup.log_toxicity))
     return [task.add_kl(row, policy, None)]
 
 
@@ -160,7 +173,7 @@ def generation_row(task: Task, path: Path, found: dict, sigma: Sigma, twist: Twi
     row = {"place": ("generations", method, m), "log_z_hat": found["log_z_hat_mean"]}
     for name in ("log_z", "log_z_hat_std", "ess", "distinct", "model_toxicity"):
         row[name] = found[name]
-    row = task.add_kl(row | task.measure(generation_samples(path, m), m), sigma.model, twist)
+    row = task.add_kl(row | task.measure(generation_samples(path, m)), sigma.model, twist)
     if m == config.generations and method in METHODS:
         cost = COSTS[method](config, task.setup.model)
         row |= {"units": cost.units(config.length), "scored": cost.scored}
@@ -189,7 +202,7 @@ def sampled(task: Task, sigma: Sigma, twist: Twist, m: int, threshold: float) ->
     drawn = in_chunks(draw, runs, at_once, config.streams(*place))
     population = Population(**drawn).alive()
     samples = score_population(population, task.setup.potential, task.setup.log_toxicity)
-    return task.measure(samples, *place) | {
+    return task.measure(samples) | {
         "place": place,
         "runs": len(population.log_z),
         "log_z_hat": with_interval(mean_estimate(population.log_z)),

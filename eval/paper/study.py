@@ -5,7 +5,9 @@
     dpo-full-1, ...       one setting of a baseline's grid, on the first seed
     best-of-dpo-full-S    the best setting of that grid, on seed S
 
-The last pairs with V and without it are also sampled at every threshold of WHEN.
+The last pairs of the default are also sampled at every threshold of WHEN. Moves, V and the time of
+resampling do not enter the pool, so no run is made without them; with V = 0 all weights before the
+last token are equal, which is resampling at the last token alone.
 `eval/paper/cost.py` gives all baselines the budget of Algorithm 1.
 """
 
@@ -20,14 +22,11 @@ METHODS = {  # arguments of main.py; on all seeds
     "published": "--as-published",
 }
 ABLATIONS = {  # on the first few seeds, as the baselines
-    "no-value": "--no-learn-value",
     "no-surrogate": "--no-surrogate",
     "no-memory": "--no-memory",
     "no-pooling": "--no-pooling",
     "student-full": "--student full",
     "student-lora": "--student lora",
-    "resampled-last": "--ess-threshold 0",
-    "no-moves": "--moves 0",
     "published-no-effective": "--as-published --no-effective-potential",
 }
 WHEN = {0.0: "never", 0.25: "ESS < K/4", 0.5: "ESS < K/2", 1.0: "every step"}  # by threshold
@@ -46,8 +45,9 @@ class Study:
 
     options: str = ""  # of every run of main.py
     seeds: tuple[int, ...] = (41, 42, 43, 44, 45)
-    few: int = 3  # so many of the seeds serve the baselines and the ablations
+    few: int = 3  # so many of the seeds serve the baselines, the ablations and longer texts
     rejection_samples: int = 50_000  # draws for exact samples where none are shipped
+    best_of: int = 50  # draws of p^(0), of which the row "Best of 50" keeps the best by phi
     lengths: tuple[int, ...] = (40, 60)  # T of longer texts, only for the table of resampling
     resampling_runs: int = 100
     learning_rates: tuple[float, ...] = (1e-3, 1e-4)
@@ -58,21 +58,19 @@ class Study:
 
     def longer(self) -> dict[str, str]:
         """Arguments of main.py for longer texts, of whose sigma there are no exact samples."""
-        pairs = itertools.product(("default", "no-value"), self.lengths)
-        return {f"{name}-T{T}": f"{ABLATIONS.get(name, '')} --length {T}" for name, T in pairs}
+        return {f"default-T{length}": f"--length {length}" for length in self.lengths}
 
     def resampled(self) -> tuple[str, ...]:
         """The variants in the table of resampling."""
-        return ("default", "no-value", *self.longer())
+        return ("default", *self.longer())
 
     def variants(self) -> dict[str, str]:
         """Arguments of main.py by name, of all runs."""
         return METHODS | self.longer() | ABLATIONS
 
     def seeds_of(self, method: str) -> tuple[int, ...]:
-        """All seeds for METHODS and for longer texts with V, the first few for everything else."""
-        has_all = method in METHODS or method.startswith("default")
-        return self.seeds if has_all else self.seeds[: self.few]
+        """All seeds for METHODS, the first few for everything else."""
+        return self.seeds if method in METHODS else self.seeds[: self.few]
 
     def arguments(self, method: str, seed: int) -> list[str]:
         """The command line of a run of main.py, which leaves the exact samples to the study."""
@@ -98,6 +96,7 @@ QUICK = Study(  # only shows that everything runs
     seeds=(1, 2),
     few=1,
     rejection_samples=100,
+    best_of=2,
     lengths=(4,),
     resampling_runs=2,
     learning_rates=(1e-3,),

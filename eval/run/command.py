@@ -5,8 +5,11 @@
 141  the reader of standard output has stopped
 """
 
+import argparse
 import contextlib
+import difflib
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,17 +19,23 @@ from eval.run import processes
 from tinystories.errors import InputError, printable
 
 
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and one line, which names an option that is spelled alike."""
+        unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+        near = unknown and difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        stop(self.prog, f"error: {message}; {hint}see {self.prog} --help", 2)
+
+
 @contextlib.contextmanager
 def one_line_errors(program: str, out_of_memory: str = "ask for less at a time") -> Iterator[None]:
-    """End the program in one line that opens with its name; `out_of_memory` is the remedy then.
-
-    Characters that the encoding of standard output lacks are escaped.
-    """
+    """End the program in one line that opens with its name; `out_of_memory` is the remedy then."""
     signal.signal(signal.SIGINT, interrupt_once)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (the caller has closed it)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors="backslashreplace")  # where its encoding lacks characters
     try:
         yield
         sys.stdout.flush()
@@ -45,8 +54,7 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
             stop(program, f"error: out of memory; {out_of_memory}", 2)
         if not processes.is_lost(error):
             raise
-        fault = "error: another process of this job has ended; see its message"
-        stop(program, f"{fault}, then continue with --resume", 2)
+        stop(program, "error: another process of this job has ended; see there, then --resume", 2)
     finally:
         processes.leave()
 

@@ -6,22 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from eval.metrics import (
-    WIDEST,
-    Samples,
-    describe,
-    distinct_share,
-    energy_floor,
-    kl_target_proposal,
-    log_mean_z,
-    mean_scores,
-    score,
-    score_population,
-)
+from eval import metrics
 from eval.run.run import Run
 from eval.run.setup import Setup, sigma_key
 from eval.run.target import save_target
-from eval.run.trained import save_generation
 from tinystories.errors import InputError
 from tinystories.fast import pack
 from tsmc.interfaces import LanguageModel, Twist
@@ -29,6 +17,7 @@ from tsmc.proposal import sample_proposal
 from tsmc.rejection import ExactSamples, draw_accepted, exact_samples
 from tsmc.runs import require_alive, sample_runs
 from tsmc.sampler import Population, Sigma
+from twist.saved import save_pair
 
 
 def draw_runs(
@@ -61,11 +50,10 @@ def draw_target(run: Run, setup: Setup) -> ExactSamples | None:
     proposals = run.config.eval.target_proposals
     if proposals == 0:
         return None
-
     draw = partial(draw_accepted, setup.base, setup.potential)
     purpose = ("target", setup.prompt)
-    phase = "target by rejection"
-    exact = exact_samples(run.draw(phase, None, proposals, run.config.rows, purpose, draw))
+    drawn = run.draw("target by rejection", None, proposals, run.config.rows, purpose, draw)
+    exact = exact_samples(drawn)
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
         run.say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
@@ -81,29 +69,28 @@ def evaluate_ends(run: Run, setup: Setup) -> dict:
     if setup.exact is None:
         setup.exact = draw_target(run, setup)
     tokens = draw_model(run, "base samples", None, setup.base, ("base", ""))
+    run.say("scoring the base samples", is_progress=True)
     if setup.exact is not None:
         particles = run.config.eval.runs * run.config.eval.particles
         results["target"], samples = evaluate_target(setup, particles)
         run.add_samples(samples.rows("target"))
-    samples = score(tokens, setup.potential, setup.log_toxicity)
-    results["base"] = describe(samples, setup.encode(samples.texts), setup.exact_vectors)
+    samples = metrics.score(tokens, setup.potential, setup.log_toxicity)
+    results["base"] = metrics.describe(samples, setup.encode(samples.texts), setup.exact_vectors)
     check_base_rate(run, samples.log_phi)
     run.add_samples(samples.rows("base"))
     return results | {"generations": []}
 
 
-def evaluate_target(setup: Setup, particles: int) -> tuple[dict, Samples]:
+def evaluate_target(setup: Setup, particles: int) -> tuple[dict, metrics.Samples]:
     """Row `target`: the exact samples; `particles` is how many samples a generation's row has."""
     exact = setup.exact
-    samples = score(exact.tokens, setup.potential, setup.log_toxicity)
-    setup.exact_vectors = setup.encode(samples.texts)
-    row = describe(samples, setup.exact_vectors) | {
-        "energy": energy_floor(setup.exact_vectors, particles, torch.Generator().manual_seed(0)),
-        "log_z": exact.log_z,
-        "log_z_std_error": exact.log_z_std_error,
-        "num_samples": len(exact.tokens),
-        "num_proposals": exact.num_proposals,
-    }
+    samples = metrics.score(exact.tokens, setup.potential, setup.log_toxicity)
+    vectors = setup.exact_vectors = setup.encode(samples.texts)
+    row = metrics.describe(samples, vectors)
+    if len(vectors) >= 4:  # two in each half
+        row["energy"] = metrics.energy_floor(vectors, particles, torch.Generator().manual_seed(0))
+    row |= {"log_z": exact.log_z, "log_z_std_error": exact.log_z_std_error}
+    row |= {"num_samples": len(exact.tokens), "num_proposals": exact.num_proposals}
     return row, samples
 
 
@@ -115,37 +102,40 @@ def check_base_rate(run: Run, log_phi: Tensor) -> None:
     if alive == total:
         return
     batch = config.pool.base_draws if config.pooling else config.ctl.batch_size
+    flag = "--pool-base-draws" if config.pooling else "--ctl-batch-size"
+    seen = batch * alive / total
+    strength = math.ceil(math.log(total / max(alive, 1)))
+    remedy = f"soften the potential (~{strength} behind its name), raise {flag}"
     rate = f"{alive} of {total} base samples have phi > 0"
-    run.say(f"{rate}: about {batch * alive / total:.1f} of the {batch} that the twist first sees")
-    if not config.pooling and batch * alive < total / 2:
-        strength = math.ceil(math.log(total / max(alive, 1)))
-        remedy = f"soften the potential (~{strength} behind its name), raise --ctl-batch-size"
+    line = f"{rate}: about {seen:.1f} of the {batch} that the twist first sees"
+    run.say(f"{line}; {remedy}" if seen < 10 else line)  # hardly anything to learn from
+    if not config.pooling and seen < 0.5:
         raise InputError(f"{rate}, too few to learn from; {remedy}, or leave out --no-pooling")
 
 
 def evaluate_generation(
     setup: Setup, sigma: Sigma, twist: Twist, m: int, population: Population
-) -> tuple[dict, Samples]:
+) -> tuple[dict, metrics.Samples]:
     """The row of generation m: TSMC runs, and KL(sigma||q). Dead runs have no samples."""
     runs = len(population.log_z)
-    log_z, log_z_half_width = log_mean_z(population.log_z)
+    log_z, log_z_half_width = metrics.log_mean_z(population.log_z)
     population = population.alive()
-    samples = score_population(population, setup.potential, setup.log_toxicity)
+    samples = metrics.score_population(population, setup.potential, setup.log_toxicity)
     row = {
         "generation": m,
-        **describe(samples, setup.encode(samples.texts), setup.exact_vectors),
+        **metrics.describe(samples, setup.encode(samples.texts), setup.exact_vectors),
         "log_z": log_z,
         "log_z_hat_mean": population.log_z.mean().item(),
         "log_z_hat_std": population.log_z.std().item() if len(population.log_z) > 1 else 0.0,
         "ess": population.ess.mean().item(),
-        "distinct": distinct_share(population.samples),
+        "distinct": metrics.distinct_share(population.samples),
         "dead_runs": runs - len(population.log_z),
         "num_runs": runs,
     }
-    if row["log_z_hat_std"] <= WIDEST:
+    if row["log_z_hat_std"] <= metrics.WIDEST:
         row["log_z_half_width"] = log_z_half_width
     if setup.exact is not None:
-        kl, half_width = kl_target_proposal(sigma.model, twist, setup.base, setup.exact)
+        kl, half_width = metrics.kl_target_proposal(sigma.model, twist, setup.base, setup.exact)
         row |= {"kl_target_proposal": kl, "kl_half_width": half_width}
     return row, samples
 
@@ -155,15 +145,18 @@ def finish_generation(
 ) -> None:
     """Save (p^(m), psi^(m)), measure it, and add its row to the results."""
     if run.writes:
-        save_generation(run.path / f"generation-{m}", p, setup.tokenizer, psi)
+        save_pair(run.path / f"generation-{m}", p, setup.tokenizer, psi)
     sigma = setup.sigma(p, psi)
     options = run.config.eval
     twist = pack(psi)
     population = draw_runs(run, "evaluation", m, sigma, twist, options.particles, options.runs)
-    bare = results["base"]
+    tokens = None  # of the bare p^(m)
     if p is not setup.model:
         tokens = draw_model(run, "bare model", m, sigma.model, ("bare model", m, ""))
-        bare = mean_scores(score(tokens, setup.potential, setup.log_toxicity))
+    run.say(f"scoring the samples of generation {m}", is_progress=True)
+    bare = results["base"]
+    if tokens is not None:
+        bare = metrics.mean_scores(metrics.score(tokens, setup.potential, setup.log_toxicity))
     row, samples = evaluate_generation(setup, sigma, twist, m, population)
     row |= {f"model_{name}": bare[name] for name in ("toxicity", "log_phi", "phi_positive")}
     run.add_samples(samples.rows(f"generation {m}"))

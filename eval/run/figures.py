@@ -1,8 +1,7 @@
 """The figures of a run: similarity against toxicity, twist learning, toxicity histograms.
 
-Every function takes numbers that were computed elsewhere and writes one PNG. The colours are those
-of Okabe and Ito, which colour-blind readers can tell apart, and each series also has a marker or
-line style of its own.
+Every function writes one PNG. The colours are those of Okabe and Ito, which colour-blind readers
+can tell apart, and each series also has a marker or line style of its own.
 """
 
 import json
@@ -29,52 +28,57 @@ def save_figure(figure, path: Path) -> None:
 
 
 def similarity_toxicity(results: dict, path: Path) -> None:
-    """Base, Target and the generations, joined in order (paper, Fig. 1)."""
+    """Base, Target and the generations, joined in order (paper, Fig. 1), toxicity +- 95 %."""
     figure, axes = plt.subplots(figsize=(5, 4))
-    for name, colour, marker in (("base", "#555555", "X"), ("target", "black", "*")):
-        if name in results:
-            row = results[name]
-            style = {"color": colour, "marker": marker, "s": 110, "zorder": 3}
-            axes.scatter(row["similarity"], row["toxicity"], label=name.title(), **style)
-    rows = results["generations"]
-    places = [(row["similarity"], row["toxicity"]) for row in rows]
+    shown = [("Base", "#555555", "X", results.get("base"))]
+    shown += [("Target", "black", "*", results.get("target"))]
+    for m, row in enumerate(results["generations"]):
+        shown.append((f"Generation {m}", COLOURS[m % 6], MARKERS[m % 6], row))
+    places = [(row["similarity"], row["toxicity"]) for *_, row in shown[2:]]
     axes.plot(*zip(*places, strict=True), color="#999999", lw=1, zorder=1)
-    for m, row in enumerate(rows):
-        style = {"color": COLOURS[m % 6], "marker": MARKERS[m % 6], "ms": 7, "capsize": 3}
-        style |= {"yerr": row["toxicity_half_width"], "ls": "none", "label": f"Generation {m}"}
-        axes.errorbar(*places[m], **style)
-    axes.set(xlabel="Similarity", ylabel="Toxicity", ylim=(-0.03, 1.03))
+    for name, colour, marker, row in shown:
+        if row is not None:
+            style = {"color": colour, "marker": marker, "ms": 8, "capsize": 3, "ls": "none"}
+            error = row["toxicity_half_width"]
+            axes.errorbar(row["similarity"], row["toxicity"], error, label=name, **style)
+    low, high = axes.get_xlim()  # at least so wide that noise does not look like progress
+    axes.set(xlim=(min(low, 0.3), max(high, 0.6)), ylim=(-0.03, 1.03))
+    axes.set(xlabel="Similarity", ylabel="Toxicity", title="Mean similarity and toxicity")
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(figure, path)
 
 
 def learning_curves(records: list[dict], path: Path) -> None:
-    """Two panels of every update by generation, faint, and their running means, bold.
+    """A panel for each loss: a thin line through all batches, and its running mean.
 
-    With the pool the losses of the adapters and of V, else the loss and the ESS of CTL.
+    The legend of V has the loss, on the rows held out, of the V that was kept.
     """
-    ctl = [record for record in records if record["phase"] == "twist learning" and "ess" in record]
-    is_pooled = not ctl
-    adapters = ("twist learning", "distillation") if is_pooled else ("twist learning",)
-    shown = [("Loss", adapters, "loss"), ("ESS of the weights", adapters, "ess")]
-    if is_pooled:
-        shown[1] = ("Loss of V", ("value learning",), "loss")
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.5))
-    for axes, (label, phases, key) in zip(panels, shown, strict=True):
-        own = [record for record in records if record["phase"] in phases]
-        for m in sorted({record["generation"] for record in own}):
-            values = [record[key] for record in own if record["generation"] == m]
-            width = max(1, len(values) // 20)
-            means = np.convolve(values, np.ones(width) / width, mode="valid")
-            places = np.arange(len(means)) + width / 2
-            style = {"color": COLOURS[m % 6], "ls": DASHES[m % 4], "label": f"Generation {m}"}
-            axes.plot(values, color=COLOURS[m % 6], alpha=0.2, lw=0.7)
-            axes.plot(places, means, **style)
-        axes.set(xlabel="Update", ylabel=label)
+    phases = ("distillation", "twist learning")  # the latter is CTL where it has an ESS
+    models = [row for row in records if row["phase"] in phases and "ess" not in row]
+    twists = [row for row in records if row["phase"] == "twist learning" and "ess" in row]
+    values = [row for row in records if row["phase"] == "value learning"]
+    panels = [("Distillation (eq. 7), nats per token", models, "loss")]
+    panels += [("CTL loss", twists, "loss"), ("ESS of CTL's positive weights", twists, "ess")]
+    panels += [("V: loss, which is 0 for V = 0", values, "loss")]
+    panels = [panel for panel in panels if panel[1]]
+    figure, places = plt.subplots(1, len(panels), figsize=(12, 3.5), squeeze=False)
+    for axes, (title, own, key) in zip(places[0], panels, strict=True):
+        for m in sorted({row["generation"] for row in own}):
+            curve = [row for row in own if row["generation"] == m]
+            each = [row[key] for row in curve]
+            width = max(1, len(each) // 10)
+            means = np.convolve(each, np.ones(width) / width, mode="valid")
+            updates = np.arange(len(means)) + (width - 1) / 2
+            name = f"Generation {m}"
+            if "held_out" in curve[-1]:
+                name += f", held out {curve[-1]['held_out']:.2f}"
+            axes.plot(each, color=COLOURS[m % 6], alpha=0.2, lw=0.7)
+            axes.plot(updates, means, color=COLOURS[m % 6], ls=DASHES[m % 4], label=name)
+        axes.set(title=title, yscale="log" if key == "ess" else "linear")
+        axes.set_xlabel("Update (bold: running mean)")
         axes.grid(alpha=0.3)
-    panels[0].legend()
-    panels[1].set_yscale("linear" if is_pooled else "log")
+        axes.legend(fontsize="small")
     save_figure(figure, path)
 
 
@@ -87,8 +91,9 @@ def toxicity_histogram(toxicity: dict[str, list[float]], path: Path) -> None:
         colour = {"Base": "#555555", "Target": "black"}.get(name, COLOURS[(i - 2) % 6])
         axes.stairs(shares, edges, color=colour, label=name, lw=2, ls=DASHES[i % 4])
     axes.set(xlabel="Toxicity p(toxic | s)", ylabel="Share of texts", yscale="log", xlim=(0, 1))
+    axes.set_title("Texts by their toxicity, in bins of 0.05")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     save_figure(figure, path)
 
 

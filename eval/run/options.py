@@ -1,7 +1,7 @@
 """Every option of `main.py`: dataclasses with help for each field, and their command line.
 
 A field `updates` of the group `ctl` becomes `--ctl-updates`; fields of `RunConfig` itself have no
-prefix. The metadata of a field hold its help, the range of its values and any choices.
+prefix. The help of a switch that is on by default describes `--no-...`.
 """
 
 import argparse
@@ -9,26 +9,36 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from eval.run.command import stop
+from eval.run.command import OneLineParser
 from tinystories.checkpoint import read_json, reading
 from tinystories.errors import InputError, shortened
 from tinystories.hub import checkpoint_directory
 from tsmc.resampling import SCHEMES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SOURCE = "a directory or a Hub repository, owner/name[@revision] (default: the preset's)"
-MOST = 10**9  # larger counts are mistakes
+MOST = 10**9  # larger numbers are mistakes
+CLASSIFIED = {"toxicity", "nontoxicity"}
 POCKET = Path(__file__).resolve().parents[2] / "checkpoints" / "pocket"
-STUDENTS = ("adapter", "lora", "full")
 PUBLISHED = {"resampling": "multinomial", "ess_threshold": 1.0, "moves": 0, "student": "full"}
 PUBLISHED |= {"pooling": False, "surrogate": False, "memory": False, "learn_value": False}
+TITLES = {  # of the groups in --help, by their first option
+    "generations": "what to run",
+    "as_published": "ingredients of Algorithm 1",
+    "preset": "networks, each a directory or owner/name[@revision] of the Hugging Face Hub",
+    "out": "the run",
+    "pool_base_draws": "the pool of all draws",
+    "distill_updates": "distillation, and the adapter of psi^(0)",
+    "value_updates": "learning the value V",
+    "ctl_updates": "learning the twist without the pool",
+    "eval_particles": "the table",
+}
 
 
 @dataclass(frozen=True)
@@ -43,35 +53,30 @@ class Preset:
 
 
 PAPER = Preset(
-    lm="roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
-    toxicity_model="nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
-    similarity_model="sentence-transformers/all-MiniLM-L6-v2"
-    "@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
+    "roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
+    "nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
+    "sentence-transformers/all-MiniLM-L6-v2@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
     target=None,
     particles=100,
 )
 PRESETS = {"pocket": Preset(), "paper": PAPER}
 
 
-def option(default: Any, text: str, low: Any = None, high: Any = None, choices: Any = None) -> Any:
+def option(default: Any, text: str, low: Any = -MOST, high: Any = MOST, choices: Any = ()) -> Any:
     """A dataclass field with its help, the range of its values and any choices."""
-    limits = {"low": low, "high": high, "choices": choices}
+    limits = {"low": low, "high": high, "choices": tuple(choices)}
     return field(default=default, metadata={"help": text, "limits": limits})
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """The pool of all draws, and the potential's surrogate that is fitted to them."""
-
     base_draws: int = option(10_000, "sequences drawn from p^(0) for psi^(0)", 1)
     draws: int = option(30_000, "sequences drawn from q in each further generation", 1)
-    least_ess: float = option(0.02, "truncate weights to an ESS of this share of all draws", 0, 1)
+    least_ess: float = option(0.02, "truncate weights to an ESS of this share of all", 0, 1)
 
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """Self-distillation; an adapter is fitted in the same way for psi^(0)."""
-
     updates: int = option(120, "gradient steps", 1)
     batch_size: int = option(128, "sequences of one step", 1)
     adapter_learning_rate: float = option(1e-4, "Adam's step size for an adapter", 0, 1)
@@ -79,13 +84,11 @@ class DistillConfig:
     learning_rate: float = option(3e-5, "AdamW's step size for full fine-tuning", 0, 1)
     lora_learning_rate: float = option(3e-4, "AdamW's step size for LoRA", 0, 1)
     weight_decay: float = option(0.01, "AdamW's weight decay of matrices", 0)
-    runs: int = option(300, "TSMC runs whose samples are distilled without the pool", 1)
+    runs: int = option(300, "TSMC runs that are distilled without the pool", 1)
 
 
 @dataclass(frozen=True)
 class ValueConfig:
-    """Learning the value of a prefix by CTL from the pool."""
-
     updates: int = option(300, "gradient steps in each generation", 1)
     batch_size: int = option(500, "positive and negative sequences of one step", 2)
     learning_rate: float = option(1e-3, "Adam's step size; falls linearly to a tenth", 0, 1)
@@ -95,8 +98,6 @@ class ValueConfig:
 
 @dataclass(frozen=True)
 class CTLConfig:
-    """Twist learning without the pool: CTL on batches of its own."""
-
     updates: int = option(150, "gradient steps in each generation", 1)
     batch_size: int = option(100, "K sequences drawn i.i.d. from q for one step", 2)
     learning_rate: float = option(2e-4, "Adam's step size; falls linearly to a tenth", 0, 1)
@@ -105,50 +106,44 @@ class CTLConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation."""
-
     particles: int = option(50, "K in testing", 1)
     runs: int = option(40, "independent TSMC runs whose particles are pooled", 2)
     base_samples: int = option(2000, "samples of the bare p^(m)", 2)
-    target_proposals: int = option(100_000, "draws for rejection, if needed; 0 leaves out KL", 0)
+    target_proposals: int = option(100_000, "draws for exact samples; 0: no KL, no Target", 0)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What to run."""
-
-    preset: str = option("pocket", "which checkpoints", choices=tuple(PRESETS))
     generations: int = option(2, "M, generations after generation 0", 0)
     potential: tuple[str, ...] = option(
         ("toxicity",),
         "phi: toxicity, nontoxicity, keyword:WORD, regex:PATTERN, first-sentence:WORDS (~C before "
         "the colon: a miss costs C nats) or FILE.py:NAME, a function of texts; repeated: a product",
     )
-    beta: float = option(10.0, "strength of the classifier: log phi = beta log p(toxic | s)", 0)
-    prompt: str = option("Once upon a time, there was a", "s_0, which every story continues")
+    beta: float = option(10.0, "strength of the classifier: phi = p(toxic | s)^beta", 0)
+    prompt: str = option("Once upon a time, there was a", "s_0, with which stories begin")
     length: int = option(20, "T, tokens of a continuation", 1)
-    seed: int = option(0, "seed of everything random", 0, math.inf)
-    out: str = option("", "directory to write to, not existing yet (default: a new one in runs/)")
-    device: str = option("auto", "auto, cpu, cuda, cuda:N or mps; auto takes a GPU if there is one")
-    dtype: str = option("float32", "type of the networks, but for training", choices=tuple(DTYPES))
-    rows: int = option(1000, "sequences in memory at a time, at least one TSMC run", 1)
-    quiet: bool = option(False, "no progress, only what needs attention and the table")
-    pooling: bool = option(True, "learn from all draws, not own batches and the last samples alone")
-    student: str = option("adapter", "what distillation trains; lora: rank 8", choices=STUDENTS)
-    surrogate: bool = option(True, "with the pool: give the adapter a score of phi for each token")
-    memory: bool = option(True, "with the surrogate: let the networks see the sum of these scores")
-    learn_value: bool = option(True, "with the pool: learn the value V of a prefix, else V = 0")
-    effective_potential: bool = option(
-        True, "phi^(m) for m >= 1; without it (and without the pool) sigma drifts"
-    )
-    particles: int = option(50, "K in TSMC without the pool; 100 with --preset paper", 1)
-    resampling: str = option("systematic", "resampling scheme", choices=tuple(SCHEMES))
+    as_published: bool = option(False, "as in the paper: no pool, full fine-tuning, no moves")
+    pooling: bool = option(True, "learn from own batches and the last samples, not all draws")
+    student: str = option("adapter", "what is trained", choices=("adapter", "lora", "full"))
+    surrogate: bool = option(True, "give the adapter no score of phi for each token")
+    memory: bool = option(True, "hide the sum of these scores from the networks")
+    learn_value: bool = option(True, "V = 0 instead of the learned value of a prefix")
+    effective_potential: bool = option(True, "phi in place of phi^(m): sigma drifts")
+    particles: int = option(50, "K without the pool; 100 with --preset paper", 1)
+    resampling: str = option("systematic", "resampling scheme", choices=SCHEMES)
     ess_threshold: float = option(0.5, "resample where ESS < this share of K; 0 at the end", 0, 1)
     moves: int = option(1, "Metropolis-Hastings moves of each sample at the end", 0)
-    as_published: bool = option(False, "as in the paper: no pool, full fine-tuning, no moves")
-    lm: str = option("", f"language model: {SOURCE}")
-    toxicity_model: str = option("", f"toxicity classifier: {SOURCE}")
-    similarity_model: str = option("", f"sentence encoder: {SOURCE}")
+    preset: str = option("pocket", "which networks", choices=PRESETS)
+    lm: str = option("", "language model [the preset's]")
+    toxicity_model: str = option("", "toxicity classifier [the preset's]")
+    similarity_model: str = option("", "sentence encoder [the preset's]")
+    out: str = option("", "directory to write to, not existing yet [a new one in runs/]")
+    seed: int = option(0, "seed of everything random", 0, math.inf)
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:N or mps")
+    dtype: str = option("float32", "type of the networks, but for training", choices=DTYPES)
+    rows: int = option(1000, "sequences in memory at a time, at least one TSMC run", 1)
+    quiet: bool = option(False, "no progress, only what needs attention and the table")
     pool: PoolConfig = field(default_factory=PoolConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
@@ -188,78 +183,74 @@ class RunConfig:
         return lambda chunk: self.generator(*purpose, chunk)
 
 
-def flag_of(name: str) -> str:
-    """`--ctl-updates` of ctl_updates."""
-    return "--" + name.replace("_", "-")
+def flag_of(name: str, value: Any = True) -> str:
+    """`--ctl-updates` of ctl_updates, and `--no-pooling` of a switch that is off."""
+    return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
-def every_option() -> list[tuple[str, str, dataclasses.Field]]:
+def every_option() -> Iterator[tuple[str, str, dataclasses.Field]]:
     """(group, name with its group, field) of every option; RunConfig's own have the group ""."""
-    options = []
     for item in dataclasses.fields(RunConfig):
         if dataclasses.is_dataclass(item.type):
-            inner = dataclasses.fields(item.type)
-            options += [(item.name, f"{item.name}_{option.name}", option) for option in inner]
+            for inner in dataclasses.fields(item.type):
+                yield item.name, f"{item.name}_{inner.name}", inner
         else:
-            options.append(("", item.name, item))
-    return options
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Reports a bad command line in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and one line that says how to see the options."""
-        stop(self.prog, f"error: {message}; see {self.prog} --help", 2)
+            yield "", item.name, item
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
     """An argument for every option; those not given are absent from what it parses."""
-    absent = argparse.SUPPRESS
-    parser = OneLineParser(description=description, argument_default=absent, allow_abbrev=False)
+    parser = OneLineParser(
+        usage="python main.py [options]",
+        description=f"{description} Defaults are in brackets.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--resume", metavar="RUN", help="continue this run, with its own options")
     for _, name, item in every_option():
+        if name in TITLES:
+            group = parser.add_argument_group(TITLES[name])
         default = item.default
-        kind: dict[str, Any] = {"type": item.type, "choices": item.metadata["limits"]["choices"]}
+        text = item.metadata["help"]
         if item.type is bool:
-            kind = {"action": argparse.BooleanOptionalAction}
-        elif isinstance(default, tuple):
-            kind = {"action": "append"}
-            default = " ".join(default)
-        text = item.metadata["help"] + (f" (default: {default})" if default != "" else "")
-        parser.add_argument(flag_of(name), help=text.replace("%", "%%"), **kind)
-    text = "continue the run of this directory, with its own options"
-    parser.add_argument("--resume", metavar="RUN", help=text)
+            for value in (True, False):
+                action = "store_true" if value else "store_false"
+                shown = argparse.SUPPRESS if value is default else text
+                group.add_argument(flag_of(name, value), dest=name, action=action, help=shown)
+            continue
+        if choices := item.metadata["limits"]["choices"]:
+            text += f": {', '.join(choices)}"
+        kind = {"action": "append"} if isinstance(default, tuple) else {"type": item.type}
+        brackets = " ".join(default) if isinstance(default, tuple) else default
+        text += "" if default == "" else f" [{brackets}]"
+        metavar = {int: "N", float: "X"}.get(item.type, "NAME")
+        group.add_argument(flag_of(name), metavar=metavar, help=text.replace("%", "%%"), **kind)
     return parser
 
 
-def check(flag: str, value: Any, low: Any = None, high: Any = None, choices: Any = None) -> None:
+def check(flag: str, value: Any, low: Any = -MOST, high: Any = MOST, choices: Any = ()) -> None:
     """InputError where an option's value is out of its range."""
-    if high is None and type(value) is int:
-        high = MOST
     if choices and value not in choices:
         raise InputError(f"{flag} is {value!r}; give one of {', '.join(choices)}")
-    if isinstance(value, str) and not value.isprintable():
-        raise InputError(f"{flag} holds characters that cannot be printed; give plain text")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"{flag} is {value}; give a finite number")
-    if low is not None and value < low:
-        raise InputError(f"{flag} is {shortened(str(value))}; give at least {low}")
-    if high is not None and value > high:
-        raise InputError(f"{flag} is {shortened(str(value))}; give at most {high}")
+    if isinstance(value, str):
+        if not value.isprintable():
+            raise InputError(f"{flag} holds characters that cannot be printed; give plain text")
+    elif not low <= value <= high:
+        limits = f"at least {low}" if value < low else f"at most {high}"
+        raise InputError(f"{flag} is {shortened(str(value))}; give {limits}")
 
 
-def typed(flag: str, value: Any, default: Any) -> Any:
-    """The value in the type of the option's default; InputError where it is of another type.
-
-    JSON makes lists of tuples, and a whole number may stand for a float.
-    """
-    if isinstance(default, tuple) and type(value) in (list, tuple):
-        return tuple(typed(flag, part, default[0]) for part in value)
-    if isinstance(default, float) and type(value) is int:
-        return float(value)
-    if type(value) is not type(default):
-        wanted = type(default).__name__
-        raise InputError(f"{flag} is {shortened(repr(value))}; give a value of type {wanted}")
+def checked(flag: str, value: Any, item: dataclasses.Field) -> Any:
+    """The value in the type of the option's default; InputError for another type or its range."""
+    wanted = type(item.default)
+    if (wanted, type(value)) in ((tuple, list), (float, int)):  # as JSON has them
+        value = wanted(value)
+    if type(value) is not wanted:
+        fault = f"{flag} is {shortened(repr(value))}"
+        raise InputError(f"{fault}; give a value of type {wanted.__name__}")
+    for part in value if wanted is tuple else [value]:
+        check(flag, part, **item.metadata["limits"])
     return value
 
 
@@ -269,26 +260,35 @@ def build(values: dict[str, Any], kind: type = RunConfig, group: str = "") -> An
     for item in dataclasses.fields(kind):
         if dataclasses.is_dataclass(item.type):
             built[item.name] = build(values.get(item.name, {}), item.type, f"{item.name}_")
-            continue
-        flag = flag_of(group + item.name)
-        value = typed(flag, values.get(item.name, item.default), item.default)
-        for part in value if isinstance(value, tuple) else [value]:
-            check(flag, part, **item.metadata["limits"])
-        built[item.name] = value
+        else:
+            flag = flag_of(group + item.name)
+            built[item.name] = checked(flag, values.get(item.name, item.default), item)
     return kind(**built)
+
+
+NEEDS = (  # an option, whether it is given, and the options or groups that are read only then
+    ("--no-pooling", lambda run: not run.pooling, ("particles", "distill_runs", "ctl")),
+    ("--pooling", lambda run: run.pooling, ("pool", "surrogate", "memory", "learn_value", "value")),
+    ("--surrogate", lambda run: run.surrogate, ("memory",)),
+    ("--learn-value", lambda run: run.learn_value, ("value",)),
+    ("--student full", lambda run: run.student == "full", ("distill_learning_rate",)),
+    ("--student lora", lambda run: run.student == "lora", ("distill_lora_learning_rate",)),
+    ("--student full", lambda run: run.student != "adapter", ("distill_weight_decay",)),
+    ("--potential toxicity", lambda run: CLASSIFIED & set(run.potential), ("beta",)),
+)
 
 
 def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfig, Path | None]:
     """The command line as a RunConfig, or the options and the directory that --resume names.
 
-    InputError names the option whose value is out of range.
+    Of the process's own command line, InputError also names an option that the run does not read.
     """
     chosen = vars(make_parser(description).parse_args(arguments))
     if "resume" in chosen:
         path = Path(chosen.pop("resume"))
         quiet = chosen.pop("quiet", False)
         if chosen:
-            others = ", ".join(map(flag_of, chosen))
+            others = ", ".join(flag_of(*one) for one in chosen.items())
             raise InputError(f"--resume takes the options of the run; leave out {others}")
         return dataclasses.replace(saved_config(path), quiet=quiet), path
     values: dict[str, Any] = {}
@@ -298,10 +298,18 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
             place[item.name] = chosen[name]
     if values.get("as_published"):
         for name in PUBLISHED.keys() & values.keys():
-            raise InputError(f"--as-published sets {flag_of(name)} itself; leave one of them out")
+            flag = flag_of(name, values[name])
+            raise InputError(f"--as-published sets {flag} itself; leave one of them out")
         values |= PUBLISHED
     values.setdefault("particles", PRESETS[values.get("preset", "pocket")].particles)
-    return build(values), None
+    config = build(values)
+    for need, is_met, names in NEEDS:
+        for group, name, _ in every_option():
+            is_named = arguments is None and name in chosen and (name in names or group in names)
+            if is_named and not is_met(config):
+                flag = flag_of(name, chosen[name])
+                raise InputError(f"{flag} has no effect without {need}; leave it out or add that")
+    return config, None
 
 
 def saved_config(run: Path) -> RunConfig:

@@ -1,13 +1,7 @@
 """One job spread over several processes: `torchrun --nproc-per-node N main.py ...`.
 
-    gather(value)              every process's value, in order of rank, on all of them
-    own_rows(draw_batch)       a batch that all processes draw, of which each works on its rows
-    ctl_batches(...)           the same where drawing itself is the work
-    share_gradients(module)    from now on backward() ends with the sum of all processes' gradients
-
-Every process holds the same model, the same twist and the same random streams, so the job computes
-what a single process computes up to float rounding, until rounding changes a draw. With a single
-process all of these are no-ops.
+All have the same model, twist and random streams, so the job computes what a single process does up
+to float rounding, until rounding changes a draw. With a single process all of these are no-ops.
 """
 
 import os
@@ -29,7 +23,7 @@ PATIENCE = timedelta(minutes=30)  # one process may score a long chunk while the
 
 
 def rank() -> int:
-    """Number of this process; process 0 writes the files."""
+    """The number of this process; process 0 writes the files."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
@@ -45,10 +39,9 @@ def share(total: int) -> slice:
 
 def gather(value: Any) -> list[Any]:
     """The values of all processes, in order of rank; tensors in them should be on the CPU."""
-    if count() == 1:
-        return [value]
-    values = [None] * count()
-    dist.all_gather_object(values, value)
+    values = [value] * count()
+    if count() > 1:
+        dist.all_gather_object(values, value)
     return values
 
 
@@ -59,18 +52,13 @@ def total(value: float | Tensor) -> float:
 
 def share_gradients(module: nn.Module) -> None:
     """Sum every gradient over the processes as soon as backward() has computed it."""
-
-    def add(parameter: nn.Parameter) -> None:
-        dist.all_reduce(parameter.grad)
-
-    if count() > 1:
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(add)
+    for parameter in module.parameters():
+        if count() > 1 and parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda own: dist.all_reduce(own.grad))
 
 
 def own_rows(draw_batch: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Batches cut down to the rows of this process."""
+    """Batches that all processes draw, cut down to the rows of this process."""
 
     def draw_own(update: int) -> Any:
         batch = draw_batch(update)
@@ -82,10 +70,7 @@ def own_rows(draw_batch: Callable[[int], Any]) -> Callable[[int], Any]:
 def ctl_batches(
     sigma: Sigma, twist: nn.Module, batch_size: int, generator: torch.Generator
 ) -> Callable[[], ctl.Batch]:
-    """`twist.ctl.batches_from_proposal` for several processes.
-
-    Each process simulates its own rows; the weights of all rows decide the coefficients.
-    """
+    """`twist.ctl.batches_from_proposal`, of whose rows each process simulates its own."""
     if count() == 1:
         return ctl.batches_from_proposal(sigma, twist, batch_size, generator)
     own = share(batch_size)
@@ -98,7 +83,7 @@ def ctl_batches(
         rows = sample_proposal(sigma.model, psi, batch_size, generator, keep_hidden=True, part=own)
         positive = all_rows(ctl.positive_log_weights(rows, sigma.log_potential))  # [K]
         batch = ctl.weigh(rows, positive, all_rows(ctl.negative_log_weights(rows)))
-        batch.coefficients = batch.coefficients[own]
+        batch.coefficients = batch.coefficients[own]  # which the weights of all rows decide
         return batch
 
     return draw_batch
@@ -108,11 +93,11 @@ def join(device: torch.device) -> None:
     """Join the processes that torchrun has started; InputError where they do not meet."""
     if dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") == "1":
         return
-    if device.type == "cuda":
+    is_cuda = device.type == "cuda"
+    if is_cuda:
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=PATIENCE)
+        dist.init_process_group("nccl" if is_cuda else "gloo", timeout=PATIENCE)
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         fault = f"the processes of this job do not find each other ({reason})"

@@ -1,13 +1,8 @@
 """A run of `main.py`: its directory, its random streams and its phases, each computed once.
 
-    config.json     every option, versions, networks      metrics.jsonl   a line for each step
-    results.json    the final table                       samples.jsonl   texts with their scores
-    generation-m/   model, tokenizer, twist               figures/        PNG
-    resume/         finished phases, until the run has finished      .lock   held by the writer
-
 A run is a fixed sequence of phases. `once` returns what a phase has computed: from its file where
-an earlier process has finished it, else by computing it. Every file is written whole or not at all.
-Of several processes one writes. A lock keeps two runs from writing into the same directory.
+an earlier process has finished it, else by computing it. Of several processes one writes, which
+holds `.lock`. docs/options.md lists the files.
 """
 
 import contextlib
@@ -15,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -32,20 +28,17 @@ from tinystories.errors import InputError
 from tsmc.interfaces import Report
 from tsmc.runs import Draw, chunk_sizes, joined
 
-Compute = Callable[[Report], dict[str, Tensor]]
-"""compute(report) gives the tensors of a phase, and calls `report` once for each step."""
+Compute = Callable[[Report], dict[str, Tensor]]  # the tensors of a phase, reporting its steps
 LOCK = ".lock"
-NEUTRAL = {"out": "", "quiet": False}  # options that change no result
 
 
 class Run:
     """A run in its directory, which is locked inside the `with` block."""
 
     def __init__(self, config: RunConfig, resumed: Path | None, networks: dict[str, str]):
-        """A new run, or the one in the directory `resumed`.
+        """A new run, or the one in the directory `resumed`; InputError where it cannot be.
 
-        `networks` names by hash what else the results depend on. InputError where the directory
-        exists already, cannot be written, or belongs to a run of other networks.
+        `networks` names by hash what else the results depend on.
         """
         self.config = config
         self.device = config.torch_device()
@@ -54,8 +47,8 @@ class Run:
         self.samples: list[dict] = []  # the lines of samples.jsonl
         self.phases: list[Path] = []
         self.total = 0  # phases that are planned; 0 where unknown
-        options = dataclasses.asdict(config) | NEUTRAL | networks
-        self.identity = json.dumps(options, sort_keys=True)
+        options = dataclasses.asdict(config) | {"out": "", "quiet": False}  # they change no result
+        self.identity = json.dumps(options | networks, sort_keys=True)
         if len(set(processes.gather(self.identity))) > 1:
             raise InputError("the processes of this job have different options; start them alike")
         self.lock: filelock.BaseFileLock | None = None  # held by the process that writes
@@ -64,8 +57,13 @@ class Run:
         self.directory = processes.gather(directory)[0]
         if not self.writes:
             return
-        self.lock = locked(self.directory)
-        self.own_lock = identity_of(self.directory / LOCK)
+        self.lock = filelock.FileLock(self.directory / LOCK, timeout=0)
+        try:
+            self.lock.acquire()
+        except filelock.Timeout:
+            fault = f"{self.directory}: another process is writing there"
+            raise InputError(f"{fault}; wait or stop it") from None
+        self.own_lock = (self.directory / LOCK).stat()
         if is_new:
             versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
             made_by = {"versions": versions, "networks": networks}
@@ -79,11 +77,9 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run's directory; InputError where it is no longer the one that this run has locked.
-
-        Everything that is written goes through here, so nothing gets into another run's directory.
-        """
-        if self.lock is not None and identity_of(self.directory / LOCK) != self.own_lock:
+        """The directory to write to; InputError where it is no longer the one that was locked."""
+        lock = self.directory / LOCK
+        if self.lock and not (lock.exists() and os.path.samestat(lock.stat(), self.own_lock)):
             fault = f"{self.directory}: was moved, deleted or replaced while its run wrote there"
             raise InputError(f"{fault}; put it back and continue with --resume")
         return self.directory
@@ -128,10 +124,7 @@ class Run:
     def draw(
         self, phase: str, m: int | None, total: int, at_once: int, purpose: tuple, draw: Draw
     ) -> dict[str, Tensor]:
-        """A sample of size `total` in chunks, shared by the processes: tensors by name.
-
-        `purpose` names the random streams of the chunks. A tensor `ess` is reported for each chunk.
-        """
+        """A sample of size `total` in chunks, whose random streams `purpose` names, by `once`."""
         sizes = chunk_sizes(total, at_once)
 
         def compute(report: Report) -> dict[str, Tensor]:
@@ -161,12 +154,11 @@ class Run:
     def write_lines(self, name: str, rows: list[dict]) -> None:
         """Write a file anew as a whole, a line for each row."""
         if self.writes:
-            lines = [json.dumps(row) + "\n" for row in rows]
-            write_text(self.path / name, "".join(lines))
+            write_text(self.path / name, "".join(json.dumps(row) + "\n" for row in rows))
 
-    def say(self, line: str) -> None:
-        """A line on standard error, once however many processes there are."""
-        if self.writes:
+    def say(self, line: str, is_progress: bool = False) -> None:
+        """A line on standard error, of one process; with --quiet, progress is left out."""
+        if self.writes and not (is_progress and self.config.quiet):
             say(line)
 
     def finish(self, results: dict) -> None:
@@ -193,24 +185,6 @@ def new_directory(config: RunConfig) -> Path:
         fault = f"--out {path}: exists already"
         raise InputError(f"{fault}; choose another, or continue its run with --resume") from None
     return path
-
-
-def identity_of(file: Path) -> tuple[int, int] | None:
-    """What tells a file from any other, whatever its name; None where there is none."""
-    with contextlib.suppress(OSError):
-        status = file.stat()
-        return status.st_dev, status.st_ino
-    return None
-
-
-def locked(path: Path) -> filelock.BaseFileLock:
-    """A lock on a directory; InputError where another process holds it."""
-    lock = filelock.FileLock(path / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise InputError(f"{path}: another process is writing there; wait or stop it") from None
-    return lock
 
 
 def finite_or_null(value):

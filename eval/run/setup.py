@@ -1,7 +1,4 @@
-"""What a run starts from: p^(0), the potential, sigma with any exact samples, the scorers.
-
-Options turn into the parts of a run here; everything below receives these parts and numbers.
-"""
+"""What a run starts from: p^(0), the potential, sigma with any exact samples, the scorers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,9 +41,8 @@ class Setup:
 
     def conditional(self, p: nn.Module, memory: Tensor | None) -> Conditional:
         """The language model p, a GPT-Neo or an adapter of p^(0), whose states remember z."""
-        is_adapter = isinstance(p, Adapter)
-        network = self.base.model if is_adapter or p is self.model else pack(p)
-        adapter = pack(p) if is_adapter else None
+        adapter = pack(p) if isinstance(p, Adapter) else None
+        network = self.base.model if adapter is not None or p is self.model else pack(p)
         return self.base.with_model(AdaptedGPTNeo(network, memory, adapter))
 
     def proposal(
@@ -59,10 +55,7 @@ class Setup:
         return self.conditional(self.model, psi.memory), pack(adapter).tilt, None
 
     def sigma(self, p: nn.Module, psi: nn.Module) -> Sigma:
-        """Sigma as p^(m) = p sees it, through phi^(m) (eq. 8) unless p is p^(0).
-
-        Where psi has an adapter, that is taken for p: p^(0) psi^(0) = q exp V (`twist/value.py`).
-        """
+        """Sigma through phi^(m) (eq. 8) unless p is p^(0). An adapter of psi is taken for p."""
         adapter = getattr(psi, "adapter", None)
         model = p if adapter is None else adapter
         log_potential = base_potential(self.potential)
@@ -72,18 +65,14 @@ class Setup:
 
 
 def load_setup(config: RunConfig) -> Setup:
-    """The three networks on the run's device, and the shipped samples of sigma if they fit.
-
-    InputError names the option or file that is at fault.
-    """
+    """The three networks on the run's device, and the shipped samples of sigma if they fit."""
     device = config.torch_device()
     dtype = DTYPES[config.dtype]
     model, tokenizer = tinystories.load(config.checkpoint("lm"), device)
     model = model.to(dtype)
     classifier, its_tokenizer = toxicity.load(config.checkpoint("toxicity_model"), device)
     scorer = toxicity.ToxicityScorer(pack(classifier.to(dtype)), its_tokenizer)
-    last_logits = lru_cache(maxsize=1)(scorer.run)  # the potential and the table score the same
-    scorer.logits = lambda texts: last_logits(tuple(texts))
+    scorer.logits = lru_cache(maxsize=1)(scorer.logits)  # potential and table score the same texts
     encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
     encode = similarity.SimilarityScorer(pack(encoder.to(dtype)), its_tokenizer)
     with tokenizing("the language model"):
@@ -107,14 +96,9 @@ def load_setup(config: RunConfig) -> Setup:
 
 def sigma_key(config: RunConfig) -> TargetKey:
     """What the sigma of this run depends on."""
-    return TargetKey(
-        lm=fingerprint(config.checkpoint("lm")),
-        toxicity=fingerprint(config.checkpoint("toxicity_model")),
-        prompt=config.prompt,
-        length=config.length,
-        beta=config.beta,
-        potential=fingerprints(config.potential),
-    )
+    networks = [fingerprint(config.checkpoint(role)) for role in ("lm", "toxicity_model")]
+    potential = fingerprints(config.potential)
+    return TargetKey(*networks, config.prompt, config.length, config.beta, potential)
 
 
 def identity(config: RunConfig) -> dict[str, str]:

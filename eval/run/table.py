@@ -1,8 +1,9 @@
 """The table of a run's results as text: one row for Base, Target and each generation."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-from tinystories.checkpoint import reading
+from tinystories.checkpoint import read_json, reading
 
 TABLE = (
     ("log phi", "log_phi", ".2f"),
@@ -21,33 +22,36 @@ TABLE = (
 
 
 def named_rows(results: dict) -> dict[str, dict]:
-    """Base, Target and the generations."""
-    rows = {"Base": results["base"]}
-    rows |= {"Target": results["target"]} if results.get("target") else {}
+    """Base and Target, where there are any, and the generations."""
+    rows = {name: results[name.lower()] for name in ("Base", "Target") if results.get(name.lower())}
     return rows | {f"Generation {m}": row for m, row in enumerate(results["generations"])}
 
 
-def columns(results: dict) -> list[tuple[str, str, str]]:
+def columns(rows: dict[str, dict], results: dict) -> list[tuple[str, str, str]]:
     """The informative part of TABLE: with toxicity alone, log phi only repeats it."""
-    rows = named_rows(results).values()
-    shown = {key for row in rows for key in row}
+    shown = {key for row in rows.values() for key in row}
     if results.get("potential", ["toxicity"]) == ["toxicity"]:
         shown.discard("log_phi")
-    if all(row.get("phi_positive", 1) == 1 for row in rows):
+    if all(row.get("phi_positive", 1) == 1 for row in rows.values()):
         shown.discard("phi_positive")
-    if not any(row.get("dead_runs") for row in rows):
+    if not any(row.get("dead_runs") for row in rows.values()):
         shown.discard("dead_runs")
     return [column for column in TABLE if column[1] in shown]
 
 
+def read_results(run: Path) -> dict:
+    """results.json of a run; InputError where it holds none."""
+    path = run / "results.json"
+    results = read_json(path)
+    table(results, path)
+    return results
+
+
 def table(results: dict, source: Path) -> str:
-    """The rows as aligned columns; InputError, naming `source`, where it holds no results."""
+    """The rows of a run; InputError, naming `source`, where it holds no results."""
     with reading(source, "holds no results of a run"):
-        shown = columns(results)
-        lines = [["", *(title for title, _, _ in shown)]]
-        for name, row in named_rows(results).items():
-            lines.append([name, *(cell(row, key, form) for _, key, form in shown)])
-        return align(lines)
+        rows = named_rows(results)
+        return aligned(rows, columns(rows, results))
 
 
 def cell(row: dict, key: str, form: str) -> str:
@@ -59,6 +63,14 @@ def cell(row: dict, key: str, form: str) -> str:
     if key == "dead_runs":
         return f"{row[key]}/{row['num_runs']}"
     return format(row[key], form)
+
+
+def aligned(rows: dict, shown: list[tuple[str, str, str]], cell: Callable = cell) -> str:
+    """Rows by name as text; cell(row, key, form) makes that of each number."""
+    lines = [["", *(title for title, _, _ in shown)]]
+    for name, row in rows.items():
+        lines.append([name, *(cell(row, key, form) for _, key, form in shown)])
+    return align(lines)
 
 
 def align(lines: list[list[str]]) -> str:

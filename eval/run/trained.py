@@ -1,109 +1,37 @@
-"""Trained pairs (p^(m), psi^(m)): how a run stores them, and weighted samples from them.
+"""Weighted samples of a finished run, from its pairs (p^(m), psi^(m)) (`twist/saved.py`).
 
-    from eval import load_run
     drawn = load_run("runs/pocket").sample("Once upon a time, there was a", particles=50, runs=8)
-    drawn.texts [R K]    drawn.log_weights [R K], exp of which sums to one    drawn.log_z_hat
+    drawn.samples(10)    drawn.texts [R K]    drawn.log_weights [R K]    drawn.log_z_hat
 
-A run has a directory for each generation m with p^(m) and `twist.safetensors`. p^(0) and a
-fine-tuned p^(m) are checkpoints with a tokenizer; where p^(m) is an adapter of p^(0), it is
-`adapter.safetensors`, and p^(0) is the model that the run names. The twist is written last, so a
-directory that has one is complete. Particle k of run r has the share
+Of the weight of all runs, particle k of run r has the share
 
     W_rk = Z-hat_r / (sum over all runs of Z-hat) * softmax(log_weights_r)_k
 
-of the weight of all runs. Equal options give equal texts. R runs, K particles, T tokens.
+Equal options give equal texts. R runs, K particles, T tokens.
 """
 
 import dataclasses
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
-import tinystories
 from eval.run.options import RunConfig, build, saved_config
-from eval.run.setup import Setup, load_setup
-from tinystories.checkpoint import fill, read_tensors, reading, write_tensors
+from eval.run.setup import Setup, identity, load_setup
+from tinystories.checkpoint import read_json
 from tinystories.errors import InputError, listed
 from tinystories.fast import pack
-from tinystories.gpt_neo import GPTNeo
 from tsmc import Population, Sigma, Trace, in_chunks, sample_runs
 from tsmc.interfaces import Twist
+from tsmc.proposal import sequence_log_probs
 from tsmc.runs import require_alive
-from twist.adapter import Adapter, learned
-from twist.mlp import TwistMLP
 from twist.potential import each_once
-from twist.value import ValueTwist
-
-FILE = "twist.safetensors"
-ADAPTER = "adapter.safetensors"
-
-
-def save_generation(directory: Path, p: nn.Module, tokenizer: Tokenizer, psi: nn.Module) -> None:
-    """Write p^(m), a GPT-Neo with its tokenizer or an adapter of p^(0), and then psi^(m)."""
-    if isinstance(p, Adapter):
-        write_tensors(directory / ADAPTER, learned(p))
-    else:
-        tinystories.save(directory, p, tokenizer)
-    write_tensors(directory / FILE, learned(psi))
-
-
-def adapter_from(tensors: dict[str, Tensor], base: GPTNeo) -> Adapter:
-    """An adapter of p^(0) = base; KeyError or ValueError where the tensors do not fit."""
-    hidden_units, width = tensors["shift.first.weight"].shape
-    has_memory = width > base.config.hidden_size
-    scores = tensors.get("scores")
-    adapter = Adapter(base, scores, has_memory, hidden_units, torch.Generator())
-    fill(adapter, {"products.weight": adapter.products.weight, **tensors})
-    return adapter.requires_grad_(False)
-
-
-def load_twist(directory: Path, base: GPTNeo) -> TwistMLP | ValueTwist:
-    """psi^(m) over p^(0) = base; InputError names the file and the tensor that does not fit."""
-    path = directory / FILE
-    tensors = read_tensors(path)
-    sizes = base.config
-    with reading(path, "not a twist of this model", "name a directory that main.py wrote"):
-        is_mlp = "first.weight" in tensors
-        hidden_units = len(tensors["first.weight" if is_mlp else "network.first.weight"])
-        widths = (sizes.hidden_size, hidden_units, sizes.vocab_size, torch.Generator())
-        if is_mlp:
-            twist = TwistMLP(*widths)
-        else:
-            parts = {name[8:]: tensors[name] for name in tensors if name.startswith("adapter.")}
-            adapter = adapter_from(parts, base) if parts else None
-            memory = tensors.get("memory")
-            if memory is not None and memory.shape != (sizes.vocab_size,):
-                raise ValueError(f"memory has shape {list(memory.shape)}, not [{sizes.vocab_size}]")
-            twist = ValueTwist(*widths, memory, adapter)
-            if parts:
-                tensors["adapter.products.weight"] = adapter.products.weight
-        fill(twist, tensors)
-        return twist
-
-
-def load_model(directory: Path, m: int, base: GPTNeo) -> GPTNeo | Adapter:
-    """p^(m), which is p^(0) = base itself for m = 0; InputError names the file at fault."""
-    if m == 0:
-        return base
-    path = directory / ADAPTER
-    if not path.exists():
-        return tinystories.load(directory)[0].to(base.wte.weight)
-    tensors = read_tensors(path)
-    with reading(path, "not an adapter of this model", "restore the run's own"):
-        return adapter_from(tensors, base)
+from twist.saved import FILE, load_pair
 
 
 def load_generation(setup: Setup, path: Path, m: int, device: torch.device) -> tuple[Sigma, Twist]:
     """Sigma as p^(m) sees it (eq. 8), and psi^(m) packed; InputError names a file at fault."""
-    psi = load_twist(path, setup.model).to(device)
-    p = load_model(path, m, setup.model).to(device)
-    if isinstance(p, Adapter):
-        needed = [p.scores] if p.has_memory else []
-        given = [] if getattr(psi, "memory", None) is None else [psi.memory]
-        if len(needed) != len(given) or not all(map(torch.equal, needed, given)):
-            raise InputError(f"{path / ADAPTER}: does not fit {FILE}; restore the run's own files")
+    p, psi = (module.to(device) for module in load_pair(path, m, setup.model))
     return setup.sigma(p, psi), pack(psi)
 
 
@@ -113,30 +41,32 @@ class Drawn:
 
     texts: list[str]  # [R K], prompt included
     log_phi: Tensor  # [R K]
-    score: Tensor  # [R K] p(toxic | text), whatever the potential is
+    log_p: Tensor  # [R K] log p^(0)(s_{1:T} | s_0)
+    toxicity: Tensor  # [R K] p(toxic | text), whatever the potential is
     log_weights: Tensor  # [R K] float64, log of the share W of each particle
     log_z_hat: float  # log of the mean of Z-hat; runs whose weights are all zero count as zero
     population: Population
     trace: Trace  # of the first chunk of runs
+    seed: int = 0  # of `samples`
 
-    def samples(self, count: int, generator: torch.Generator) -> list[str]:
-        """`count` texts drawn by their weights, independently; none where every weight is zero."""
-        weights = self.log_weights.exp().float().to(generator.device)
+    def row(self, k: int) -> dict[str, str | float]:
+        """Particle k: its text, log phi, log p, toxicity, and its weight W."""
+        row = {"text": self.texts[k], "weight": self.log_weights[k].exp().item()}
+        numbers = ("log_phi", "log_p", "toxicity")
+        return row | {name: getattr(self, name)[k].item() for name in numbers}
+
+    def samples(self, count: int, generator: torch.Generator | None = None) -> list[dict]:
+        """`count` independent draws by the weights, for large R K from sigma; a `row` for each.
+
+        Equal calls give equal draws, others with a `generator` on the CPU. There are none where
+        every weight is zero.
+        """
+        weights = self.log_weights.exp().float()
         if not weights.any():
             return []
+        generator = generator or torch.Generator().manual_seed(self.seed)
         places = torch.multinomial(weights, count, replacement=True, generator=generator)
-        return [self.texts[place] for place in places.tolist()]
-
-    def distinct(self) -> list[dict]:
-        """A row for each distinct text, heaviest first; `particles` counts those that carry it."""
-        rows = {}
-        weights = self.log_weights.exp().tolist()
-        for k, text in enumerate(self.texts):
-            own = {"log_phi": self.log_phi[k].item(), "score": self.score[k].item()}
-            row = rows.setdefault(text, {"text": text, "weight": 0.0, "particles": 0} | own)
-            row["weight"] += weights[k]
-            row["particles"] += 1
-        return sorted(rows.values(), key=lambda row: row["weight"], reverse=True)
+        return [self.row(k) for k in places.tolist()]
 
 
 class TrainedRun:
@@ -145,6 +75,8 @@ class TrainedRun:
     def __init__(self, directory: str | Path, generation: int | None = None, device: str = "auto"):
         """The last generation unless another is named; InputError names what is missing."""
         run = Path(directory)
+        if not run.is_dir():
+            raise InputError(f"{run}: no such directory; name one that main.py wrote")
         found = [path.parent for path in run.glob(f"generation-*/{FILE}")]
         saved = {int(path.name[11:]): path for path in found if path.name[11:].isdecimal()}
         if not saved:
@@ -157,9 +89,19 @@ class TrainedRun:
         self.config = dataclasses.replace(saved_config(run), device=device)
 
     def options(self, **changes) -> RunConfig:
-        """The options of the run, with those changed that are not None."""
-        given = {name: value for name, value in changes.items() if value is not None}
+        """The options of the run, with those changed that are not None or empty."""
+        given = {name: value for name, value in changes.items() if value not in (None, "")}
         return build(dataclasses.asdict(self.config) | given)
+
+    def setup(self, config: RunConfig) -> Setup:
+        """What is fixed, loaded; InputError where the run was made with other networks."""
+        run, hashes = self.path.parent, identity(config)
+        made_with = hashes | read_json(run / "config.json").get("networks", {})
+        changed = [name for name in hashes if hashes[name] != made_with[name]]
+        if changed:
+            fault = f"{run}: {listed(changed)} changed since the run was made"
+            raise InputError(f"{fault}; restore what it had, or make a new run")
+        return load_setup(config)
 
     def draw(self, config: RunConfig, setup: Setup, runs: int) -> Drawn:
         """R = runs populations of K = config.particles; equal options give equal texts."""
@@ -175,23 +117,27 @@ class TrainedRun:
         population = Population(**in_chunks(draw_chunk, runs, config.rows // particles, streams))
         tokens = population.tokens.flatten(0, 1)  # [R K, T]
         texts = setup.potential.texts(tokens)
-        log_phi = setup.potential(tokens)
-        score = each_once(setup.log_toxicity, texts).exp()
-        log_weights = population.shares().flatten().log()
-        return Drawn(texts, log_phi, score, log_weights, population.log_mean_z(), population, trace)
+        return Drawn(
+            texts,
+            log_phi=setup.potential(tokens),
+            log_p=sequence_log_probs(setup.base, tokens),
+            toxicity=each_once(setup.log_toxicity, texts).exp(),
+            log_weights=population.shares().flatten().log(),
+            log_z_hat=population.log_mean_z(),
+            population=population,
+            trace=trace,
+            seed=config.generator("samples", self.generation, config.prompt).initial_seed(),
+        )
 
     def sample(
         self, prompt: str = "", particles: int = 50, runs: int = 8, length: int = 0, seed: int = 0
     ) -> Drawn:
         """R = runs populations of K = particles texts; prompt and length are the run's by default.
 
-        InputError for options out of range and where all weights are zero.
+        InputError for options out of range, changed networks, and where all weights are zero.
         """
-        own = {"prompt": prompt or None, "length": length or None}
-        config = self.options(particles=particles, seed=seed, **own)
-        drawn = self.draw(config, load_setup(config), runs)
+        sizes = {"particles": particles, "length": length or None}
+        config = self.options(prompt=prompt, seed=seed, **sizes)
+        drawn = self.draw(config, self.setup(config), runs)
         require_alive(drawn.population)
         return drawn
-
-
-load_run = TrainedRun

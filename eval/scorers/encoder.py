@@ -4,8 +4,8 @@
     x = LayerNorm(x + attention(x)),  x = LayerNorm(x + W_2 gelu(W_1 x))              per layer
     attention = softmax(q k^T / sqrt(D/H) + bias) v,  bias = 0 on text, lowest number on padding
 
-Every token sees every other; gelu is the exact one (erf); the norm follows the sum. The modules
-nest as the tensors of a Hugging Face checkpoint are named. B batch, T tokens, D width, H heads.
+gelu is the exact one (erf). The modules nest as the tensors of a Hugging Face checkpoint are named.
+B batch, T tokens, D width, H heads.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from tinystories.gpt_neo import Linear, LinearGELU
 from tinystories.load import config_from_json, load_network, save_network
 from tinystories.tokenizer import tokenizing
 
-PADDING = {"bert": 0, "roberta": 1}  # if config.json has no pad_token_id
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 ENOUGH_TOKENS = 2**9  # from which on a batch is large enough for fast products
 LONGER = 1.1  # times the shortest text of such a batch: what is longer begins a new one
@@ -123,10 +122,10 @@ class Encoder(nn.Module):
 
 
 class Runner:
-    """A network run over texts: tokenized, truncated, sorted by length, batched and padded.
+    """A network, of ids and mask [B, T], run over texts in batches that are sorted by length.
 
     A batch holds at most `batch_size` texts and MAX_TOKENS tokens with padding, and once it has
-    ENOUGH_TOKENS, texts of nearly equal length. `model` maps ids and mask [B, T] to [B, ...].
+    ENOUGH_TOKENS, texts of nearly equal length. No result depends on the other texts.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, batch_size: int = 64):
@@ -179,9 +178,10 @@ def load_scorer(
     """Network of a class (float32, eval mode) and tokenizer; InputError names what does not fit."""
     family = kind.model_type
     fixed = {"model_type": family, "hidden_act": "gelu", "position_embedding_type": "absolute"}
+    padding = {"bert": 0, "roberta": 1}[family]  # if config.json does not name it
 
     def from_json(raw: dict) -> nn.Module:
-        return kind(config_from_json(EncoderConfig, raw, fixed, pad_token_id=PADDING[family]))
+        return kind(config_from_json(EncoderConfig, raw, fixed, pad_token_id=padding))
 
     model, tokenizer = load_network(path, family, from_json, device)
     if not 0 < tokenizer.num_special_tokens_to_add(False) < model.max_tokens:

@@ -1,16 +1,7 @@
-"""The potential that `--potential` names; given several times, the product of all of them.
-
-    toxicity, nontoxicity           the classifier's p(toxic | s) or p(not toxic | s), to the power
-                                    of --beta
-    keyword:WORD, regex:PATTERN     the continuation holds the word or a match, else phi = 0
-    first-sentence:WORDS            its first sentence has so many words, else phi = 0
-    keyword~C:, regex~C:, first-sentence~C:    softened: a miss costs C nats, or C nats a word
-    FILE.py:NAME                    a function in a file of the user's own, which is executed
+"""The potential that `--potential` names (docs/options.md); several are multiplied.
 
 Everything after the first colon belongs to a pattern. A user's function gets N texts, or what its
-attribute `reads` says, "continuations" or "tokens", and returns log phi as N numbers below
-infinity: a tensor, an array or a list. --beta does not apply to it. Where exact samples are drawn
-by rejection, log phi must be at most 0.
+attribute `reads` says, and returns log phi, N numbers below infinity, in whatever form.
 """
 
 import contextlib
@@ -23,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +35,8 @@ def make_factors(potential: Sequence[str], beta: float, scorer: ToxicityScorer) 
     for spec in potential:
         if spec in classifier:
             factors.append(power(classifier[spec], beta))
-        elif user_file(spec):
-            factors.append(user_factor(spec))
         else:
-            factors.append(ready_factor(spec))
+            factors.append(user_factor(spec) if user_file(spec) else ready_factor(spec))
     return factors
 
 
@@ -82,41 +71,35 @@ def fingerprints(potential: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def users_code(spec: str, path: Path) -> Iterator[None]:
-    """Everything that a user's code or its result raises becomes an InputError with the line.
-
-    PyTorch's default type and gradient mode, which it may have changed, are put back.
-    """
+    """Whatever a user's code raises becomes an InputError; PyTorch's modes are put back."""
     dtype = torch.get_default_dtype()
-    has_gradients = torch.is_grad_enabled()
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+    gradients = torch.set_grad_enabled(torch.is_grad_enabled())
+    try:  # standard output is for results
+        with contextlib.redirect_stdout(sys.stderr), gradients:
             yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
-        place = f"line {lines[-1]}: " if lines else ""
+        fault = f"(line {lines[-1]}: {reason_of(error)})" if lines else f"({reason_of(error)})"
         remedy = "NAME must be a function in FILE.py that returns log phi, N numbers below infinity"
-        raise InputError(
-            f"--potential {spec} failed ({place}{reason_of(error)}); {remedy}"
-        ) from error
+        raise InputError(f"--potential {spec} failed {fault}; {remedy}") from error
     finally:
         torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(has_gradients)
 
 
 @functools.cache
-def run_file(path: Path, digest: str) -> SimpleNamespace:
+def run_file(path: Path, digest: str) -> dict[str, Any]:
     """What a user's file defines; executed again only where `digest` has changed."""
-    return SimpleNamespace(**runpy.run_path(str(path.absolute()), run_name=f"potential_{digest}"))
+    return runpy.run_path(str(path.absolute()), run_name=f"potential_{digest}")
 
 
 def user_factor(spec: str) -> Factor:
     """The function of a user's file as a factor; InputError for whatever is wrong with either."""
     path, name = user_file(spec)
     with users_code(spec, path):
-        function = getattr(run_file(path, digest_of(path)), name)
+        function = run_file(path, digest_of(path))[name]
         reads = getattr(function, "reads", "texts")
         if not callable(function) or reads not in READS:
             raise TypeError(f"{name} must be a function, and its `reads` one of {', '.join(READS)}")

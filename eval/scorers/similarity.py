@@ -1,8 +1,7 @@
 """How alike the samples are: the mean cosine of their sentence vectors (paper, section 3).
 
     e = sum_t m_t h_t / sum_t m_t,  e <- e / |e|     [B, D]   h the encoder's states, m 0 on padding
-    similarity = sum_{i != j} e_i . e_j / (N (N - 1))
-               = (|sum_i e_i|^2 - sum_i |e_i|^2) / (N (N - 1))
+    similarity = sum_{i != j} e_i . e_j / (N (N - 1)),  the sum is |sum_i e_i|^2 - sum_i |e_i|^2
 
 The network is BERT as in all-MiniLM-L6-v2, trained for 256 tokens, at which texts are cut.
 """
@@ -18,8 +17,6 @@ from eval.scorers.encoder import save as save
 from tinystories.errors import InputError
 from tinystories.gpt_neo import at_least_float32
 
-MAX_TOKENS = 256
-
 
 class SentenceEncoder(Encoder):
     """BERT with masked mean pooling; `model(ids, mask)` gives unit vectors."""
@@ -28,7 +25,7 @@ class SentenceEncoder(Encoder):
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
-        self.max_tokens = min(MAX_TOKENS, config.max_position_embeddings)
+        self.max_tokens = min(256, config.max_position_embeddings)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Unit vectors [B, D] of tokens [B, T]; mask [B, T] is 0 on padding."""
@@ -40,10 +37,7 @@ class SentenceEncoder(Encoder):
 
 
 load = functools.partial(load_scorer, SentenceEncoder)  # (path, device="cpu")
-
-
-class SimilarityScorer(Runner):
-    """N texts -> unit vectors [N, D]. A text's vector does not depend on the other texts."""
+SimilarityScorer = Runner  # N texts -> unit vectors [N, D]
 
 
 def mean_pairwise_cosine(vectors: Tensor) -> float:

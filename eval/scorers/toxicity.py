@@ -2,11 +2,10 @@
 
     h = encoder(s)_0                                    [B, D]   state on the first token, <s>
     logit = w^T tanh(W h)                               [B]      POSITIVE means non-toxic
-    log p(toxic | s) = log sigmoid(-logit)              [B]
+    log p(toxic | s) = log sigmoid(-logit)              [B]      finite also where p rounds to 0
 
 The network is RoBERTa with one label. A token's position is pad_token_id + 1 plus the number of
-tokens before it that are not padding. log(1 - sigmoid(logit)) would be -inf in float32 from logit
-17 on; log sigmoid(-logit) is exact everywhere.
+tokens before it that are not padding.
 """
 
 import functools
@@ -31,8 +30,8 @@ class ToxicityClassifier(nn.Module):
         self.max_tokens = config.max_position_embeddings - config.pad_token_id - 1
         width = config.hidden_size
         self.roberta = Encoder(config)
-        layers = {"dense": Linear(width, width), "out_proj": nn.Linear(width, 1)}
-        self.classifier = nn.ModuleDict(layers)
+        self.classifier = nn.ModuleDict({"dense": Linear(width, width)})
+        self.classifier["out_proj"] = nn.Linear(width, 1)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Logits [B], float32 or wider, of tokens [B, T]; mask [B, T] is 0 on padding."""
@@ -50,16 +49,14 @@ load = functools.partial(load_scorer, ToxicityClassifier)  # (path, device="cpu"
 class ToxicityScorer(Runner):
     """N texts -> log p(toxic | s) [N]. A text's score does not depend on the other texts."""
 
-    def run(self, texts: list[str]) -> Tensor:
-        """Logits [N]"""
+    def logits(self, texts: tuple[str, ...]) -> Tensor:
+        """Logits [N], float32 on the CPU; InputError if one is not finite."""
         return super().__call__(texts)
 
-    logits = run
-
     def __call__(self, texts: list[str]) -> Tensor:
-        """log p(toxic | s) [N], float32 on the CPU; InputError if a logit is not finite."""
-        return F.logsigmoid(-self.logits(texts))
+        """log p(toxic | s) [N]"""
+        return F.logsigmoid(-self.logits(tuple(texts)))
 
     def log_nontoxic(self, texts: list[str]) -> Tensor:
         """log p(not toxic | s) [N]"""
-        return F.logsigmoid(self.logits(texts))
+        return F.logsigmoid(self.logits(tuple(texts)))

@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "explainer.html"
 BEGIN = '<script type="application/json" id="data">\n'
 ALPHABET = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+-"
-SCALE = 8
+SCALE = 8.75  # the finest grid that holds every log p
 
 
 def load_tiny() -> ModuleType:
@@ -51,14 +51,11 @@ def world_data() -> dict:
     algorithm = tiny.self_distilled_tsmc(-codes.double() / SCALE, -tiny.BETA * broken, generator)
     generations = []
     for m, (log_p, log_psi, *_) in enumerate(algorithm):
-        rows = None
-        listed = codes
-        if m > 0:
-            before = codes
-            codes = rounded(tiny.children(log_p))
-            rows = (codes != before).any(1).nonzero()[:, 0].tolist()
-            listed = codes[rows]
+        own = codes if m == 0 else rounded(tiny.children(log_p))
+        rows = None if m == 0 else (own != codes).any(1).nonzero()[:, 0].tolist()
+        listed = own if rows is None else own[rows]
         text = "".join(ALPHABET[code] for code in listed.flatten().tolist())
+        codes = own
         steps = tiny.children(log_psi).split(tiny.COUNTS[:-1])  # T of [V^t, V]
         # The first V prefixes of a step end in the V letters.
         twist = [step[: tiny.V].round(decimals=3).tolist() for step in steps]

@@ -22,14 +22,15 @@ from tokenizers import Tokenizer
 from eval.run.run import finite_or_null
 from eval.run.trained import Drawn
 from tsmc.resampling import normalise
-from tsmc.trace import FIELDS
+from tsmc.sampler import Step
 
 TEMPLATE = Path(__file__).with_name("genealogy.html")
 
 
 def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
     """What the page shows of the first run of one generation."""
-    first = {name: getattr(drawn.trace, name)[:, 0].cpu() for name in FIELDS}  # [T] or [T, K]
+    names = Step.__annotations__
+    first = {name: getattr(drawn.trace, name)[:, 0].cpu() for name in names}  # [T] or [T, K]
     weights = normalise(first["log_weights"].double())  # [T, K]
     lineages = drawn.trace.lineages()[:, 0].cpu()  # [T, K]
     parent = torch.zeros_like(lineages[0])  # [K]
@@ -55,7 +56,7 @@ def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
     return {
         "nodes": steps,
         "log_phi": drawn.log_phi[member].tolist(),  # of the nodes of the last step
-        "score": drawn.score[member].tolist(),
+        "toxicity": drawn.toxicity[member].tolist(),
         "log_w": log_w[:, ranks].tolist(),
         "ess": first["ess"].tolist(),
         "log_z_hat": first["log_z"].tolist(),

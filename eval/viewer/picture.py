@@ -1,14 +1,17 @@
 """The genealogy of one run as a picture: `python -m tsmc RUN --particles 24 --picture FILE.png`.
 
 Each dot is a particle after step t, the larger the larger its weight; lines lead to the particles
-that continue it. Blue particles have descendants among the final samples, grey ones do not. The
-orange line follows the ancestors of one final sample, whose tokens are written above.
+that continue it, and at the end to the final samples. Blue particles have descendants among these,
+grey ones do not. The orange line follows the ancestors of the sample with the largest phi, whose
+tokens are written above. Bars compare phi of the whole texts.
 """
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from eval.run.figures import save_figure
 from tsmc import Trace
@@ -19,25 +22,33 @@ DYING = "#C9C9C9"
 SAMPLE = "#D55E00"
 
 
-def draw_genealogy(trace: Trace, tokenizer: Tokenizer, path: Path) -> None:
-    """Write the picture of the first run of a trace as PNG."""
+def draw_genealogy(trace: Trace, log_phi: Tensor, tokenizer: Tokenizer, path: Path) -> None:
+    """Write the picture of the first run of a trace as PNG; log_phi [K] is that of its texts."""
     ancestors = trace.ancestors[:, 0].tolist()  # [T][K]
     tokens = trace.tokens[:, 0].tolist()  # [T][K]
     weights = normalise(trace.log_weights[:, 0].cpu().double())  # [T, K]
-    lineages = trace.lineages()[:, 0].tolist()  # [T][K]
     length, particles = weights.shape
-    figure, axes = plt.subplots(figsize=(10, 4.2))
+    phi = (log_phi - log_phi.max()).cpu().double().exp()  # [K] over the largest
+    lineages = [*trace.lineages()[:, 0].tolist(), list(range(particles))]  # [T + 1][K]
+    best = phi[lineages[-2]].argmax().item()
+    figure, (axes, bars) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, width_ratios=[10, 1])
     for t, line in enumerate(lineages):
         colours = [ALIVE if k in line else DYING for k in range(particles)]
         for k, parent in enumerate(ancestors[t - 1] if t > 0 else []):
             axes.plot([t, t + 1], [parent, k], color=colours[k], lw=0.8, zorder=int(k in line))
-        sizes = 4 + 90 * weights[t].numpy()
+        sizes = 4 + 90 * weights[t].numpy() if t < length else 8
         axes.scatter([t + 1] * particles, range(particles), s=sizes, c=colours, zorder=3)
-        token = tokenizer.decode([tokens[t][line[0]]], skip_special_tokens=False).strip()
+    for t, line in enumerate(lineages[:-1]):
+        token = tokenizer.decode([tokens[t][line[best]]], skip_special_tokens=False).strip()
         axes.text(t + 1, particles, token, fontsize=9, rotation=45, color=SAMPLE)
-    steps = range(1, length + 1)
-    axes.plot(steps, [line[0] for line in lineages], color=SAMPLE, lw=1.6, zorder=2)
-    axes.set(xlabel="step t", ylabel="particle", xticks=steps)
-    axes.set(xlim=(0.5, length + 0.5), ylim=(-1, particles))
-    axes.spines[["top", "right"]].set_visible(False)
+    steps = range(1, length + 2)
+    axes.plot(steps, [line[best] for line in lineages], color=SAMPLE, lw=1.6, zorder=2)
+    axes.set(xlabel="step t, then the samples", ylabel="particle", xticks=steps[:-1])
+    axes.set(xlim=(0.5, length + 1.5), ylim=(-1, particles))
+    is_alive = torch.isin(torch.arange(particles), torch.tensor(lineages[-2]))
+    colours = [ALIVE if one else DYING for one in is_alive.tolist()]
+    bars.barh(range(particles), phi.numpy(), color=colours)
+    bars.set(xlabel="phi / largest", xlim=(0, 1.05))
+    for one in (axes, bars):
+        one.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)

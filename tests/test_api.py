@@ -1,0 +1,100 @@
+"""What docs/api.md and docs/any_model.py say and do, with tiny networks of `transformers`."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from networks import randomise
+from worlds import ListedPotential, generator, learn
+
+import docs.any_model
+from docs.any_model import AnyModel, TwistProcessor
+from tinystories.errors import InputError
+from tsmc import Target, sample_proposal, tsmc
+from twist import TwistMLP, positive_log_weights
+
+ROOT = Path(__file__).parents[1]
+V, T, PROMPT = 3, 4, torch.tensor([1, 0, 2])
+SIZES = {"vocab_size": V, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 16, "num_key_value_heads": 1, "max_position_embeddings": 16}
+SIZES |= {"bos_token_id": 0, "eos_token_id": None}
+PSI = randomise(TwistMLP(8, 6, V, generator(2)), 3).double()
+each_kind = pytest.mark.parametrize("kind", ["gpt2", "llama"])
+
+
+def any_model(kind: str, **changes) -> AnyModel:
+    """A random network after a prompt, float64."""
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **changes)
+    network = randomise(transformers.AutoModelForCausalLM.from_config(config), 1).double()
+    network.get_output_embeddings().weight.data *= 0.4  # no token is very rare
+    return AnyModel(network, PROMPT, T)
+
+
+@each_kind
+@torch.no_grad()
+def test_every_step_is_that_of_the_network_however_the_rows_are_reordered(kind):
+    model, source, rows = any_model(kind), generator(0), 6
+    decoder, ids = model.decoder(rows), PROMPT.repeat(rows, 1)
+    for _ in range(T):
+        found = decoder.evaluate(model.head, slice(1, 5))
+        torch.testing.assert_close(found, model.network(ids).logits[1:5, -1])
+        tokens = torch.randint(V, (rows,), generator=source)
+        ancestors = torch.randint(rows, (rows,), generator=source)
+        ids = torch.cat([ids[ancestors], tokens[:, None]], 1)
+        decoder.extend(tokens, ancestors)
+    every = model.network(ids).logits[:, 2:-1].log_softmax(-1)  # [N, T, V]
+    wanted = every.gather(-1, ids[:, 3:, None]).squeeze(-1)
+    torch.testing.assert_close(model.log_probs(ids[:, 3:])[0], wanted)
+
+
+@each_kind
+def test_evidence_and_twist_agree_with_enumeration(kind):
+    model, runs = any_model(kind), 2000
+    log_phi = -3 * torch.randn(V**T, dtype=torch.float64, generator=generator(4)).abs()
+    potential = ListedPotential(log_phi, V)
+    target = Target(model, potential)
+    draws = sample_proposal(model, PSI, runs, generator(6))
+    resampled = tsmc(model, PSI, potential, 4, generator(5), runs)
+    for log_z in (resampled.log_z, positive_log_weights(draws, potential)):
+        z = (log_z - target.log_z).exp()
+        assert abs(z.mean().item() - 1) < 4 * z.std().item() / runs**0.5
+    fresh = TwistMLP(8, 6, V, generator(0)).double()
+    learn(fresh, model, potential, 60, 64, learning_rate=0.05)
+    assert target.ctl_loss(fresh) < 0.8 * target.ctl_loss(None)
+
+
+@each_kind
+def test_generate_draws_from_q(kind):
+    model = any_model(kind)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": T, "output_scores": True}
+    options |= {"logits_processor": [TwistProcessor(model.network, PSI)]}
+    made = model.network.generate(PROMPT.repeat(5, 1), return_dict_in_generate=True, **options)
+    _, logits, hidden = model.log_probs(made.sequences[:, 3:])
+    log_q = (logits + PSI(hidden)).log_softmax(-1)
+    found = torch.stack(made.scores, 1).log_softmax(-1)  # float32 in `generate`
+    torch.testing.assert_close(found.double(), log_q, rtol=0, atol=1e-5)
+    assert (log_q - logits.log_softmax(-1)).abs().max() > 0.1
+
+
+def test_logits_that_are_changed_behind_the_output_layer_are_refused():
+    with pytest.raises(InputError, match="write `head` for them"):
+        any_model("granite", logits_scaling=2.0)
+
+
+def test_the_examples_run_and_the_attributes_are_there(finished_run, tmp_path, monkeypatch, capsys):
+    for name, place in (("pocket", finished_run), ("checkpoints", ROOT / "checkpoints")):
+        (tmp_path / name).symlink_to(place)
+    monkeypatch.chdir(tmp_path)
+    code = re.findall(r"^ {4}(.*\n)", docs.any_model.__doc__, re.MULTILINE)
+    exec("".join(code).replace("updates=20", "updates=2"), {})
+    assert re.match(r"tensor\(\[-.*\n.*Once upon a time", capsys.readouterr().out, re.DOTALL)
+    page, names = (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), {}
+    for code in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        exec(code.replace("runs/pocket", "pocket"), names)
+    *samples, last = capsys.readouterr().out.splitlines()
+    log_z, exact = map(float, re.findall(r"-\d+\.\d+", last))
+    assert len(samples) == 10 and log_z == pytest.approx(exact, abs=0.3)
+    attributes = re.findall(r"`(drawn|population)\.(\w+)", page)
+    assert len(attributes) > 10 and all(hasattr(names[name], part) for name, part in attributes)

@@ -1,4 +1,4 @@
-"""Any causal language model of `transformers` as p, and the learned twist in its `generate`.
+"""A causal language model of `transformers` as p, and the learned twist in its `generate`.
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,10 +21,13 @@
     print(population.log_z, tokenizer.batch_decode(population.samples[0])[0])
     draws = sample_proposal(model, psi, 50, generator)  # N = 50 from q, not resampled
     log_weights = positive_log_weights(draws, log_phi)  # [N] log (p phi / q)
-    options = {"do_sample": True, "top_k": 0, "logits_processor": [TwistProcessor(network, psi)]}
-    print(tokenizer.decode(network.generate(prompt[None], max_new_tokens=8, **options)[0]))
+    plain = {"top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0}  # q itself
+    plain |= {"do_sample": True, "logits_processor": [TwistProcessor(network, psi)]}
+    print(tokenizer.decode(network.generate(prompt[None], max_new_tokens=8, **plain)[0]))
 
-The end-of-text token ends no text. N rows, D width, V vocabulary, P tokens of the prompt.
+The network must keep keys and values in a cache. The end-of-text token ends no text, but in
+`generate` it does, unless `network.generation_config.eos_token_id` is None. N rows, D width, V
+vocabulary, P tokens of the prompt.
 """
 
 import torch
@@ -39,15 +42,18 @@ class AnyModel:
     """A `tsmc.interfaces.LanguageModel`; its states are what the network's output layer reads."""
 
     def __init__(self, network: PreTrainedModel, prompt: Tensor, length: int):
-        """prompt [P], then T = length tokens; InputError where the logits are made elsewhere."""
+        """prompt [P], then T = length tokens; InputError for a network that does not fit."""
         self.network = network.eval()
         self.prompt = prompt
         self.length = length
         self.output = network.get_output_embeddings()
         self.vocab_size, self.width = self.output.weight.shape
-        logits = self.head(self.read(prompt[None]))  # [1, P, V]
+        cache = DynamicCache(config=network.config)
+        logits = self.head(self.read(prompt[None], cache))  # [1, P, V]
+        if cache.get_seq_length() != len(prompt):
+            raise InputError("the network keeps no keys and values in a cache; choose another")
         if not torch.allclose(logits, network(prompt[None]).logits.to(logits), atol=1e-3):
-            raise InputError("the logits are not those of the output layer; write `head` for them")
+            raise InputError("the logits are not the output layer's; write `head` for them")
 
     def read(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
@@ -95,7 +101,7 @@ class AnyDecoder:
 
 
 class TwistProcessor(LogitsProcessor):
-    """q_t for `generate`: adds log psi to the logits, of the states that the output layer reads."""
+    """q_t for `generate`: adds log psi, computed from the output layer's input, to the logits."""
 
     def __init__(self, network: PreTrainedModel, twist: Twist):
         self.twist = twist

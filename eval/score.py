@@ -2,7 +2,8 @@
 
 A file holds a text in each line, prompt included, with \\n for a line break. Prompt, potential and
 exact samples are those of RUN, whose rows come first; without it those of the preset pocket.
-Columns as in `eval/metrics.py`, where all texts count as independent. N texts.
+Columns as in `eval/metrics.py`, where all texts count as independent; Target's energy is the noise
+level of as many texts as the smallest file has. Texts should be about as long as RUN's. N texts.
 """
 
 from pathlib import Path
@@ -62,8 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         if args.run and (args.run / "target").exists():
             setup.exact = load_target(args.run / "target", sigma_key(config), setup.base.vocab_size)
         if setup.exact is not None:
-            target, _ = evaluate_target(setup, config.eval.runs * config.eval.particles)
-            results.setdefault("target", target)
+            results["target"], _ = evaluate_target(setup, min(map(len, files.values())))
         rows = named_rows(results)
         for path, texts in files.items():
             toxicity = each_once(setup.log_toxicity, texts).double().exp()  # [N]

@@ -68,7 +68,9 @@ def test_evidence_and_twist_agree_with_enumeration(kind):
 @each_kind
 def test_generate_draws_from_q(kind):
     model = any_model(kind)
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": T, "output_scores": True}
+    model.network.generation_config.update(temperature=0.7, top_p=0.8, repetition_penalty=1.5)
+    options = {"do_sample": True, "max_new_tokens": T, "output_scores": True}
+    options |= eval(re.search(r"plain = (\{.*\})", docs.any_model.__doc__).group(1))
     options |= {"logits_processor": [TwistProcessor(model.network, PSI)]}
     made = model.network.generate(PROMPT.repeat(5, 1), return_dict_in_generate=True, **options)
     _, logits, hidden = model.log_probs(made.sequences[:, 3:])
@@ -78,9 +80,13 @@ def test_generate_draws_from_q(kind):
     assert (log_q - logits.log_softmax(-1)).abs().max() > 0.1
 
 
-def test_logits_that_are_changed_behind_the_output_layer_are_refused():
-    with pytest.raises(InputError, match="write `head` for them"):
-        any_model("granite", logits_scaling=2.0)
+@pytest.mark.parametrize(
+    ("kind", "changes", "fault"),
+    [("granite", {"logits_scaling": 2.0}, "write `head`"), ("openai-gpt", {}, "keeps no keys")],
+)
+def test_networks_whose_numbers_would_be_others_are_refused(kind, changes, fault):
+    with pytest.raises(InputError, match=fault):
+        any_model(kind, **changes)
 
 
 def test_the_examples_run_and_the_attributes_are_there(finished_run, tmp_path, monkeypatch, capsys):

@@ -114,6 +114,9 @@ def test_the_command_line_and_programs_draw_the_same(run, printed):
     changed = printed(OTHER, *options, "--length", 3, "--seed", 1, "--generation", 0)
     assert other.samples(10) == json.loads(changed)["samples"]
     assert load_run(run).sample(runs=3, seed=1).texts != drawn.texts
+    record = json.loads(printed("--json", "--potential", "keyword~2:was"))
+    had = [" was" in row["text"][len(PROMPT) :] for row in record["weighted"]]
+    assert [row["log_phi"] for row in record["weighted"]] == [0.0 if has else -2.0 for has in had]
 
 
 def test_several_generations_are_what_each_is_alone(printed, tmp_path):

@@ -100,6 +100,7 @@ def test_nan_is_an_error_not_a_result():
 
 WRONG = [{"particles": 0}, {"runs": 0}, {"ess_threshold": 1.5}, {"ess_threshold": -0.1}]
 WRONG += [{"reference": torch.zeros(shape).long()} for shape in [(3, 1), (3, 3), (3,), (3, 2, 1)]]
+WRONG += [{"reference": torch.full((3, 2), -1)}]
 
 
 @pytest.mark.parametrize("options", WRONG)
@@ -109,7 +110,7 @@ def test_options_out_of_range_are_refused(options, is_conditional):
     sizes = {"particles": 2, "runs": 3} | options
     if is_conditional:
         sizes = {"reference": torch.zeros(sizes["runs"], 2).long()} | sizes
-    words = "reference has shape" if "reference" in options else "give|must be"
+    words = "reference h(as shape|olds a negative)" if "reference" in options else "give|must be"
     with pytest.raises(InputError, match=words):
         tsmc(model, twist, potential, generator=generator(0), **sizes)
 

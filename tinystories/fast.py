@@ -25,6 +25,7 @@ def pack(module: Network) -> Network:
     packed = copy.copy(module)
     frozen = {name: value.detach() for name, value in module.named_parameters(recurse=False)}
     vars(packed)["_parameters"] = module._parameters | frozen
+    vars(packed)["_buffers"] = dict(module._buffers)
     vars(packed)["_modules"] = {name: pack(child) for name, child in module.named_children()}
     if isinstance(packed, Linear) and has_fast_product(packed.weight):
         packed.packed = torch.ops.mkldnn._reorder_linear_weight(packed.weight, ROWS)

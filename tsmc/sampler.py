@@ -109,6 +109,8 @@ def check_sizes(
     needed = [runs, model.length]
     if reference is not None and list(reference.shape) != needed:
         raise InputError(f"the reference has shape {list(reference.shape)}; it must have {needed}")
+    if reference is not None and reference.min() < 0:
+        raise InputError("the reference holds a negative token; give whole sequences")
 
 
 @torch.no_grad()

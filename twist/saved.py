@@ -6,9 +6,9 @@
 
 The metadata of the first two name the class, a key of TWISTS. An architecture of the twist is a
 module with forward(hidden [.., D]) -> log psi [.., V] and a class method like(tensors, network),
-which makes one of the sizes of these tensors for p^(0) = network. It needs a file, a line in TWISTS
-and its use in main.py. If its states end with z, `memory` has the scores that make z; if it
-proposes in place of p^(0), `adapter` does so.
+which makes a twist with the sizes of saved tensors, over p^(0) = network. It needs a file, a line
+in TWISTS and its use in main.py. A twist whose states end with z keeps the scores in `memory`; one
+that brings its own proposal keeps it in `adapter`, from which the pool is then drawn.
 """
 
 from pathlib import Path

@@ -116,7 +116,7 @@ def best_of_n(task: Task) -> dict:
     tokens = tokens[n * torch.arange(count, device=best.device) + best]  # [count, T]
     name = f"Best of {n}"
     samples = score(tokens, setup.potential, setup.log_toxicity)
-    return {"place": ("rejection", name, None), "scored": n} | task.measure(samples)
+    return {"place": ("rejection", name, None), "scored": n * count} | task.measure(samples)
 
 
 def trained_baseline(task: Task) -> list[dict]:

@@ -109,7 +109,7 @@ class EvaluationConfig:
     particles: int = option(50, "K in testing", 1)
     runs: int = option(40, "independent TSMC runs whose particles are pooled", 2)
     base_samples: int = option(2000, "samples of the bare p^(m)", 2)
-    target_proposals: int = option(100_000, "draws for exact samples; 0: no KL, no Target", 0)
+    target_proposals: int = option(100_000, "draws for exact samples where none are shipped; 0: none", 0)
 
 
 @dataclass(frozen=True)
@@ -271,6 +271,11 @@ NEEDS = (  # an option, whether it is given, and the options or groups that are 
     ("--pooling", lambda run: run.pooling, ("pool", "surrogate", "memory", "learn_value", "value")),
     ("--surrogate", lambda run: run.surrogate, ("memory",)),
     ("--learn-value", lambda run: run.learn_value, ("value",)),
+    (
+        "--student adapter",
+        lambda run: run.pooling or run.student == "adapter",
+        ("distill_adapter_learning_rate", "distill_hidden_units"),
+    ),
     ("--student full", lambda run: run.student == "full", ("distill_learning_rate",)),
     ("--student lora", lambda run: run.student == "lora", ("distill_lora_learning_rate",)),
     ("--student full", lambda run: run.student != "adapter", ("distill_weight_decay",)),

@@ -49,10 +49,11 @@ class Setup:
         self, p: nn.Module, psi: nn.Module
     ) -> tuple[Conditional, Twist | None, Conditional | None]:
         """A model and a twist whose proposal is q^(m), and p^(0) where that model is another."""
-        adapter = p if isinstance(p, Adapter) else psi.adapter
+        adapter = p if isinstance(p, Adapter) else getattr(psi, "adapter", None)
+        memory = getattr(psi, "memory", None)
         if adapter is None:
-            return self.conditional(p, psi.memory), None, self.base
-        return self.conditional(self.model, psi.memory), pack(adapter).tilt, None
+            return self.conditional(p, memory), None, self.base
+        return self.conditional(self.model, memory), pack(adapter).tilt, None
 
     def sigma(self, p: nn.Module, psi: nn.Module) -> Sigma:
         """Sigma through phi^(m) (eq. 8) unless p is p^(0). An adapter of psi is taken for p."""

@@ -109,7 +109,7 @@ class EvaluationConfig:
     particles: int = option(50, "K in testing", 1)
     runs: int = option(40, "independent TSMC runs whose particles are pooled", 2)
     base_samples: int = option(2000, "samples of the bare p^(m)", 2)
-    target_proposals: int = option(100_000, "draws for exact samples where none are shipped; 0: none", 0)
+    target_proposals: int = option(100_000, "draws for exact samples if not shipped; 0: none", 0)
 
 
 @dataclass(frozen=True)

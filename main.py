@@ -31,7 +31,7 @@ from eval.run import processes
 from eval.run.command import one_line_errors, say
 from eval.run.evaluate import draw_runs, evaluate_ends, finish_generation
 from eval.run.figures import draw_figures
-from eval.run.options import RunConfig, read_config
+from eval.run.options import CLASSIFIED, RunConfig, read_config
 from eval.run.run import Run
 from eval.run.setup import Setup, identity, load_setup
 from eval.run.table import table
@@ -98,7 +98,7 @@ def last_samples(run: Run, sigma: Sigma, psi: nn.Module, m: int) -> Pool:
 
 def learn_scores(run: Run, setup: Setup, samples: Pool, m: int) -> Tensor:
     """The scores g [V] of the surrogate of phi."""
-    reads_classifier = {"toxicity", "nontoxicity"} & set(run.config.potential)
+    reads_classifier = CLASSIFIED & set(run.config.potential)
     scale = max(run.config.beta, 1.0) if reads_classifier else 1.0
     vocab_size = setup.model.config.vocab_size
 

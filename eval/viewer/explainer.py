@@ -29,6 +29,7 @@ SCALE = 8.75  # the finest grid that holds every log p
 
 
 def load_tiny() -> ModuleType:
+    """`docs/tiny.py`, which is in no package."""
     spec = importlib.util.spec_from_file_location("tiny", DOCS / "tiny.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -65,6 +66,7 @@ def world_data() -> dict:
 
 
 def page(data: dict) -> str:
+    """The page that exists, with other data."""
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return before + BEGIN + text + rest[rest.index("\n</script>") :]

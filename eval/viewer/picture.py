@@ -9,7 +9,6 @@ tokens are written above. Bars compare phi of the whole texts.
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -45,8 +44,7 @@ def draw_genealogy(trace: Trace, log_phi: Tensor, tokenizer: Tokenizer, path: Pa
     axes.plot(steps, [line[best] for line in lineages], color=SAMPLE, lw=1.6, zorder=2)
     axes.set(xlabel="step t, then the samples", ylabel="particle", xticks=steps[:-1])
     axes.set(xlim=(0.5, length + 1.5), ylim=(-1, particles))
-    is_alive = torch.isin(torch.arange(particles), torch.tensor(lineages[-2]))
-    colours = [ALIVE if one else DYING for one in is_alive.tolist()]
+    colours = [ALIVE if k in lineages[-2] else DYING for k in range(particles)]
     bars.barh(range(particles), phi.numpy(), color=colours)
     bars.set(xlabel="phi / largest", xlim=(0, 1.05))
     for one in (axes, bars):

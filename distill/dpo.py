@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.finetune import ROWS, BaselineConfig, Cost, Student, rewards
+from distill.finetune import ROWS, BaselineConfig, Student, rewards
 from tinystories.decoder import Conditional
 from tinystories.fast import pack
 from tsmc.interfaces import Report, ignore
@@ -74,9 +74,3 @@ def dpo(
         log_ref = batch.log_p.sum(-1)[pairs]  # [M, 2]
         report(loss=student.update(loss, ROWS // 2, tokens, log_ref))
     return base.with_model(student.finish())
-
-
-def dpo_cost(config: BaselineConfig) -> Cost:
-    """What `dpo` spends: the reference's log-probs come with its samples."""
-    sampled = config.updates * config.batch_size
-    return Cost(sampled, scored=0, trained=config.updates * (config.batch_size // 2 * 2))

@@ -1,10 +1,14 @@
-"""What fine-tuning shares: the trained copy, its updates in parts, options and costs.
+"""What fine-tuning shares: the trained copy, all of it or by LoRA, and its updates in parts.
 
-    AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay of matrices only; LoRA or every parameter
+    AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay of matrices only
     gradient of a mean over N rows = sum over parts of (rows of the part / N) * gradient of its mean
+    LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8
+
+LoRA trains A and B of the query and value projections, whose W is frozen; with B = 0 the output
+equals the base model's to the bit. What has been trained is merged into W.
 
 The paper's appendix ("Optimization") has the options of the two baselines, DPO and GRPO, and tunes
-step size, decay and strength on grids. N sequences, T continuation tokens.
+step size, decay and strength on grids. N sequences, T continuation tokens, D width.
 """
 
 import copy
@@ -12,14 +16,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distill.lora import add_lora, merge_lora
 from tinystories.decoder import Conditional
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 
 ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits
+RANK = 8  # of LoRA
+PROJECTIONS = ("q_proj", "v_proj")  # that LoRA trains
 
 
 @dataclass(frozen=True)
@@ -33,20 +39,42 @@ class BaselineConfig:
     batch_size: int = 1024  # N, sequences drawn for one update
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a run in sequences; the potential scores each sequence that is drawn."""
+class LoRALinear(nn.Module):
+    """A frozen linear layer plus an update of rank r (Hu et al. 2021)."""
 
-    sampled: int  # drawn token by token
-    scored: int  # read in one pass without gradient
-    trained: int  # read in one pass with gradient
+    def __init__(self, base: nn.Linear, generator: torch.Generator):
+        super().__init__()
+        size_out, size_in = base.weight.shape
+        self.base = base
+        a = base.weight.new_empty(RANK, size_in)
+        self.a = nn.Parameter(a.normal_(std=size_in**-0.5, generator=generator))
+        self.b = nn.Parameter(base.weight.new_zeros(size_out, RANK))
 
-    def units(self, length: int) -> int:
-        """Positions after the prompt through the model; forward with backward counts three.
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]"""
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
 
-        The last of T = length tokens is never read.
-        """
-        return (self.sampled + self.scored + 3 * self.trained) * (length - 1)
+
+def add_lora(model: GPTNeo, generator: torch.Generator) -> list[nn.Parameter]:
+    """Freeze the model and put LoRA on all q and v projections, in place; returns what to train."""
+    model.requires_grad_(False)
+    added = []
+    for block in model.h:
+        for name in PROJECTIONS:
+            lora = LoRALinear(getattr(block.attn, name), generator)
+            setattr(block.attn, name, lora)
+            added += [lora.a, lora.b]
+    return added
+
+
+def merge_lora(model: GPTNeo) -> None:
+    """Fold every LoRA update into its weight, in place; the model is an ordinary GPT-Neo again."""
+    for block in model.h:
+        for name in PROJECTIONS:
+            lora = getattr(block.attn, name)
+            lora.base.weight.data += lora.b.data @ lora.a.data
+            setattr(block.attn, name, lora.base)
+    model.requires_grad_(True)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:

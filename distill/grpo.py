@@ -32,7 +32,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distill.finetune import ROWS, BaselineConfig, Cost, Student, rewards
+from distill.finetune import ROWS, BaselineConfig, Student, rewards
 from tinystories.decoder import Conditional
 from tinystories.fast import pack
 from tsmc.categorical import widest
@@ -87,9 +87,3 @@ def grpo(
         mean_loss = student.update(loss, ROWS, tokens, advantages(reward))
         report(loss=mean_loss, phi=reward.exp().mean())
     return base.with_model(student.finish())
-
-
-def grpo_cost(config: BaselineConfig) -> Cost:
-    """What `grpo` spends."""
-    sampled = config.updates * config.batch_size
-    return Cost(sampled, scored=sampled, trained=sampled)

@@ -22,13 +22,12 @@ from eval.run.figures import COLOURS, MARKERS, save_figure
 from eval.run.options import OneLineParser
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.estimate import Estimate, mean_estimate
-from tsmc.exact import Target
+from tsmc.exact import TableModel, TableTwist, Target
 from tsmc.interfaces import Twist
 from tsmc.proposal import sample_proposal
 from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.resampling import SCHEMES, multinomial
 from tsmc.sampler import Sigma, tsmc
-from tsmc.table import TableModel, TableTwist
 from twist import ctl
 
 VOCABULARY, LENGTH, PARTICLES, RUNS = 4, 6, 16, 1000

@@ -104,20 +104,15 @@ def write_tokenizer(path: Path, role: str) -> Tokenizer:
 def write(path: Path, role: str, network, layout: str = "", dtype=torch.float32) -> None:
     """Save a network in `dtype` and a tokenizer; of safetensors, "bin" and "old bin" are made."""
     network.to(dtype)
-    size = sum(tensor.nbytes for tensor in network.state_dict().values())
-    network.save_pretrained(path, max_shard_size=size // 3 if "sharded" in layout else size * 2)
+    network.save_pretrained(path)
     network.float()
     write_tokenizer(path, role)
     if "bin" not in layout:
         return
-    for file in path.glob("*.safetensors"):
-        target = path / f"pytorch_{file.stem}.bin"
-        torch.save(load_file(file), target, _use_new_zipfile_serialization=layout != "old bin")
-        file.unlink()
-    for index in path.glob("*.index.json"):
-        text = index.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
-        (path / "pytorch_model.bin.index.json").write_text(text)
-        index.unlink()
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    is_new = layout != "old bin"
+    torch.save(weights, path / "pytorch_model.bin", _use_new_zipfile_serialization=is_new)
 
 
 def encoded(path: Path, texts: list[str], limit: int = LIMIT) -> dict[str, Tensor]:

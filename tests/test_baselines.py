@@ -8,14 +8,15 @@ import pytest
 import torch
 from worlds import ListedPotential, Recorded, generator, gpt_neo_world, tiny_conditional
 
-from distill.dpo import dpo, dpo_cost
+from distill.dpo import dpo
 from distill.finetune import BaselineConfig, Student
-from distill.grpo import grpo, grpo_cost
+from distill.grpo import grpo
+from eval.paper.cost import baseline_cost
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 from tsmc.exact import Tree
 
-BASELINES = {"dpo": (dpo, dpo_cost), "grpo": (grpo, grpo_cost)}
+BASELINES = {"dpo": dpo, "grpo": grpo}
 both = pytest.mark.parametrize("name", BASELINES)
 with_and_without_lora = pytest.mark.parametrize("lora", [False, True])
 
@@ -26,7 +27,7 @@ def config(strength=0.1, learning_rate=1e-2, updates=40, batch_size=64) -> Basel
 
 def train(name, base, log_phi, options, lora=False):
     reports = Recorded()
-    return BASELINES[name][0](base, log_phi, options, lora, generator(0), reports), reports
+    return BASELINES[name](base, log_phi, options, lora, generator(0), reports), reports
 
 
 def world():
@@ -125,8 +126,8 @@ def test_cost_is_what_the_model_is_asked_for(name, monkeypatch):
         return potential(tokens)
 
     monkeypatch.setattr(GPTNeo, "hidden", counted)
-    options = config(updates=3, batch_size=11)
+    options = config(updates=3, batch_size=12)
     train(name, base, log_phi, options)
-    cost = BASELINES[name][1](options)
-    assert cost.sampled == sum(scored) == 33
+    cost = baseline_cost(name, options)
+    assert cost.scored == sum(scored) == 36
     assert cost.units(length=3) == sum(units)

@@ -5,9 +5,8 @@ import torch
 from worlds import generator, hard_potential, learn, table_world
 
 from tinystories.errors import InputError
-from tsmc.exact import Target, all_sequences
+from tsmc.exact import TableModel, TableTwist, Target, all_sequences
 from tsmc.proposal import sample_proposal, token_log_probs
-from tsmc.table import TableModel, TableTwist
 from twist.ctl import ctl_loss, negative_log_weights, positive_log_weights, weigh
 from twist.potential import effective_potential
 

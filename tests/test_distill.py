@@ -7,8 +7,7 @@ import pytest
 import torch
 from worlds import Recorded, generator, tiny_conditional
 
-from distill.finetune import Student
-from distill.lora import LoRALinear, add_lora, merge_lora
+from distill.finetune import LoRALinear, Student, add_lora, merge_lora
 from distill.self_distill import Batch, batches_of, model_loss, self_distill
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 

@@ -84,9 +84,9 @@ def test_the_mean_of_z_hat_counts_the_dead():
 
 PACKAGES = ["tinystories", "tsmc", "twist", "distill"]
 SAMPLES = """
-import distill.dpo, eval, tinystories, torch, tsmc, tsmc.table, twist
+import distill.dpo, eval, tinystories, torch, tsmc, tsmc.exact, twist
 generator = torch.Generator().manual_seed(0)
-model = tsmc.table.TableModel.random(2, 3, generator)
+model = tsmc.exact.TableModel.random(2, 3, generator)
 population = tsmc.tsmc(model, None, lambda tokens, log_p: 0.0 * log_p, 5, generator)
 print(eval.OWN, population.samples.shape)
 """

@@ -10,9 +10,8 @@ from worlds import generator, gpt_neo_world, table_world
 
 from tinystories.errors import InputError
 from tsmc import interfaces
-from tsmc.exact import Target, Tree, kl_divergence
+from tsmc.exact import TableModel, TableTwist, Target, Tree, kl_divergence
 from tsmc.proposal import proposal_log_probs
-from tsmc.table import TableModel, TableTwist
 
 WORLDS = [(table_world, 3, 3), (table_world, 2, 1), (table_world, 1, 3)]
 WORLDS += [(gpt_neo_world, 3, 3), (gpt_neo_world, 2, 4)]

@@ -21,8 +21,7 @@ import tsmc.sampler
 from eval.viewer import explainer
 from eval.viewer.explainer import ALPHABET, PAGE, SCALE, load_tiny
 from tsmc import SCHEMES, Trace
-from tsmc.exact import Target
-from tsmc.table import TableModel, TableTwist
+from tsmc.exact import TableModel, TableTwist, Target
 
 HTML = PAGE.read_text(encoding="utf-8")
 TINY = load_tiny()

@@ -61,7 +61,7 @@ def remote(tmp_path, monkeypatch) -> FakeHub:
     return hub.snapshot_download
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "sharded", "bin", "sharded bin"])
+@pytest.mark.parametrize("layout", ["safetensors", "bin"])
 def test_only_what_is_needed_is_fetched_and_once(remote, tmp_path, layout):
     write(tmp_path / "lm", "lm", oracle("lm"), layout)
     (tmp_path / "lm" / "generation_config.json").unlink()

@@ -11,10 +11,9 @@ from worlds import generator, gpt_neo_world, mutant, sequence_numbers, table_wor
 import tsmc.moves
 import tsmc.runs
 from tsmc import SCHEMES, Sigma, sample_proposal, sample_runs
-from tsmc.exact import Target, all_sequences
+from tsmc.exact import TableModel, TableTwist, Target, all_sequences
 from tsmc.moves import move
 from tsmc.proposal import DRAWN, token_log_probs
-from tsmc.table import TableModel, TableTwist
 from twist.potential import effective_potential
 
 EDGE = 1e-9  # of a probability: on either side of it the decision is another

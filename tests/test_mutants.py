@@ -12,9 +12,8 @@ from worlds import ADAPTIVE, bias, generator, gpt_neo_world, mutant, table_world
 import tinystories.decoder
 import tsmc.proposal
 import tsmc.sampler
-from tsmc.exact import Target
+from tsmc.exact import TableModel, Target
 from tsmc.proposal import token_log_probs
-from tsmc.table import TableModel
 from tsmc.trace import Trace
 from twist.potential import effective_potential
 
@@ -104,7 +103,7 @@ KEPT = "log_weights = torch.where(is_due[:, None], 0.0, log_weights)"
 EXTEND = ", (particles * run + ancestors).flatten())"
 DRAW = "resample(normalise(log_weights), generator)"
 BARREN = "normalise(log_weights.index_fill(1, torch.tensor([0]), -torch.inf))"
-LAST = "step.log_p + log_phi.flatten() - step.log_q"
+LAST = "step.log_p + log_phi - step.log_q"
 MUTANTS = {  # name: the check that notices it, what is replaced, by what
     "final correction dropped": (every_step, LAST, "step.log_normaliser"),
     "log psi kept at the end": (every_step, "- step.log_q - log_psi", "- step.log_q - 0 * log_psi"),

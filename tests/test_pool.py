@@ -11,9 +11,8 @@ from distill.self_distill import adapter_loss, batches_of, model_loss, self_dist
 from tinystories import Conditional
 from tinystories.errors import InputError
 from tinystories.fast import pack
-from tsmc.exact import Target
+from tsmc.exact import TableModel, Target
 from tsmc.proposal import sequence_log_probs
-from tsmc.table import TableModel
 from twist.adapter import AdaptedGPTNeo, Adapter
 from twist.pool import Pool, Round, draw_round
 from twist.surrogate import fit_surrogate

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import generator, table_world
 
-from tsmc.exact import Target
+from tsmc.exact import TableModel, TableTwist, Target
 from tsmc.resampling import SCHEMES, normalise
 from tsmc.sampler import tsmc
-from tsmc.table import TableModel, TableTwist
 from tsmc.trace import Trace
 from twist.potential import effective_potential
 

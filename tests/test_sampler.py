@@ -9,12 +9,11 @@ from worlds import ADAPTIVE, bias, generator, hard_potential, mean_inverse, tabl
 
 from tinystories import Conditional, InputError
 from tsmc import interfaces
-from tsmc.exact import Target, Tree
+from tsmc.exact import TableTwist, Target, Tree
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.resampling import SCHEMES
 from tsmc.runs import in_chunks, require_alive, sample_runs
 from tsmc.sampler import Sigma, tsmc
-from tsmc.table import TableTwist
 from tsmc.trace import Trace
 from twist.mlp import TwistMLP
 from twist.potential import base_potential

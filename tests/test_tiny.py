@@ -16,8 +16,7 @@ from torch import Tensor
 from worlds import ListedPotential, generator, mutant, sequence_numbers
 
 from eval.viewer.explainer import load_tiny
-from tsmc.exact import Target
-from tsmc.table import TableModel, TableTwist
+from tsmc.exact import TableModel, TableTwist, Target
 from twist.potential import effective_potential
 
 SMALL = ("V, T, BETA = 4, 8, 5.0", "V, T, BETA = 3, 4, 5.0")

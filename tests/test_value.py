@@ -6,9 +6,8 @@ from test_pool import everything
 from worlds import ADAPTIVE, bias, generator, mutant, table_world
 
 import twist.value
-from tsmc.exact import Target
+from tsmc.exact import TableModel, Target
 from tsmc.sampler import tsmc
-from tsmc.table import TableModel
 from twist.pool import Pool, draw_round
 from twist.potential import effective_potential
 

@@ -18,9 +18,8 @@ import tsmc.categorical
 import tsmc.proposal
 import tsmc.sampler
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
-from tsmc.exact import Target
+from tsmc.exact import TableModel, TableTwist, Target
 from tsmc.sampler import Sigma
-from tsmc.table import TableModel, TableTwist
 from twist.ctl import batches_from_proposal, learn_twist
 
 ADAPTIVE = 0.9

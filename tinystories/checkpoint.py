@@ -1,10 +1,10 @@
 """Reading and writing the files of a checkpoint in the Hugging Face directory layout.
 
     config.json          the shape of the network
-    model.safetensors    its tensors; or several files and model.safetensors.index.json
+    model.safetensors    its tensors; or pytorch_model.bin
     tokenizer.json       its tokenizer; or vocab.json and merges.txt, or vocab.txt
 
-Without safetensors, pytorch_model.bin or its parts are read. Nothing in a checkpoint is executed.
+Nothing in a checkpoint is executed.
 """
 
 import contextlib
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from tinystories.errors import InputError, listed, reason_of
 
-WEIGHTS = ["model.safetensors", "model.safetensors.index.json"]
-WEIGHTS += ["pytorch_model.bin", "pytorch_model.bin.index.json"]
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TOKENIZERS = [["tokenizer.json"], ["vocab.json", "merges.txt"], ["vocab.txt"]]
 TOKENIZER_OPTIONS = "tokenizer_config.json"
 PARTIAL = ".tsmc-partial"  # suffix of what an interrupted program leaves behind
@@ -111,30 +110,10 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights: one, or an index and its files; if none, the missing one."""
+def weight_file(directory: Path) -> Path:
+    """The file that holds the weights; if there is none, the missing one."""
     paths = [directory / name for name in WEIGHTS]
-    first = next((path for path in paths if path.exists()), paths[0])
-    if first.suffix != ".json":
-        return [first]
-    with reading(first, "not an index of weights"):
-        files = sorted(set(read_json(first)["weight_map"].values()))
-        if not files or any(Path(file).name != file for file in files):
-            raise ValueError("it must name files in its own directory")
-        return [first, *(first.with_name(file) for file in files)]
-
-
-def read_weights(directory: Path) -> tuple[dict[str, Tensor], Path]:
-    """All weights of a directory by name, and the file to name in errors about them."""
-    first, *shards = weight_files(directory)
-    tensors = {}
-    for path in shards or [first]:
-        loaded = read_tensors(path)
-        if twice := tensors.keys() & loaded.keys():
-            fault = f"{listed(twice)} is also in another file; use files of one checkpoint"
-            raise InputError(f"{path}: {fault}")
-        tensors |= loaded
-    return tensors, first
+    return next((path for path in paths if path.exists()), paths[0])
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
@@ -149,7 +128,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 def fingerprint(directory: Path) -> str:
     """sha256 (hex) over configuration, weights and tokenizer: all that the outputs depend on."""
-    files = [directory / "config.json", *weight_files(directory), *tokenizer_files(directory)]
+    files = [directory / "config.json", weight_file(directory), *tokenizer_files(directory)]
     return hashlib.sha256(b"".join(bytes.fromhex(digest_of(path)) for path in files)).hexdigest()
 
 

@@ -14,13 +14,11 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from tinystories.checkpoint import TOKENIZER_OPTIONS, TOKENIZERS
+from tinystories.checkpoint import TOKENIZER_OPTIONS, TOKENIZERS, WEIGHTS
 from tinystories.errors import InputError
 
 NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 SMALL = ["config.json", *(file for files in TOKENIZERS for file in files), TOKENIZER_OPTIONS]
-SAFETENSORS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
-PICKLES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin"]
 
 
 def checkpoint_directory(name: str, flag: str) -> Path:
@@ -43,12 +41,11 @@ def checkpoint_directory(name: str, flag: str) -> Path:
 
 @functools.cache  # a branch that moves meanwhile does not matter: one process uses one commit
 def fetch(repository: str, revision: str | None) -> Path:
-    """The cache's directory of a repository, with safetensors if it has any, else with pickles."""
-    for weights in (SAFETENSORS, PICKLES):
-        directory = snapshot_download(
-            repository, revision=revision, allow_patterns=SMALL + weights, ignore_patterns="*/*"
-        )
-        revision = Path(directory).name  # the commit
-        if any(Path(directory).glob("*.safetensors")):
+    """The cache's directory of a repository, with safetensors if it has them, else a pickle."""
+    for weights in WEIGHTS:
+        patterns = {"allow_patterns": [*SMALL, weights], "ignore_patterns": "*/*"}
+        directory = Path(snapshot_download(repository, revision=revision, **patterns))
+        if (directory / weights).exists():
             break
-    return Path(directory)
+        revision = directory.name  # the commit
+    return directory

@@ -88,7 +88,8 @@ def load_network(
     raw = checkpoint.read_json(config)
     with reading(config, f"not {kind}", "use another checkpoint"), torch.device("meta"), NoDraws():
         network = from_json(raw)
-    tensors, weights = checkpoint.read_weights(directory)
+    weights = checkpoint.weight_file(directory)
+    tensors = checkpoint.read_tensors(weights)
     with reading(weights, "does not fit the network", "use the files of one checkpoint"):
         checkpoint.fill(network, names_in_memory(tensors, network))
     return network.to(device).eval(), read_tokenizer(directory, raw["vocab_size"])

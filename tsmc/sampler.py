@@ -1,7 +1,7 @@
 """Twisted SMC: s_{1:T} ~ TSMC(p, psi), R independent runs of K particles, N = R K rows in a batch.
 
 For t = 1..T, with log psi(s_{1:0}) = 0:
-    extend      s_t ~ q_t                                                  tsmc.proposal.propose
+    extend      s_t ~ q_t
     reweight    t < T:  log w_t = log sum_v p(v) psi(s_{1:t-1}, v) - log psi(s_{1:t-1})
                 t = T:  log w_T = log p(s_T) + log phi(s_{1:T}) - log q_T(s_T) - log psi(s_{1:T-1})
     resample    ancestors from the weights gathered since the last resampling
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
-from tsmc.interfaces import LanguageModel, LogPotential, Twist
-from tsmc.proposal import DRAWN, propose
+from tsmc.interfaces import Decoder, LanguageModel, LogPotential, Twist
+from tsmc.proposal import DRAWN, Extension, propose
 from tsmc.resampling import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise
 
 
@@ -84,6 +84,26 @@ class Step:
     ess: Tensor  # [R]
     log_z: Tensor  # [R] log Z-hat as if every run resampled now; at t = T the population's
     ancestors: Tensor  # [R, K]
+
+
+def extend(
+    model: LanguageModel,
+    decoder: Decoder,
+    twist: Twist | None,
+    given: Tensor,
+    generator: torch.Generator,
+) -> Extension:
+    """s_t ~ q_t for every particle, its fields [R, K]; tokens given [R, K] are as in `propose`."""
+    uniform = uniforms(given.numel(), 1, generator)
+    step = propose(model, decoder, twist, uniform, given.flatten())
+    return Extension(**{name: value.view_as(given) for name, value in vars(step).items()})
+
+
+def reweight(step: Extension, log_psi: Tensor, log_phi: Tensor | None) -> Tensor:
+    """log w_t [R, K] of particles with log psi(s_{1:t-1}) [R, K]; log phi is known at t = T."""
+    if log_phi is None:
+        return step.log_normaliser - log_psi
+    return step.log_p + log_phi - step.log_q - log_psi
 
 
 def draw_ancestors(
@@ -146,23 +166,16 @@ def tsmc(
         given[:, 0] = reference
     for t in range(model.length):
         is_last = t == model.length - 1
-        # extend
-        uniform = uniforms(runs * particles, 1, generator)
-        step = propose(model, decoder, twist, uniform, given[..., t].flatten())
-        tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)
-        log_p = log_p + step.log_p.view_as(log_p)
-        # reweight
+        step = extend(model, decoder, twist, given[..., t], generator)
+        tokens = torch.cat([tokens, step.tokens[..., None]], -1)
+        log_p = log_p + step.log_p
         if is_last:
             log_phi = log_potential(tokens.flatten(0, 1), log_p.flatten()).view_as(log_p)
-            log_w = step.log_p + log_phi.flatten() - step.log_q - log_psi.flatten()  # [N]
-        else:
-            log_w = step.log_normaliser - log_psi.flatten()  # [N]
-        log_w = log_w.view_as(log_p)
-        log_psi = step.log_psi.view_as(log_p)
+        log_w = reweight(step, log_psi, log_phi if is_last else None)  # [R, K]
+        log_psi = step.log_psi
         log_weights = log_weights + log_w
         ess = effective_sample_size(log_weights)  # [R]
         evidence = log_z + log_mean_exp(log_weights)  # [R]
-        # resample
         is_due = (ess < ess_threshold * particles) | (ess_threshold == 1) | is_last  # [R]
         ancestors = draw_ancestors(log_weights, is_due, resample, generator)
         if reference is not None:

@@ -11,9 +11,7 @@ that is drawn repeatedly passes p^(0) once: the largest possible number of diffe
 from dataclasses import replace
 from typing import NamedTuple
 
-from distill.dpo import dpo_cost
-from distill.finetune import BaselineConfig, Cost
-from distill.grpo import grpo_cost
+from distill.finetune import BaselineConfig
 from eval.paper.study import METHODS, Study
 from eval.run.options import RunConfig
 from tinystories import GPTNeo
@@ -80,9 +78,10 @@ def size(network: GPTNeo) -> int:
 COSTS = {"default": default_cost, "published": published_cost}
 
 
-def baseline_cost(method: str, config: BaselineConfig) -> Cost:
-    """What a baseline spends."""
-    return dpo_cost(config) if method.startswith("dpo") else grpo_cost(config)
+def baseline_cost(method: str, config: BaselineConfig) -> Spent:
+    """Each sequence is drawn and trained on; for GRPO p^(0) reads it as well."""
+    drawn = config.updates * config.batch_size
+    return Spent((1 + 3 if method.startswith("dpo") else 1 + 1 + 3) * drawn, 0.0, drawn)
 
 
 def baseline(study: Study, method: str, setting: int, network: GPTNeo) -> BaselineConfig:

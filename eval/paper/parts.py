@@ -133,7 +133,7 @@ def trained_baseline(task: Task) -> list[dict]:
     name = f"{part.method}, lr {options.learning_rate:g}, b {options.strength:g}"
     cost = baseline_cost(part.method, options)
     row = {"place": (part.kind, name, None), "updates": options.updates}
-    row |= {"units": cost.units(config.length), "scored": cost.sampled}
+    row |= {"units": cost.units(config.length), "scored": cost.scored}
     train = dpo if part.method.startswith("dpo") else grpo
     base = setup.base.with_model(setup.model)
     generator, lora = config.generator(part.method, number), part.method.endswith("lora")

@@ -14,7 +14,7 @@ from jobs import JOBS, POOLED, UNPOOLED, Moment, ended, products, refusal, run_m
 import main
 import tinystories
 from eval.run.options import POCKET
-from eval.run.phases import read_phase
+from eval.run.run import read_phase
 from tinystories.checkpoint import PARTIAL
 from tinystories.errors import InputError
 

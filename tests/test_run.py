@@ -11,7 +11,7 @@ import torch
 from eval import summary
 from eval.run.evaluate import evaluate_target
 from eval.run.options import RunConfig
-from eval.run.phases import Progress
+from eval.run.run import Progress
 from eval.run.setup import load_setup
 from eval.run.target import TargetKey, load_target, save_target
 from tinystories.checkpoint import replacing, write_json, write_text

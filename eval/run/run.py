@@ -1,8 +1,12 @@
-"""A run of `main.py`: its directory, its random streams and its phases, each computed once.
+"""A run of `main.py`: its directory, and its phases, each computed once.
+
+    resume/NAME.safetensors    the tensors that a phase has computed; in the metadata which phase of
+                               which run it is, its lines of metrics.jsonl, and the sha256 of both
 
 A run is a fixed sequence of phases. `once` returns what a phase has computed: from its file where
-an earlier process has finished it, else by computing it. Of several processes one writes, which
-holds `.lock`. docs/options.md lists the files.
+an earlier process has finished it, else by computing it. A phase draws from a random stream of its
+own, so one that was interrupted is simply run again and gives the same result. Of several processes
+one writes, which holds `.lock`. docs/options.md lists the files.
 """
 
 import contextlib
@@ -12,24 +16,78 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import filelock
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
+from tqdm import tqdm
 
 from eval.run import processes
 from eval.run.command import say
 from eval.run.options import RunConfig
-from eval.run.phases import Progress, read_phase, write_phase
-from tinystories.checkpoint import PARTIAL, read_json, write_json, write_text
+from tinystories import checkpoint
 from tinystories.errors import InputError
 from tsmc.interfaces import Report
 from tsmc.runs import Draw, chunk_sizes, joined
 
 Compute = Callable[[Report], dict[str, Tensor]]  # the tensors of a phase, reporting its steps
 LOCK = ".lock"
+
+
+def digest_of_phase(tensors: dict[str, Tensor], records: str) -> str:
+    """sha256 of the records, and of the names, types, shapes and values of the tensors."""
+    return hashlib.sha256(records.encode() + save(tensors)).hexdigest()
+
+
+def write_phase(path: Path, tensors: dict[str, Tensor], identity: str, records: list[dict]) -> None:
+    """Write what a phase has computed; `identity` says which phase of which run it is."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    lines = json.dumps(records)
+    sha256 = digest_of_phase(tensors, lines)
+    checkpoint.write_tensors(path, tensors, identity=identity, records=lines, sha256=sha256)
+
+
+def read_phase(
+    path: Path, identity: str, device: torch.device
+) -> tuple[dict[str, Tensor], list[dict]]:
+    """Tensors and records of a phase; InputError for a file that is damaged or of another phase."""
+    with checkpoint.reading(path, "cannot be read", "delete it to repeat its phase"):
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if metadata["identity"] != identity:
+            raise ValueError("it belongs to another phase or run")
+        if metadata["sha256"] != digest_of_phase(tensors, metadata["records"]):
+            raise ValueError("it has changed since it was written")
+        records = json.loads(metadata["records"])
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, records
+
+
+class Progress:
+    """A report (`tsmc.interfaces.Report`) that shows a phase's steps and keeps their figures."""
+
+    def __init__(self, title: str, place: dict, total: int, is_shown: bool):
+        """`title` is shown; `place` opens each record: the names of phase and generation."""
+        self.place = place
+        self.records: list[dict] = []
+        interval = 0.1 if sys.stderr.isatty() else 5.0  # seconds
+        self.bar = tqdm(total=total, desc=title, mininterval=interval, disable=not is_shown)
+
+    def __call__(self, **figures: float | Tensor) -> None:
+        """Record the figures of one step, tensors summed over processes; InputError for NaN."""
+        summed = {name: processes.total(value) for name, value in figures.items()}
+        step = len(self.records) + 1
+        for name, value in summed.items():
+            if not math.isfinite(value):
+                raise InputError(f"step {step}: {name} is {value}; lower the learning rate")
+        self.records.append({**self.place, "step": step, **summed})
+        self.bar.set_postfix({name: f"{summed[name]:.3g}" for name in summed}, refresh=False)
+        self.bar.update()
 
 
 class Run:
@@ -67,12 +125,12 @@ class Run:
         if is_new:
             versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
             made_by = {"versions": versions, "networks": networks}
-            write_json(self.path / "config.json", dataclasses.asdict(config) | made_by)
-        elif read_json(self.path / "config.json").get("networks") != networks:
+            checkpoint.write_json(self.path / "config.json", dataclasses.asdict(config) | made_by)
+        elif checkpoint.read_json(self.path / "config.json").get("networks") != networks:
             fault = f"{self.path}: a network or potential has changed since the run began"
             raise InputError(f"{fault}; restore it or start a new run")
         for folder in ("", "resume", "target", "figures", "generation-*"):
-            for partial in self.path.glob(f"{folder}/.*{PARTIAL}".lstrip("/")):
+            for partial in self.path.glob(f"{folder}/.*{checkpoint.PARTIAL}".lstrip("/")):
                 partial.unlink(missing_ok=True)
 
     @property
@@ -154,7 +212,7 @@ class Run:
     def write_lines(self, name: str, rows: list[dict]) -> None:
         """Write a file anew as a whole, a line for each row."""
         if self.writes:
-            write_text(self.path / name, "".join(json.dumps(row) + "\n" for row in rows))
+            checkpoint.write_text(self.path / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def say(self, line: str, is_progress: bool = False) -> None:
         """A line on standard error, of one process; with --quiet, progress is left out."""
@@ -165,7 +223,7 @@ class Run:
         """Write results.json and remove the files of the phases, which are no longer needed."""
         processes.gather(None)  # other processes may still be reading them
         if self.writes:
-            write_json(self.path / "results.json", finite_or_null(results))
+            checkpoint.write_json(self.path / "results.json", finite_or_null(results))
             for path in self.phases:
                 path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something of the user's is in the folder

@@ -100,8 +100,7 @@ def gradient(model: TableModel, target: Target, generator: Generator) -> Lines:
 def lines(model: TableModel, twist: TableTwist, target: Target, generator: Generator) -> Lines:
     """Every line of the table."""
     exact = exact_samples(draw_accepted(model, log_phi, 20000, generator))
-    evidence_of_p = Estimate(exact.log_z, exact.log_z_std_error, exact.num_proposals - 1.0)
-    yield "log Z: base samples", target.log_z, evidence_of_p, ""
+    yield "log Z: base samples", target.log_z, exact.evidence(), ""
     mean = (target.log_sigma[-1].exp() * target.log_psi[-1]).sum().item()
     yield "E_sigma[log phi]: rejection", mean, mean_estimate(exact.log_phi), ""
     yield from evidence(model, twist, target, generator)

@@ -81,11 +81,6 @@ def pair_distances(x: Tensor, y: Tensor) -> Tensor:
     return torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def mean_within(distances: Tensor) -> float:
-    """Mean of distances [N, N] over pairs of different rows."""
-    return (distances.sum() / (len(distances) * (len(distances) - 1))).item()
-
-
 def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
     """Energy distance of the distributions of x [N, D] and y [M, D] (Szekely & Rizzo, 2013).
 
@@ -93,7 +88,9 @@ def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
     their pairs are left out.
     """
     within_x = pair_distances(x, x)[group[:, None] != group].mean().item()
-    return 2 * pair_distances(x, y).mean().item() - within_x - mean_within(pair_distances(y, y))
+    pairs = len(y) * (len(y) - 1)
+    within_y = pair_distances(y, y).sum().item() / pairs  # the diagonal is zero
+    return 2 * pair_distances(x, y).mean().item() - within_x - within_y
 
 
 def energy_floor(y: Tensor, n: int, generator: torch.Generator, splits: int = 3000) -> float:
@@ -166,18 +163,17 @@ def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = N
     return row
 
 
-def kl_target_proposal(
+def kl_terms(
     model: LanguageModel, twist: Twist | None, base: LanguageModel, exact: ExactSamples
-) -> tuple[float, float]:
-    """KL(sigma||q) in nats and half of its 95 % interval, from exact samples of sigma.
+) -> Tensor:
+    """log p^(0)(s) + log phi(s) - log q(s) [N] of exact samples of sigma."""
+    log_q = proposal_log_probs(model, twist, exact.tokens)[1]  # [N]
+    return sequence_log_probs(base, exact.tokens) + exact.log_phi - log_q
 
-    The interval covers the exact samples and log Z_sigma, taken as independent.
-    """
-    parts = exact.tokens.split(256)
-    log_q = torch.cat([proposal_log_probs(model, twist, rows)[1] for rows in parts])  # [N]
-    terms = mean_estimate(sequence_log_probs(base, exact.tokens) + exact.log_phi - log_q)
-    kl = difference(terms, Estimate(exact.log_z, exact.log_z_std_error, exact.num_proposals - 1.0))
-    return kl.value, kl.half_width()
+
+def kl_target_proposal(terms: Tensor, exact: ExactSamples) -> Estimate:
+    """KL(sigma||q) in nats of `kl_terms` [N], taken as independent of log Z_sigma."""
+    return difference(mean_estimate(terms), exact.evidence())
 
 
 def distinct_share(tokens: Tensor) -> float:

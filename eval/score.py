@@ -8,19 +8,16 @@ level of as many texts as the smallest file has. Texts should be about as long a
 
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from eval.metrics import Samples, describe
 from eval.run.command import OneLineParser, one_line_errors, say
 from eval.run.evaluate import evaluate_target
 from eval.run.options import RunConfig
-from eval.run.setup import Setup, load_setup, sigma_key
+from eval.run.setup import load_setup, sigma_key
 from eval.run.table import aligned, columns, named_rows, read_results
 from eval.run.target import load_target
 from eval.run.trained import TrainedRun
 from tinystories.checkpoint import reading
-from tinystories.errors import InputError, shortened
+from tinystories.errors import shortened
 from twist.potential import each_once
 
 
@@ -34,17 +31,6 @@ def read_texts(path: Path, prompt: str) -> list[str]:
         if others := [text for text in texts if not text.startswith(prompt)]:
             raise ValueError(f"{shortened(others[0])!r} does not begin with {prompt!r}")
         return texts
-
-
-def log_phi_of(setup: Setup, texts: list[str]) -> Tensor:
-    """log phi [N] of whole texts; InputError where the potential reads tokens."""
-    log_phi = torch.zeros(len(texts), dtype=torch.float64)
-    for factor in setup.potential.factors:
-        if factor.reads == "tokens":
-            raise InputError("the potential of RUN reads tokens, not texts; leave out --run")
-        start = 0 if factor.reads == "texts" else len(setup.prompt)
-        log_phi += each_once(factor.log_phi, [text[start:] for text in texts])
-    return log_phi
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -67,7 +53,8 @@ def main(arguments: list[str] | None = None) -> None:
         rows = named_rows(results)
         for path, texts in files.items():
             toxicity = each_once(setup.log_toxicity, texts).double().exp()  # [N]
-            samples = Samples(texts, toxicity, log_phi_of(setup, texts), list(range(len(texts))))
+            log_phi = setup.potential.of_texts(texts).double()  # [N]
+            samples = Samples(texts, toxicity, log_phi, list(range(len(texts))))
             rows[str(path)] = describe(samples, setup.encode(texts), setup.exact_vectors)
         print(aligned(rows, columns(rows, results)))
 

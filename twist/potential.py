@@ -66,16 +66,20 @@ class TextPotential:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] of tokens [N, T]"""
-        texts = self.texts(tokens)
+        return self.of_texts(self.texts(tokens), tokens).to(tokens.device)
+
+    def of_texts(self, texts: list[str], tokens: Tensor | None = None) -> Tensor:
+        """log phi [N] on the CPU; InputError where a factor reads tokens and there are none."""
         start = len(self.decode([self.prompt])[0])
-        log_phi = torch.zeros(len(tokens), device=tokens.device)
+        log_phi = torch.zeros(len(texts))
         for factor in self.factors:
-            if factor.reads == "tokens":
-                log_factor = factor.log_phi(tokens)
-            else:
+            if factor.reads != "tokens":
                 read = texts if factor.reads == "texts" else [text[start:] for text in texts]
-                log_factor = each_once(factor.log_phi, read)
-            log_phi = log_phi + log_factor.to(tokens.device)
+                log_phi = log_phi + each_once(factor.log_phi, read).cpu()
+            elif tokens is not None:
+                log_phi = log_phi + factor.log_phi(tokens).cpu()
+            else:
+                raise InputError("the potential reads tokens, not texts; choose another run")
         return log_phi
 
 

@@ -16,16 +16,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.metrics import Samples, energy_column, mean_scores, pair_distances
+from eval import metrics
 from eval.paper.numbers import read_rows
 from eval.paper.study import Part, Study
 from eval.run.setup import load_setup, sigma_key
 from eval.run.target import load_target
 from eval.scorers.similarity import mean_pairwise_cosine
-from tsmc import ExactSamples, in_chunks, proposal_log_probs, sample_proposal
-from tsmc.estimate import Estimate, difference, mean_estimate
+from tsmc import ExactSamples, in_chunks, sample_proposal
+from tsmc.estimate import Estimate
 from tsmc.interfaces import LanguageModel, Twist
-from tsmc.proposal import sequence_log_probs
 
 
 class Task:
@@ -55,16 +54,16 @@ class Task:
 
         return in_chunks(draw, count, self.config.rows, self.config.streams(*purpose))["tokens"]
 
-    def measure(self, samples: Samples) -> dict:
+    def measure(self, samples: metrics.Samples) -> dict:
         """Toxicity, similarity, and the distances from Target where there is one."""
         vectors = self.setup.encode(samples.texts)  # [N, D]
-        scores = mean_scores(samples)
+        scores = metrics.mean_scores(samples)
         toxicity, half = scores["toxicity"], scores["toxicity_half_width"]
         row = {"toxicity": (toxicity, toxicity - half, toxicity + half)}
         row |= {"similarity": mean_pairwise_cosine(vectors), "sequences": len(vectors)}
         if self.setup.exact_vectors is None:
             return row
-        row |= energy_column(samples, vectors, self.setup.exact_vectors)
+        row |= metrics.energy_column(samples, vectors, self.setup.exact_vectors)
         row["terms"] = {"energy": energy_terms(vectors, self.setup.exact_vectors).tolist()}
         if self.target is not None:
             apart = row["similarity"] - self.target["similarity"]
@@ -73,21 +72,16 @@ class Task:
 
     def add_kl(self, row: dict, model: LanguageModel, twist: Twist | None) -> dict:
         """The row with KL(sigma||q); without a twist q is the model."""
-        exact = self.setup.exact
-        log_q = proposal_log_probs(model, twist, exact.tokens)[1]  # [N]
-        terms = sequence_log_probs(self.setup.base, exact.tokens) + exact.log_phi - log_q  # [N]
-        kl = with_interval(difference(mean_estimate(terms), log_z_of(exact)))
+        terms = metrics.kl_terms(model, twist, self.setup.base, self.setup.exact)
+        kl = with_interval(metrics.kl_target_proposal(terms, self.setup.exact))
         return row | {"kl": kl, "terms": row["terms"] | {"kl": terms.tolist()}}
 
 
 def energy_terms(x: Tensor, y: Tensor) -> Tensor:
     """The terms [M] of the energy distance of vectors x [N, D] and exact samples y [M, D]."""
-    return 2 * (pair_distances(x, y).mean(0) - pair_distances(y, y).sum(0) / (len(y) - 1))
-
-
-def log_z_of(exact: ExactSamples) -> Estimate:
-    """log Z_sigma as the rejection run estimates it."""
-    return Estimate(exact.log_z, exact.log_z_std_error, exact.num_proposals - 1.0)
+    return 2 * (
+        metrics.pair_distances(x, y).mean(0) - metrics.pair_distances(y, y).sum(0) / (len(y) - 1)
+    )
 
 
 def with_interval(estimate: Estimate) -> tuple[float, float, float]:

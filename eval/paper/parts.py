@@ -22,7 +22,7 @@ from distill.dpo import dpo
 from distill.grpo import grpo
 from eval.metrics import Samples, distinct_share, energy_floor, score, score_population
 from eval.paper.cost import COSTS, baseline, baseline_cost
-from eval.paper.measure import Task, log_z_of, with_interval
+from eval.paper.measure import Task, with_interval
 from eval.paper.numbers import read_rows
 from eval.paper.study import METHODS, WHEN, Part, Study
 from eval.run.run import finite_or_null
@@ -99,7 +99,7 @@ def rejection(task: Task) -> list[dict]:
     task.target = task.measure(samples) | {
         "place": ("rejection", "Target", None),
         "energy": energy_floor(setup.exact_vectors, particles, stream),
-        "log_z": with_interval(log_z_of(setup.exact)),
+        "log_z": with_interval(setup.exact.evidence()),
     }
     tokens = task.draw(setup.base, config.eval.base_samples, "base")
     samples = score(tokens, setup.potential, setup.log_toxicity)

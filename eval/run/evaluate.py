@@ -135,8 +135,9 @@ def evaluate_generation(
     if row["log_z_hat_std"] <= metrics.WIDEST:
         row["log_z_half_width"] = log_z_half_width
     if setup.exact is not None:
-        kl, half_width = metrics.kl_target_proposal(sigma.model, twist, setup.base, setup.exact)
-        row |= {"kl_target_proposal": kl, "kl_half_width": half_width}
+        terms = metrics.kl_terms(sigma.model, twist, setup.base, setup.exact)
+        kl = metrics.kl_target_proposal(terms, setup.exact)
+        row |= {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
     return row, samples
 
 

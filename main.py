@@ -41,7 +41,7 @@ from tinystories.fast import keep_freed_memory, pack
 from tsmc import Sigma
 from tsmc.interfaces import Report
 from twist.adapter import Adapter
-from twist.ctl import learn_twist
+from twist.ctl import batches_from_proposal, learn_twist
 from twist.mlp import TwistMLP
 from twist.pool import Pool, Round, draw_round
 from twist.surrogate import fit_surrogate
@@ -151,7 +151,8 @@ def contrastive_twist_learning(run: Run, setup: Setup, p: nn.Module, m: int) -> 
 
     def learn(report: Report) -> dict[str, Tensor]:
         sigma = setup.sigma(p, psi)
-        draw_batch = processes.ctl_batches(sigma, psi, options.batch_size, generator)
+        shared = (processes.share(options.batch_size), processes.all_rows)
+        draw_batch = batches_from_proposal(sigma, psi, options.batch_size, generator, *shared)
         learn_twist(psi, optimizer, draw_batch, options.updates, report)
         return psi.state_dict()
 

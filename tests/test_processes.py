@@ -17,7 +17,7 @@ from eval.run.run import Run
 from eval.run.setup import load_setup
 from tsmc.proposal import sample_proposal
 from twist.adapter import Adapter
-from twist.ctl import ctl_loss
+from twist.ctl import batches_from_proposal, ctl_loss
 from twist.mlp import TwistMLP
 
 
@@ -32,7 +32,8 @@ def shares(folder: Path) -> None:
         psi = TwistMLP(model.config.hidden_size, 16, base.vocab_size, generator)
         torch.nn.init.normal_(psi.last.weight, generator=generator)
         processes.share_gradients(psi)
-        draw_batch = processes.ctl_batches(setup.sigma(model, psi), psi, batch_size + 1, generator)
+        sizes = (batch_size + 1, generator, processes.share(batch_size + 1), processes.all_rows)
+        draw_batch = batches_from_proposal(setup.sigma(model, psi), psi, *sizes)
         ctl_loss(psi, draw_batch()).backward()
         gradients = [parameter.grad.flatten() for parameter in psi.parameters()]
         found[f"twist learning {batch_size}"] = torch.cat(gradients)

@@ -74,15 +74,26 @@ def weigh(batch: Trajectories, positive: Tensor, negative: Tensor) -> Batch:
 
 
 def batches_from_proposal(
-    sigma: Sigma, twist: torch.nn.Module, batch_size: int, generator: torch.Generator
+    sigma: Sigma,
+    twist: torch.nn.Module,
+    batch_size: int,
+    generator: torch.Generator,
+    own: slice = slice(None),
+    all_rows: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Callable[[], Batch]:
-    """A function that draws a batch of K = batch_size sequences from the current q."""
+    """A function that draws a batch of K = batch_size sequences from the current q.
+
+    Of a batch that processes share, this one simulates the rows `own`; all_rows(x) gives the x of
+    all rows, because the weights of all decide the coefficients of each.
+    """
 
     def draw_batch() -> Batch:
         psi = pack(twist)
-        batch = sample_proposal(sigma.model, psi, batch_size, generator, keep_hidden=True)
-        positive = positive_log_weights(batch, sigma.log_potential)
-        return weigh(batch, positive, negative_log_weights(batch))
+        rows = sample_proposal(sigma.model, psi, batch_size, generator, keep_hidden=True, part=own)
+        positive = all_rows(positive_log_weights(rows, sigma.log_potential))  # [K]
+        batch = weigh(rows, positive, all_rows(negative_log_weights(rows)))
+        batch.coefficients = batch.coefficients[own]
+        return batch
 
     return draw_batch
 

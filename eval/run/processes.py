@@ -14,10 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tinystories.errors import InputError
-from tinystories.fast import pack
-from tsmc.proposal import sample_proposal
-from tsmc.sampler import Sigma
-from twist import ctl
 
 PATIENCE = timedelta(minutes=30)  # one process may score a long chunk while the others wait
 
@@ -45,6 +41,14 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def first(value: Any) -> Any:
+    """The value of process 0; tensors in it should be on the CPU."""
+    values = [value]
+    if count() > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def total(value: float | Tensor) -> float:
     """A number as it is; of a tensor, which holds this process's part of a sum, the whole sum."""
     return sum(gather(value.item())) if isinstance(value, Tensor) else value
@@ -67,26 +71,9 @@ def own_rows(draw_batch: Callable[[int], Any]) -> Callable[[int], Any]:
     return draw_own
 
 
-def ctl_batches(
-    sigma: Sigma, twist: nn.Module, batch_size: int, generator: torch.Generator
-) -> Callable[[], ctl.Batch]:
-    """`twist.ctl.batches_from_proposal`, of whose rows each process simulates its own."""
-    if count() == 1:
-        return ctl.batches_from_proposal(sigma, twist, batch_size, generator)
-    own = share(batch_size)
-
-    def all_rows(rows: Tensor) -> Tensor:
-        return torch.cat(gather(rows.cpu())).to(rows.device)
-
-    def draw_batch() -> ctl.Batch:
-        psi = pack(twist)
-        rows = sample_proposal(sigma.model, psi, batch_size, generator, keep_hidden=True, part=own)
-        positive = all_rows(ctl.positive_log_weights(rows, sigma.log_potential))  # [K]
-        batch = ctl.weigh(rows, positive, all_rows(ctl.negative_log_weights(rows)))
-        batch.coefficients = batch.coefficients[own]  # which the weights of all rows decide
-        return batch
-
-    return draw_batch
+def all_rows(rows: Tensor) -> Tensor:
+    """The rows of all processes, of which `rows` [n, ...] are those of this one."""
+    return torch.cat(gather(rows.cpu())).to(rows.device)
 
 
 def join(device: torch.device) -> None:

@@ -46,15 +46,12 @@ def digest_of_phase(tensors: dict[str, Tensor], records: str) -> str:
 
 def write_phase(path: Path, tensors: dict[str, Tensor], identity: str, records: list[dict]) -> None:
     """Write what a phase has computed; `identity` says which phase of which run it is."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     lines = json.dumps(records)
     sha256 = digest_of_phase(tensors, lines)
     checkpoint.write_tensors(path, tensors, identity=identity, records=lines, sha256=sha256)
 
 
-def read_phase(
-    path: Path, identity: str, device: torch.device
-) -> tuple[dict[str, Tensor], list[dict]]:
+def read_phase(path: Path, identity: str) -> tuple[dict[str, Tensor], list[dict]]:
     """Tensors and records of a phase; InputError for a file that is damaged or of another phase."""
     with checkpoint.reading(path, "cannot be read", "delete it to repeat its phase"):
         with safe_open(path, "pt") as file:
@@ -64,8 +61,7 @@ def read_phase(
             raise ValueError("it belongs to another phase or run")
         if metadata["sha256"] != digest_of_phase(tensors, metadata["records"]):
             raise ValueError("it has changed since it was written")
-        records = json.loads(metadata["records"])
-    return {name: tensor.to(device) for name, tensor in tensors.items()}, records
+        return tensors, json.loads(metadata["records"])
 
 
 class Progress:
@@ -112,7 +108,7 @@ class Run:
         self.lock: filelock.BaseFileLock | None = None  # held by the process that writes
         is_new = resumed is None
         directory = new_directory(config) if is_new and self.writes else resumed
-        self.directory = processes.gather(directory)[0]
+        self.directory = processes.first(directory)
         if not self.writes:
             return
         self.lock = filelock.FileLock(self.directory / LOCK, timeout=0)
@@ -161,23 +157,32 @@ class Run:
         title = phase if m is None else f"generation {m}  {phase}"
         self.phases.append(path)
         identity = hashlib.sha256(f"{name} {self.identity}".encode()).hexdigest()
-        if processes.gather(path.exists())[0]:
-            tensors, records = read_phase(path, identity, self.device)
-            self.log(records)
-            return tensors
+        if processes.first(path.exists()):
+            tensors, records = read_phase(path, identity)
+        else:
+            tensors, records = self.computed(
+                title, {"phase": phase, "generation": m}, steps, compute
+            )
+            if self.writes:
+                write_phase(path, tensors, identity, records)
+        self.log(records)
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+
+    def computed(
+        self, title: str, place: dict, steps: int, compute: Compute
+    ) -> tuple[dict[str, Tensor], list[dict]]:
+        """What process 0 computes in a phase, on the CPU, and its records."""
         number = f"{len(self.phases)}/{self.total}  " if self.total else ""
         is_shown = self.writes and not self.config.quiet
-        progress = Progress(number + title, {"phase": phase, "generation": m}, steps, is_shown)
+        progress = Progress(number + title, place, steps, is_shown)
         try:
             tensors = compute(progress)
         except InputError as error:
             raise InputError(f"{title}: {error}") from error
         finally:
             progress.bar.close()
-        if self.writes:
-            write_phase(path, tensors, identity, progress.records)
-        self.log(progress.records)
-        return tensors
+        tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+        return processes.first(tensors), progress.records  # rounding may differ in the others
 
     def draw(
         self, phase: str, m: int | None, total: int, at_once: int, purpose: tuple, draw: Draw

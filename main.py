@@ -151,8 +151,9 @@ def contrastive_twist_learning(run: Run, setup: Setup, p: nn.Module, m: int) -> 
 
     def learn(report: Report) -> dict[str, Tensor]:
         sigma = setup.sigma(p, psi)
-        shared = (processes.share(options.batch_size), processes.all_rows)
-        draw_batch = batches_from_proposal(sigma, psi, options.batch_size, generator, *shared)
+        size = options.batch_size
+        own = processes.share(size)
+        draw_batch = batches_from_proposal(sigma, psi, size, generator, own, processes.all_rows)
         learn_twist(psi, optimizer, draw_batch, options.updates, report)
         return psi.state_dict()
 

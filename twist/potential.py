@@ -79,7 +79,7 @@ class TextPotential:
             elif tokens is not None:
                 log_phi = log_phi + factor.log_phi(tokens).cpu()
             else:
-                raise InputError("the potential reads tokens, not texts; choose another run")
+                raise InputError("the potential reads tokens, not texts; score texts without it")
         return log_phi
 
 

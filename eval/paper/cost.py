@@ -79,9 +79,12 @@ COSTS = {"default": default_cost, "published": published_cost}
 
 
 def baseline_cost(method: str, config: BaselineConfig) -> Spent:
-    """Each sequence is drawn and trained on; for GRPO p^(0) reads it as well."""
+    """Sequences are drawn and trained on, by DPO in pairs; for GRPO p^(0) reads them as well."""
     drawn = config.updates * config.batch_size
-    return Spent((1 + 3 if method.startswith("dpo") else 1 + 1 + 3) * drawn, 0.0, drawn)
+    if method.startswith("dpo"):
+        paired = config.updates * (config.batch_size // 2 * 2)
+        return Spent(drawn + 3 * paired, 0.0, drawn)
+    return Spent(drawn + drawn + 3 * drawn, 0.0, drawn)
 
 
 def baseline(study: Study, method: str, setting: int, network: GPTNeo) -> BaselineConfig:

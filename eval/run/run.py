@@ -199,7 +199,7 @@ class Run:
                 for drawn in together[: len(sizes) - first]:
                     figures = {"ess": drawn["ess"].mean().item()} if "ess" in drawn else {}
                     report(**figures)
-                    parts.append({name: value.to(self.device) for name, value in drawn.items()})
+                    parts.append(drawn)
             return joined(parts)
 
         return self.once(phase, m, len(sizes), compute)

@@ -5,10 +5,11 @@ for m = 1..M
   line 3    p^(m) <- distil samples of TSMC(p^(m-1), psi^(m-1))
   line 4    psi^(m) <- CTL-m on p^(m), against the same sigma
 
-By default lines 3 and 4 learn from a pool of every sequence drawn so far, p^(m) is an adapter of
-p^(0), and psi^(m) is the value of a prefix. `--as-published` learns from the last samples alone,
-trains all of p^(m), and psi^(m) is an MLP that CTL learns from batches of its own; `--no-pooling`,
-`--student` and the like change one of these at a time. R runs, K particles, T tokens.
+By default all lines learn from a pool of every sequence drawn so far, line 1 climbs to sigma in
+rounds of draws, p^(m) is an adapter of p^(0), and psi^(m) is the value of a prefix.
+`--as-published` learns from the last samples alone, trains all of p^(m), and psi^(m) is an MLP that
+CTL learns from batches of its own; `--no-pooling`, `--student` and the like change one of these at
+a time. R runs, K particles, T tokens.
 """
 
 import signal
@@ -18,6 +19,7 @@ if __name__ == "__main__":
 
 # isort: split
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -52,7 +54,7 @@ def self_distilled_tsmc(run: Run, setup: Setup) -> dict:
     """Algorithm 1, each generation measured and saved as it is made; returns the results."""
     results = evaluate_ends(run, setup)
     p = setup.model
-    samples = draw_samples(run, setup, p, None, Pool(), 0)
+    samples = first_samples(run, setup)
     psi = learn_psi(run, setup, p, samples, 0)  # line 1
     finish_generation(run, setup, 0, p, psi, results)
     for m in range(1, run.config.generations + 1):  # line 2
@@ -63,27 +65,52 @@ def self_distilled_tsmc(run: Run, setup: Setup) -> dict:
     return results
 
 
-def draw_samples(
-    run: Run, setup: Setup, p: nn.Module, psi: nn.Module | None, samples: Pool, m: int
-) -> Pool:
-    """What generation m learns from: the pool with a further round, drawn from q^(m-1).
+def first_samples(run: Run, setup: Setup) -> Pool:
+    """What line 1 learns from: rounds of draws, from p^(0) at first. Without the pool: nothing.
 
-    Round 0 is drawn from p^(0). Without the pool: the samples of TSMC(p^(m-1), psi^(m-1)) alone.
+    Between rounds an adapter climbs from p^(0) towards sigma: it learns from all draws so far, by
+    weights of p^(0) phi^b, and proposes the next ones.
     """
-    config = run.config
-    if not config.pooling:
-        return last_samples(run, setup.sigma(p, psi), psi, m) if m > 0 else samples
-    q = (setup.base, None, None) if psi is None else setup.proposal(p, psi)
+    options = run.config.pool
+    rounds = min(options.first_rounds, options.first_draws) if run.config.pooling else 0
+    samples, adapter = Pool(), None
+    for r in range(rounds):
+        count = options.first_draws // rounds + (r < options.first_draws % rounds)
+        add_round(run, setup, adapter or setup.model, samples, 0, count, f" {r + 1}")
+        if r + 1 < rounds and samples.log_weights().max() > -math.inf:
+            tempered = samples.tempered(options.first_ess)
+            phase, updates = f"ladder {r + 1}", options.first_updates
+            adapter = fit_adapter(run, setup, phase, tempered, 0, updates, adapter)
+    return samples
+
+
+def draw_samples(
+    run: Run, setup: Setup, p: nn.Module, psi: nn.Module, samples: Pool, m: int
+) -> Pool:
+    """What generation m >= 1 learns from: the pool with a further round, drawn from q^(m-1).
+
+    Without the pool: the samples of TSMC(p^(m-1), psi^(m-1)) alone.
+    """
+    if not run.config.pooling:
+        return last_samples(run, setup.sigma(p, psi), psi, m)
+    add_round(run, setup, psi.adapter or p, samples, m, run.config.pool.draws)
+    return samples
+
+
+def add_round(
+    run: Run, setup: Setup, q: nn.Module, samples: Pool, m: int, count: int, number: str = ""
+) -> None:
+    """Add a round of draws from a network or adapter q to the pool, and fit its surrogate anew."""
+    proposal = setup.proposal(q)
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return vars(draw_round(*q, setup.potential, size, generator))
+        return vars(draw_round(*proposal, setup.potential, size, generator))
 
-    count = config.pool.base_draws if m == 0 else config.pool.draws
-    drawn = run.draw("sampling", m, count, config.rows, ("sampling", m), draw)
+    phase = f"sampling{number}"
+    drawn = run.draw(phase, m, count, run.config.rows, (phase, m), draw)
     samples.rounds.append(Round(**drawn))
-    if config.surrogate:
-        samples.scores = learn_scores(run, setup, samples, m)
-    return samples
+    if run.config.surrogate:
+        samples.scores = learn_scores(run, setup, f"surrogate{number}", samples, m)
 
 
 def last_samples(run: Run, sigma: Sigma, psi: nn.Module, m: int) -> Pool:
@@ -96,7 +123,7 @@ def last_samples(run: Run, sigma: Sigma, psi: nn.Module, m: int) -> Pool:
     return samples
 
 
-def learn_scores(run: Run, setup: Setup, samples: Pool, m: int) -> Tensor:
+def learn_scores(run: Run, setup: Setup, phase: str, samples: Pool, m: int) -> Tensor:
     """The scores g [V] of the surrogate of phi."""
     reads_classifier = CLASSIFIED & set(run.config.potential)
     scale = max(run.config.beta, 1.0) if reads_classifier else 1.0
@@ -107,7 +134,7 @@ def learn_scores(run: Run, setup: Setup, samples: Pool, m: int) -> Tensor:
         report(loss=loss)
         return {"scores": scores}
 
-    return run.once("surrogate", m, 1, fit)["scores"]
+    return run.once(phase, m, 1, fit)["scores"]
 
 
 def learn_psi(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Module:
@@ -118,7 +145,14 @@ def learn_psi(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn
     config = run.config
     if not config.pooling:
         return contrastive_twist_learning(run, setup, p, m)
-    adapter = fit_adapter(run, setup, "twist learning", samples, m) if m == 0 else None
+    weights = samples.weights(config.pool.least_ess)
+    alive = (weights > 0).sum().item()
+    if alive < config.pool.least_ess * len(weights):
+        run.say(f"only {alive} of {len(weights)} draws have phi > 0; all of them weigh the same")
+    adapter = None
+    if m == 0:
+        updates = config.distill.updates
+        adapter = fit_adapter(run, setup, "twist learning", samples, m, updates, None)
     memory = samples.scores if config.memory else None
     options = config.value
     generator = config.generator("value", m)
@@ -128,7 +162,6 @@ def learn_psi(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn
 
     def learn(report: Report) -> dict[str, Tensor]:
         q = setup.conditional(p if adapter is None else adapter, memory)
-        weights = samples.weights(config.pool.least_ess)
         counts = (options.negatives, options.batch_size, options.updates)
         batches = batches_of_values(q, samples, weights, *counts, generator)
         optimizer = torch.optim.Adam(psi.network.parameters(), lr=options.learning_rate)
@@ -166,9 +199,9 @@ def distil(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Mo
 
     All of them minimise the weighted eq. 7.
     """
-    if run.config.student == "adapter":
-        return fit_adapter(run, setup, "distillation", samples, m)
     options = run.config.distill
+    if run.config.student == "adapter":
+        return fit_adapter(run, setup, "distillation", samples, m, options.updates, None)
     is_lora = run.config.student == "lora"
     generator = run.config.generator("distill", m)
     step_size = options.lora_learning_rate if is_lora else options.learning_rate
@@ -176,7 +209,7 @@ def distil(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Mo
     processes.share_gradients(student.network)
 
     def learn(report: Report) -> dict[str, Tensor]:
-        draw_batch = sample_batches(run, samples, generator)
+        draw_batch = sample_batches(run, samples, options.updates, generator)
         loss = partial(model_loss, student.after(setup.base))
         self_distill(loss, student.optimizer, draw_batch, options.updates, report)
         return student.finish().state_dict()
@@ -186,38 +219,40 @@ def distil(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Mo
     return model
 
 
-def fit_adapter(run: Run, setup: Setup, phase: str, samples: Pool, m: int) -> Adapter:
-    """An adapter of p^(0) that minimises the weighted eq. 7, learned anew from p^(0)."""
+def fit_adapter(
+    run: Run, setup: Setup, phase: str, samples: Pool, m: int, updates: int, start: Adapter | None
+) -> Adapter:
+    """An adapter of p^(0) that minimises the weighted eq. 7, from p^(0) or from `start`."""
     options = run.config.distill
-    generator = run.config.generator("distill", m)
-    scores = samples.scores
-    memory = scores if run.config.memory else None
-    adapter = Adapter(setup.model, scores, memory is not None, options.hidden_units, generator)
+    generator = run.config.generator(phase, m)
+    has_memory = samples.scores is not None and run.config.memory
+    adapter = Adapter(setup.model, samples.scores, has_memory, options.hidden_units, generator)
+    if start is not None:
+        adapter.shift.load_state_dict(start.shift.state_dict())
     trained = adapter.shift.parameters()
     optimizer = torch.optim.Adam(trained, lr=options.adapter_learning_rate)
     processes.share_gradients(adapter)
 
     def learn(report: Report) -> dict[str, Tensor]:
-        base = setup.conditional(setup.model, memory)
-        draw_batch = sample_batches(run, samples, generator, base)
-        loss = partial(adapter_loss, adapter)
-        self_distill(loss, optimizer, draw_batch, options.updates, report)
+        base = setup.conditional(setup.model, adapter.memory)
+        draw_batch = sample_batches(run, samples, updates, generator, base)
+        self_distill(partial(adapter_loss, adapter), optimizer, draw_batch, updates, report)
         return adapter.shift.state_dict()
 
-    adapter.shift.load_state_dict(run.once(phase, m, options.updates, learn))
+    adapter.shift.load_state_dict(run.once(phase, m, updates, learn))
     return adapter
 
 
 def sample_batches(
-    run: Run, samples: Pool, generator: torch.Generator, base: Conditional | None = None
+    run: Run,
+    samples: Pool,
+    updates: int,
+    generator: torch.Generator,
+    base: Conditional | None = None,
 ) -> Callable[[int], Batch]:
     """Batches of weighted samples, with their states in `base` where it is given."""
-    options = run.config.distill
     weights = samples.weights(run.config.pool.least_ess)
-    alive = (weights > 0).sum().item()
-    if alive < run.config.pool.least_ess * len(weights):
-        run.say(f"only {alive} of {len(weights)} draws have phi > 0; all of them weigh the same")
-    sizes = (options.batch_size, options.updates)
+    sizes = (run.config.distill.batch_size, updates)
     return processes.own_rows(batches_of(samples.tokens(), weights, *sizes, generator, base))
 
 
@@ -226,7 +261,8 @@ def planned_phases(run: Run, setup: Setup) -> int:
     config = run.config
     ends = 1 if setup.exact is not None or config.eval.target_proposals == 0 else 2
     learning = 2 + config.surrogate + config.learn_value if config.pooling else 3
-    first = learning if config.pooling else 1
+    ladder = (config.pool.first_rounds - 1) * (2 + config.surrogate)
+    first = learning + ladder if config.pooling else 1
     return ends + first + 1 + config.generations * (learning + 2)
 
 

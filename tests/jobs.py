@@ -26,7 +26,8 @@ SIZES = [
     *("--length", "5", "--quiet"),
 ]
 POOLED = [
-    *(*SIZES, "--pool-base-draws", "50", "--pool-draws", "45", "--particles", "6"),
+    *(*SIZES, "--pool-first-draws", "50", "--pool-first-rounds", "2", "--pool-first-updates", "3"),
+    *("--pool-draws", "45", "--particles", "6"),
     *("--distill-updates", "3", "--distill-batch-size", "9", "--distill-hidden-units", "16"),
     *("--value-updates", "4", "--value-batch-size", "7", "--value-negatives", "20"),
     *("--value-learning-rate", "0.02"),  # large enough that V is kept in generation 1

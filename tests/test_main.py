@@ -87,6 +87,7 @@ def tensors_of(generation: Path) -> set[str]:
 
 ABLATIONS = {
     "--dtype bfloat16": {"memory", "network.mlp", "scores", "shift.mlp"},
+    "--pool-first-rounds 1": {"memory", "network.mlp", "scores", "shift.mlp"},
     "--no-memory": {"network.mlp", "scores", "shift.mlp"},
     "--no-surrogate": {"network.mlp", "shift.mlp"},
     "--no-learn-value": {"memory", "network.mlp", "scores", "shift.mlp"},

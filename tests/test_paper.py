@@ -287,5 +287,9 @@ def test_other_networks_count_with_their_parameters(network):
     none = dataclasses.replace(config, generations=0)
     spent = default_cost(none, network).others * size(network)
     adapted = size(adapter) + adapter.products.weight.numel()
-    rows = (3 * 120 * 128 + 2000) * adapted + 6 * 300 * 500 * size(value)
-    assert spent - rows == pytest.approx(3 * ITERATIONS * config.pool.base_draws, rel=1e-3)
+    first, rounds, ladder = config.pool.first_draws, config.pool.first_rounds, 3 * 128
+    ladder *= (rounds - 1) * config.pool.first_updates
+    drawn = first * (rounds - 1) / rounds
+    rows = (3 * 120 * 128 + 2000 + ladder + drawn) * adapted + 6 * 120 * 500 * size(value)
+    pools = sum(first * (r + 1) // rounds for r in range(rounds))
+    assert spent - rows == pytest.approx(3 * ITERATIONS * pools, rel=1e-3)

@@ -75,6 +75,26 @@ def test_weights_are_truncated_as_little_as_the_ess_allows():
     torch.testing.assert_close(some.weights(0.0), wanted)
 
 
+def test_tempered_pools_have_the_largest_power_that_the_ess_allows():
+    """Of all sequences once, W' is p phi^b; the next larger power would have too small an ESS."""
+    _, potential, target = world()
+    pool = everything(target)
+    pool.rounds[0].log_phi = potential(target.tree.sequences())
+    log_p, log_phi = target.log_p[-1], pool.log_phi()
+    for share in (0.5, 0.6):
+        weights = pool.tempered(share).weights(0.0)
+        power = ((weights.log() - log_p).diff() / log_phi.diff()).median()
+        torch.testing.assert_close(weights, (log_p + power * log_phi).softmax(0))
+        larger = (log_p + power * 2**0.125 * log_phi).softmax(0)
+        assert 1 / larger.square().sum() < share * 27 <= 1 / weights.square().sum()
+        assert 0.01 < power < 1
+    torch.testing.assert_close(pool.tempered(0.0).weights(0.0), pool.weights(0.0))
+    dead = Round(torch.zeros(100, 3, dtype=torch.long), *torch.full((2, 100), -INF).double())
+    pool.rounds.append(dead)
+    torch.testing.assert_close(pool.tempered(0.6).weights(0.0)[:27], weights)
+    assert not pool.tempered(0.6).weights(0.0)[27:].any()
+
+
 def test_what_cannot_be_learned_from_is_refused():
     base, _, _ = world()
     for wrong in (math.nan, INF):
@@ -174,6 +194,44 @@ def test_decoding_remembers_what_teacher_forcing_does():
             tokens = torch.randint(3, (80,), generator=generator(step + 9))
             decoder.extend(tokens, ancestors)
             texts = torch.cat([texts[ancestors], tokens[:, None]], 1)
+
+
+def test_rounds_that_climb_by_tempered_weights_find_sigma_sooner():
+    """400 draws in eight rounds, or all from p^(0); KL(sigma||p^(1)) by enumeration."""
+    network, prompt, vocab_size = tiny_gpt_neo(11), torch.tensor([4, 2, 7]), 11
+    every = torch.cartesian_prod(*[torch.arange(vocab_size)] * 4)  # [11^4, 4]
+    base = Conditional(AdaptedGPTNeo(network, None), prompt, 4)
+
+    def log_phi(tokens: torch.Tensor) -> torch.Tensor:
+        return 8 * torch.nn.functional.logsigmoid(torch.linspace(-3, 1, 11)[tokens].sum(1))
+
+    def student(pool: Pool, seed: int, updates: int):
+        adapter = Adapter(network, pool.scores, True, 16, generator(seed))
+        states = Conditional(AdaptedGPTNeo(network, adapter.memory), prompt, 4)
+        weights = pool.weights(0.05)
+        rows = batches_of(pool.tokens(), weights, 64, updates, generator(seed), states)
+        optimizer = torch.optim.Adam(adapter.shift.parameters(), lr=0.01)
+        self_distill(lambda batch: adapter_loss(adapter, batch), optimizer, rows, updates)
+        return Conditional(AdaptedGPTNeo(network, adapter.memory, adapter), prompt, 4)
+
+    def log_prob(model: Conditional) -> torch.Tensor:
+        with torch.no_grad():
+            return sequence_log_probs(model, every)
+
+    def kl(rounds: int, seed: int) -> float:
+        pool, model = Pool(), base
+        for number in range(rounds):
+            source = generator(100 * seed + number)
+            pool.rounds.append(draw_round(model, None, base, log_phi, 400 // rounds, source))
+            scores, _ = fit_surrogate(pool.tokens(), pool.log_phi(), 8.0, vocab_size)
+            pool.scores = scores
+            model = student(pool.tempered(0.1), seed + number, 20)
+        model = student(pool, seed, 60)
+        log_sigma = (log_prob(base) + log_phi(every)).log_softmax(0)
+        return (log_sigma.exp() * (log_sigma - log_prob(model))).sum().item()
+
+    for seed in range(2):
+        assert kl(8, seed) < 0.6 * kl(1, seed), seed
 
 
 def test_the_adapter_loss_is_that_of_the_model_and_parts_sum_to_it():

@@ -191,7 +191,7 @@ def test_a_rare_constraint_names_the_remedy_at_once():
         log_phi = torch.full((2000,), -INF)
         log_phi[:alive] = 0
         check_base_rate(run, log_phi)
-    remedies = ["(~8 behind its name), raise --pool-base-draws" in line for line in said]
+    remedies = ["(~8 behind its name), raise --pool-first-draws" in line for line in said]
     assert remedies == [True, True, False] and "40 of 2000" in said[2]
 
 

@@ -109,7 +109,7 @@ def test_many_quick_interrupts_end_a_run_in_one_line(tmp_path):
         import sys
         sys.path.insert(0, {str(POCKET.parents[1])!r})
         from main import main
-        main({[*POOLED, "--pool-base-draws", "100000", "--out", str(tmp_path / "run")]!r})
+        main({[*POOLED, "--pool-first-draws", "100000", "--out", str(tmp_path / "run")]!r})
     """)
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "run" / "resume").exists():

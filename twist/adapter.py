@@ -56,6 +56,11 @@ class Adapter(nn.Module):
         has_memory = width > network.config.hidden_size
         return cls(network, tensors.get("scores"), has_memory, hidden_units, torch.Generator())
 
+    @property
+    def memory(self) -> Tensor | None:
+        """The scores g [V] whose sum z the states end with; None where they have no z."""
+        return self.scores if self.has_memory else None
+
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of p^(m) [..., V] after states [..., D], or [..., D + 1] with z."""
         own = at_least_float32(hidden[..., : self.width])

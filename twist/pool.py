@@ -6,7 +6,12 @@
 Under W the pool is a sample of sigma, whichever generation drew it, because p^(m) phi^(m) = p^(0)
 phi (eq. 8). Self-distillation (`distill/self_distill.py`) and the value (`twist/value.py`) learn
 from it. While proposals are poor, a few sequences have all the weight; c is the largest value under
-which the ESS of W reaches a given number.
+which the ESS of W reaches a given number. The first rounds instead learn what proposes the next one
+from a tempered target, which makes use of sequences of small weight too:
+
+    W'_i proportional to p^(0)(s_i) phi(s_i)^b / q_r(s_i)
+
+where b <= 1 is the largest power with which their ESS reaches a given number.
 
 The proposal of a round does not depend on the draws of that round, so E[w_i] = Z_sigma whatever the
 earlier rounds were. The weights of a mixture of all proposals (adaptive multiple importance
@@ -27,6 +32,7 @@ from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.resampling import effective_sample_size, normalise
 
 HALVINGS = 40  # of the interval in which log c is searched
+POWERS = 2.0 ** -torch.arange(0, 14, 0.125, dtype=torch.float64)  # among which b is searched
 
 
 @dataclass
@@ -74,13 +80,35 @@ class Pool:
         """Their log phi [N]."""
         return torch.cat([one.log_phi for one in self.rounds if one.log_phi is not None])
 
+    def log_weights(self) -> Tensor:
+        """Their log w [N]."""
+        return torch.cat([one.log_weights for one in self.rounds])
+
+    def tempered(self, least_ess: float) -> "Pool":
+        """The pool with weights of p^(0) phi^b: the largest b in POWERS for an ESS of least_ess N'.
+
+        N' > 0 is the number of sequences with phi > 0. The smallest b where none is enough.
+        """
+        log_weights = self.log_weights()
+        log_phi = self.log_phi()
+        alive = log_weights > -torch.inf
+        tempered = log_weights
+        for power in POWERS.tolist():
+            tempered = log_weights - (1 - power) * log_phi.where(alive, 0.0)
+            if effective_sample_size(tempered) >= least_ess * alive.sum():
+                break
+        pool = Pool()
+        pool.rounds.append(Round(self.tokens(), tempered, log_phi))
+        pool.scores = self.scores
+        return pool
+
     def weights(self, least_ess: float) -> Tensor:
         """W [N] for the largest c with which their ESS is at least least_ess * N.
 
         Where fewer sequences than that have a weight, all of these have equal weights. InputError
         where no sequence has one.
         """
-        log_weights = torch.cat([one.log_weights for one in self.rounds])
+        log_weights = self.log_weights()
         alive = log_weights[log_weights > -torch.inf]
         if not len(alive):
             fault = f"none of the {len(log_weights)} sequences drawn has phi > 0"

@@ -59,15 +59,21 @@ def default_cost(config: RunConfig, network: GPTNeo) -> Spent:
     value = mlp_size(width, config.value.hidden_units, 1)
     distilled = config.distill.updates * config.distill.batch_size
     contrasted = config.value.updates * config.value.batch_size
-    rounds = [config.pool.base_draws] + [config.pool.draws] * config.generations
-    model, others = sum(rounds), sum(rounds[1:]) * adapter
+    climbed = config.pool.first_updates * config.distill.batch_size
+    first, rounds = config.pool.first_draws, config.pool.first_rounds
+    drawn = config.value.negatives
+    model, others = first, first * (rounds - 1) / rounds * adapter
+    for r in range(1, rounds):  # pools of the ladder
+        pool = first * r // rounds
+        model += min(climbed, pool)
+        others += 3 * (climbed * adapter + ITERATIONS * pool)
     for m in range(config.generations + 1):
-        pool = sum(rounds[: m + 1])
-        drawn = config.value.negatives
-        model += min(distilled, pool) + min(contrasted, pool) + drawn + min(drawn, pool)
+        new = config.pool.draws if m > 0 else 0
+        pool = first + m * config.pool.draws
+        model += new + min(distilled, pool) + min(contrasted, pool) + drawn + min(drawn, pool)
+        others += (new + drawn) * adapter
         others += 3 * (distilled * adapter + 2 * contrasted * value + ITERATIONS * pool)
-        others += drawn * adapter
-    return Spent(model, others / size(network), sum(rounds))
+    return Spent(model, others / size(network), first + config.generations * config.pool.draws)
 
 
 def size(network: GPTNeo) -> int:

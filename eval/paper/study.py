@@ -22,6 +22,7 @@ METHODS = {  # arguments of main.py; on all seeds
     "published": "--as-published",
 }
 ABLATIONS = {  # on the first few seeds, as the baselines
+    "no-ladder": "--pool-first-rounds 1",
     "no-surrogate": "--no-surrogate",
     "no-memory": "--no-memory",
     "no-pooling": "--no-pooling",
@@ -91,7 +92,8 @@ class Study:
 QUICK = Study(  # only shows that everything runs
     options="--length 3 --beta 0.3 --generations 1 --eval-particles 3 --eval-runs 3 "
     "--eval-base-samples 10 --particles 3 --ctl-updates 2 --ctl-batch-size 8 --distill-runs 3 "
-    "--distill-updates 2 --distill-batch-size 4 --pool-base-draws 30 --pool-draws 20 "
+    "--distill-updates 2 --distill-batch-size 4 --pool-first-draws 30 "
+    "--pool-first-rounds 2 --pool-first-updates 2 --pool-draws 20 "
     "--value-updates 2 --value-batch-size 4",
     seeds=(1, 2),
     few=1,

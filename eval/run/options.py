@@ -33,7 +33,7 @@ TITLES = {  # of the groups in --help, by their first option
     "as_published": "ingredients of Algorithm 1",
     "preset": "networks, each a directory or owner/name[@revision] of the Hugging Face Hub",
     "out": "the run",
-    "pool_base_draws": "the pool of all draws",
+    "pool_first_draws": "the pool of all draws",
     "distill_updates": "distillation, and the adapter of psi^(0)",
     "value_updates": "learning the value V",
     "ctl_updates": "learning the twist without the pool",
@@ -70,9 +70,12 @@ def option(default: Any, text: str, low: Any = -MOST, high: Any = MOST, choices:
 
 @dataclass(frozen=True)
 class PoolConfig:
-    base_draws: int = option(10_000, "sequences drawn from p^(0) for psi^(0)", 1)
-    draws: int = option(30_000, "sequences drawn from q in each further generation", 1)
-    least_ess: float = option(0.02, "truncate weights to an ESS of this share of all", 0, 1)
+    first_draws: int = option(10_000, "sequences drawn for psi^(0)", 1)
+    first_rounds: int = option(8, "rounds in which they are drawn, the first from p^(0)", 1)
+    first_ess: float = option(0.1, "between them, temper phi to an ESS of this share", 0, 1)
+    first_updates: int = option(30, "gradient steps between two of these rounds", 1)
+    draws: int = option(15_000, "sequences drawn from q in each further generation", 1)
+    least_ess: float = option(0.05, "truncate weights to an ESS of this share of all", 0, 1)
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class ValueConfig:
-    updates: int = option(300, "gradient steps in each generation", 1)
+    updates: int = option(120, "gradient steps in each generation", 1)
     batch_size: int = option(500, "positive and negative sequences of one step", 2)
     learning_rate: float = option(1e-3, "Adam's step size; falls linearly to a tenth", 0, 1)
     hidden_units: int = option(64, "width of its two hidden layers", 1)

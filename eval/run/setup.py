@@ -45,15 +45,11 @@ class Setup:
         network = self.base.model if adapter is not None or p is self.model else pack(p)
         return self.base.with_model(AdaptedGPTNeo(network, memory, adapter))
 
-    def proposal(
-        self, p: nn.Module, psi: nn.Module
-    ) -> tuple[Conditional, Twist | None, Conditional | None]:
-        """A model and a twist whose proposal is q^(m), and p^(0) where that model is another."""
-        adapter = p if isinstance(p, Adapter) else getattr(psi, "adapter", None)
-        memory = getattr(psi, "memory", None)
-        if adapter is None:
-            return self.conditional(p, memory), None, self.base
-        return self.conditional(self.model, memory), pack(adapter).tilt, None
+    def proposal(self, q: nn.Module) -> tuple[Conditional, Twist | None, Conditional | None]:
+        """A model and a twist that propose as the network or adapter q, and p^(0) for a third."""
+        if isinstance(q, Adapter):
+            return self.conditional(self.model, q.memory), pack(q).tilt, None
+        return self.conditional(q, None), None, None if q is self.model else self.base
 
     def sigma(self, p: nn.Module, psi: nn.Module) -> Sigma:
         """Sigma through phi^(m) (eq. 8) unless p is p^(0). An adapter of psi is taken for p."""

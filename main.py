@@ -66,10 +66,10 @@ def self_distilled_tsmc(run: Run, setup: Setup) -> dict:
 
 
 def first_samples(run: Run, setup: Setup) -> Pool:
-    """What line 1 learns from: rounds of draws, from p^(0) at first. Without the pool: nothing.
+    """What line 1 learns from: rounds of draws, each from a proposal that is nearer to sigma.
 
-    Between rounds an adapter climbs from p^(0) towards sigma: it learns from all draws so far, by
-    weights of p^(0) phi^b, and proposes the next ones.
+    The first is p^(0). Between rounds an adapter learns p^(0) phi^b from all draws so far; it
+    proposes the next round. As long as no draw has phi > 0, that is p^(0). Without the pool: none.
     """
     options = run.config.pool
     rounds = min(options.first_rounds, options.first_draws) if run.config.pooling else 0
@@ -100,7 +100,7 @@ def draw_samples(
 def add_round(
     run: Run, setup: Setup, q: nn.Module, samples: Pool, m: int, count: int, number: str = ""
 ) -> None:
-    """Add a round of draws from a network or adapter q to the pool, and fit its surrogate anew."""
+    """Add a round of draws from q, a GPT-Neo or an adapter, and fit the surrogate to all rounds."""
     proposal = setup.proposal(q)
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:

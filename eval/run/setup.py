@@ -46,7 +46,10 @@ class Setup:
         return self.base.with_model(AdaptedGPTNeo(network, memory, adapter))
 
     def proposal(self, q: nn.Module) -> tuple[Conditional, Twist | None, Conditional | None]:
-        """A model and a twist that propose as the network or adapter q, and p^(0) for a third."""
+        """What `draw_round` draws a round of q from: a model, a twist, and p^(0) if it is another.
+
+        An adapter q is a twist of p^(0), so that one pass gives log q and log p^(0).
+        """
         if isinstance(q, Adapter):
             return self.conditional(self.model, q.memory), pack(q).tilt, None
         return self.conditional(q, None), None, None if q is self.model else self.base

@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 # isort: split
 import copy
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,14 +71,13 @@ def first_samples(run: Run, setup: Setup) -> Pool:
     proposes the next round. As long as no draw has phi > 0, that is p^(0). Without the pool: none.
     """
     options = run.config.pool
-    rounds = min(options.first_rounds, options.first_draws) if run.config.pooling else 0
+    sizes = options.first_sizes() if run.config.pooling else []
     samples, adapter = Pool(), None
-    for r in range(rounds):
-        count = options.first_draws // rounds + (r < options.first_draws % rounds)
-        add_round(run, setup, adapter or setup.model, samples, 0, count, f" {r + 1}")
-        if r + 1 < rounds and samples.log_weights().max() > -math.inf:
+    for r, count in enumerate(sizes, 1):
+        add_round(run, setup, adapter or setup.model, samples, 0, count, r)
+        if r < len(sizes) and samples.log_weights().max() > -torch.inf:
             tempered = samples.tempered(options.first_ess)
-            phase, updates = f"ladder {r + 1}", options.first_updates
+            phase, updates = f"ladder {r}", options.first_updates
             adapter = fit_adapter(run, setup, phase, tempered, 0, updates, adapter)
     return samples
 
@@ -93,19 +91,23 @@ def draw_samples(
     """
     if not run.config.pooling:
         return last_samples(run, setup.sigma(p, psi), psi, m)
-    add_round(run, setup, psi.adapter or p, samples, m, run.config.pool.draws)
+    add_round(run, setup, psi.adapter or p, samples, m, run.config.pool.draws, None)
     return samples
 
 
 def add_round(
-    run: Run, setup: Setup, q: nn.Module, samples: Pool, m: int, count: int, number: str = ""
+    run: Run, setup: Setup, q: nn.Module, samples: Pool, m: int, count: int, r: int | None
 ) -> None:
-    """Add a round of draws from q, a GPT-Neo or an adapter, and fit the surrogate to all rounds."""
+    """Add round r of generation m, draws of q, and fit the surrogate anew. r is None if alone.
+
+    q is a GPT-Neo or an adapter.
+    """
     proposal = setup.proposal(q)
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
         return vars(draw_round(*proposal, setup.potential, size, generator))
 
+    number = "" if r is None else f" {r}"
     phase = f"sampling{number}"
     drawn = run.draw(phase, m, count, run.config.rows, (phase, m), draw)
     samples.rounds.append(Round(**drawn))
@@ -118,9 +120,7 @@ def last_samples(run: Run, sigma: Sigma, psi: nn.Module, m: int) -> Pool:
     runs = run.config.distill.runs
     population = draw_runs(run, "sampling", m, sigma, pack(psi), run.config.particles, runs)
     tokens = population.alive().samples.flatten(0, 1)  # [N, T]
-    samples = Pool()
-    samples.rounds.append(Round(tokens, torch.zeros(len(tokens), device=tokens.device)))
-    return samples
+    return Pool([Round(tokens, torch.zeros(len(tokens), device=tokens.device))])
 
 
 def learn_scores(run: Run, setup: Setup, phase: str, samples: Pool, m: int) -> Tensor:
@@ -151,8 +151,7 @@ def learn_psi(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn
         run.say(f"only {alive} of {len(weights)} draws have phi > 0; all of them weigh the same")
     adapter = None
     if m == 0:
-        updates = config.distill.updates
-        adapter = fit_adapter(run, setup, "twist learning", samples, m, updates, None)
+        adapter = fit_adapter(run, setup, "twist learning", samples, m, config.distill.updates)
     memory = samples.scores if config.memory else None
     options = config.value
     generator = config.generator("value", m)
@@ -201,7 +200,7 @@ def distil(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Mo
     """
     options = run.config.distill
     if run.config.student == "adapter":
-        return fit_adapter(run, setup, "distillation", samples, m, options.updates, None)
+        return fit_adapter(run, setup, "distillation", samples, m, options.updates)
     is_lora = run.config.student == "lora"
     generator = run.config.generator("distill", m)
     step_size = options.lora_learning_rate if is_lora else options.learning_rate
@@ -220,9 +219,15 @@ def distil(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Mo
 
 
 def fit_adapter(
-    run: Run, setup: Setup, phase: str, samples: Pool, m: int, updates: int, start: Adapter | None
+    run: Run,
+    setup: Setup,
+    phase: str,
+    samples: Pool,
+    m: int,
+    updates: int,
+    start: Adapter | None = None,
 ) -> Adapter:
-    """An adapter of p^(0) that minimises the weighted eq. 7, from p^(0) or from `start`."""
+    """An adapter of p^(0) that minimises the weighted eq. 7, from p^(0) or the MLP of `start`."""
     options = run.config.distill
     generator = run.config.generator(phase, m)
     has_memory = samples.scores is not None and run.config.memory
@@ -244,16 +249,12 @@ def fit_adapter(
 
 
 def sample_batches(
-    run: Run,
-    samples: Pool,
-    updates: int,
-    generator: torch.Generator,
-    base: Conditional | None = None,
+    run: Run, samples: Pool, updates: int, source: torch.Generator, base: Conditional | None = None
 ) -> Callable[[int], Batch]:
     """Batches of weighted samples, with their states in `base` where it is given."""
     weights = samples.weights(run.config.pool.least_ess)
     sizes = (run.config.distill.batch_size, updates)
-    return processes.own_rows(batches_of(samples.tokens(), weights, *sizes, generator, base))
+    return processes.own_rows(batches_of(samples.tokens(), weights, *sizes, source, base))
 
 
 def planned_phases(run: Run, setup: Setup) -> int:
@@ -261,7 +262,7 @@ def planned_phases(run: Run, setup: Setup) -> int:
     config = run.config
     ends = 1 if setup.exact is not None or config.eval.target_proposals == 0 else 2
     learning = 2 + config.surrogate + config.learn_value if config.pooling else 3
-    ladder = (config.pool.first_rounds - 1) * (2 + config.surrogate)
+    ladder = (len(config.pool.first_sizes()) - 1) * (2 + config.surrogate)
     first = learning + ladder if config.pooling else 1
     return ends + first + 1 + config.generations * (learning + 2)
 

@@ -1,9 +1,11 @@
 """The main job at a small scale: its files, its options, and all bad input that it must refuse."""
 
+import dataclasses
 import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ from eval.run.trained import load_generation
 from tinystories.checkpoint import read_tensors
 from tinystories.errors import InputError
 from tinystories.fast import pack
+from tsmc.resampling import effective_sample_size
 from twist.mlp import TwistMLP
+from twist.pool import Pool, Round
 
 
 def read(path: Path) -> dict | list[dict]:
@@ -44,8 +48,8 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
     assert set(config["networks"]) == {"lm", "toxicity_model", "similarity_model"}
     metrics = read(finished_run / "metrics.jsonl")
     phases = {f"{record['generation']} {record['phase']} {record['step']}" for record in metrics}
-    assert len(phases) == len(metrics) == 22
-    assert {"None base samples 1", "0 sampling 1", "0 twist learning 3"} < phases
+    assert len(phases) == len(metrics) == 27
+    assert {"None base samples 1", "0 sampling 2 1", "0 ladder 1 3", "0 twist learning 3"} < phases
     assert {"1 surrogate 1", "1 distillation 3", "1 value learning 4", "1 bare model 1"} < phases
     samples = read(finished_run / "samples.jsonl")
     assert sum(row["source"] == "generation 1" for row in samples) == 18
@@ -109,6 +113,34 @@ def test_every_part_can_be_left_out(tmp_path, flags):
     assert first.adapter.shift.last.weight.any() and psi.adapter is None
     if flags == "--no-learn-value":
         assert not (first.network.last.weight.any() or psi.network.last.weight.any())
+
+
+def test_line_1_climbs_from_round_to_round(monkeypatch):
+    """Rounds come from p^(0) until one has a weight, then from what learned from all before."""
+    proposals, learned = [], []
+
+    def add_round(run, setup, q, samples: Pool, m: int, count: int, r: int) -> None:
+        proposals.append(q)
+        log_phi = torch.full((count,), -torch.inf) if r == 1 else torch.linspace(-9, 0, count)
+        samples.rounds.append(Round(torch.zeros(count, 3), log_phi.double(), log_phi.double()))
+
+    def fit_adapter(run, setup, phase: str, samples: Pool, m: int, updates: int, start) -> str:
+        alive = (samples.log_weights() > -torch.inf).sum()
+        is_tempered = effective_sample_size(samples.log_weights()) >= 0.7 * alive
+        learned.append((len(samples.tokens()), start, updates, is_tempered.item()))
+        return phase
+
+    monkeypatch.setattr(main, "add_round", add_round)
+    monkeypatch.setattr(main, "fit_adapter", fit_adapter)
+    sizes = ["--pool-first-draws", "35", "--pool-first-rounds", "4", "--pool-first-ess", "0.7"]
+    config, _ = read_config([*sizes, "--pool-first-updates", "5"], "")
+    setup = SimpleNamespace(model="p^(0)")
+    samples = main.first_samples(SimpleNamespace(config=config), setup)
+    assert proposals == ["p^(0)", "p^(0)", "ladder 2", "ladder 3"]
+    assert learned == [(18, None, 5, True), (27, "ladder 2", 5, True)]
+    assert [len(one.tokens) for one in samples.rounds] == [9, 9, 9, 8]
+    no_pool = SimpleNamespace(config=dataclasses.replace(config, pooling=False))
+    assert main.first_samples(no_pool, setup).rounds == []
 
 
 @pytest.mark.parametrize("student", ["full", "lora"])

@@ -6,12 +6,12 @@
 Under W the pool is a sample of sigma, whichever generation drew it, because p^(m) phi^(m) = p^(0)
 phi (eq. 8). Self-distillation (`distill/self_distill.py`) and the value (`twist/value.py`) learn
 from it. While proposals are poor, a few sequences have all the weight; c is the largest value under
-which the ESS of W reaches a given number. The first rounds instead learn what proposes the next one
-from a tempered target, which makes use of sequences of small weight too:
+which the ESS of W reaches a given number. What proposes the next of the first rounds learns from a
+tempered target instead, p^(0) phi^b with b <= 1, so that more sequences count:
 
-    W'_i proportional to p^(0)(s_i) phi(s_i)^b / q_r(s_i)
+    w'_i = p^(0)(s_i) phi(s_i)^b / q_r(s_i), truncated alike
 
-where b <= 1 is the largest power with which their ESS reaches a given number.
+b is the largest power with which their ESS reaches a given number.
 
 The proposal of a round does not depend on the draws of that round, so E[w_i] = Z_sigma whatever the
 earlier rounds were. The weights of a mixture of all proposals (adaptive multiple importance
@@ -20,7 +20,7 @@ sequences and assigns them high probability, which hides how little is known. N 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -65,12 +65,12 @@ def draw_round(
     return Round(draws.tokens, log_weights, score)
 
 
+@dataclass
 class Pool:
     """Weighted sequences from all rounds, and the surrogate's scores g [V] if it is fitted."""
 
-    def __init__(self) -> None:
-        self.rounds: list[Round] = []
-        self.scores: Tensor | None = None
+    rounds: list[Round] = field(default_factory=list)
+    scores: Tensor | None = None
 
     def tokens(self) -> Tensor:
         """The sequences [N, T] of all rounds."""
@@ -85,22 +85,18 @@ class Pool:
         return torch.cat([one.log_weights for one in self.rounds])
 
     def tempered(self, least_ess: float) -> "Pool":
-        """The pool with weights of p^(0) phi^b: the largest b in POWERS for an ESS of least_ess N'.
+        """The pool as a sample of p^(0) phi^b: the largest b in POWERS with ESS >= least_ess * N'.
 
-        N' > 0 is the number of sequences with phi > 0. The smallest b where none is enough.
+        N' > 0 is the number of sequences with phi > 0. Where no b does, that of the largest ESS.
         """
         log_weights = self.log_weights()
-        log_phi = self.log_phi()
         alive = log_weights > -torch.inf
-        tempered = log_weights
-        for power in POWERS.tolist():
-            tempered = log_weights - (1 - power) * log_phi.where(alive, 0.0)
-            if effective_sample_size(tempered) >= least_ess * alive.sum():
-                break
-        pool = Pool()
-        pool.rounds.append(Round(self.tokens(), tempered, log_phi))
-        pool.scores = self.scores
-        return pool
+        log_phi = self.log_phi().where(alive, 0.0)
+        tempered = [log_weights - (1 - power) * log_phi for power in POWERS.tolist()]
+        ess = [effective_sample_size(one).item() for one in tempered]
+        enough = min(least_ess * alive.sum().item(), max(ess))
+        chosen = next(i for i in range(len(ess)) if ess[i] >= enough)
+        return Pool([Round(self.tokens(), tempered[chosen], self.log_phi())], self.scores)
 
     def weights(self, least_ess: float) -> Tensor:
         """W [N] for the largest c with which their ESS is at least least_ess * N.

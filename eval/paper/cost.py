@@ -60,11 +60,11 @@ def default_cost(config: RunConfig, network: GPTNeo) -> Spent:
     distilled = config.distill.updates * config.distill.batch_size
     contrasted = config.value.updates * config.value.batch_size
     climbed = config.pool.first_updates * config.distill.batch_size
-    first, rounds = config.pool.first_draws, config.pool.first_rounds
+    first, sizes = config.pool.first_draws, config.pool.first_sizes()
     drawn = config.value.negatives
-    model, others = first, first * (rounds - 1) / rounds * adapter
-    for r in range(1, rounds):  # pools of the ladder
-        pool = first * r // rounds
+    model, others = first, (first - sizes[0]) * adapter
+    for r in range(1, len(sizes)):  # pools of the ladder
+        pool = sum(sizes[:r])
         model += min(climbed, pool)
         others += 3 * (climbed * adapter + ITERATIONS * pool)
     for m in range(config.generations + 1):

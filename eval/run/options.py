@@ -21,6 +21,7 @@ from tinystories.checkpoint import read_json, reading
 from tinystories.errors import InputError, shortened
 from tinystories.hub import checkpoint_directory
 from tsmc.resampling import SCHEMES
+from tsmc.runs import chunk_sizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST = 10**9  # larger numbers are mistakes
@@ -71,11 +72,15 @@ def option(default: Any, text: str, low: Any = -MOST, high: Any = MOST, choices:
 @dataclass(frozen=True)
 class PoolConfig:
     first_draws: int = option(10_000, "sequences drawn for psi^(0)", 1)
-    first_rounds: int = option(8, "rounds in which they are drawn, the first from p^(0)", 1)
-    first_ess: float = option(0.1, "between them, temper phi to an ESS of this share", 0, 1)
-    first_updates: int = option(30, "gradient steps between two of these rounds", 1)
+    first_rounds: int = option(8, "at most so many rounds of them, the first from p^(0)", 1)
+    first_ess: float = option(0.1, "after each, temper phi to an ESS of this share", 0, 1)
+    first_updates: int = option(30, "gradient steps between two such rounds", 1)
     draws: int = option(15_000, "sequences drawn from q in each further generation", 1)
     least_ess: float = option(0.05, "truncate weights to an ESS of this share of all", 0, 1)
+
+    def first_sizes(self) -> list[int]:
+        """Sequences of each of the first rounds."""
+        return chunk_sizes(self.first_draws, math.ceil(self.first_draws / self.first_rounds))
 
 
 @dataclass(frozen=True)
@@ -272,6 +277,11 @@ def build(values: dict[str, Any], kind: type = RunConfig, group: str = "") -> An
 NEEDS = (  # an option, whether it is given, and the options or groups that are read only then
     ("--no-pooling", lambda run: not run.pooling, ("particles", "distill_runs", "ctl")),
     ("--pooling", lambda run: run.pooling, ("pool", "surrogate", "memory", "learn_value", "value")),
+    (
+        "--pool-first-rounds 2",
+        lambda run: run.pool.first_rounds > 1,
+        ("pool_first_ess", "pool_first_updates"),
+    ),
     ("--surrogate", lambda run: run.surrogate, ("memory",)),
     ("--learn-value", lambda run: run.learn_value, ("value",)),
     (

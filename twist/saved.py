@@ -65,7 +65,7 @@ def load_pair(directory: Path, m: int, base: GPTNeo) -> tuple[nn.Module, nn.Modu
     if not path.exists():
         return tinystories.load(directory)[0].to(base.wte.weight), psi
     p = read(path, base)
-    needed = p.scores if isinstance(p, Adapter) and p.has_memory else None
+    needed = p.memory if isinstance(p, Adapter) else None
     given = getattr(psi, "memory", None)
     is_same = needed is given if needed is None or given is None else torch.equal(needed, given)
     if not is_same:

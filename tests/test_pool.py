@@ -223,8 +223,7 @@ def test_rounds_that_climb_by_tempered_weights_find_sigma_sooner():
         for number in range(rounds):
             source = generator(100 * seed + number)
             pool.rounds.append(draw_round(model, None, base, log_phi, 400 // rounds, source))
-            scores, _ = fit_surrogate(pool.tokens(), pool.log_phi(), 8.0, vocab_size)
-            pool.scores = scores
+            pool.scores, _ = fit_surrogate(pool.tokens(), pool.log_phi(), 8.0, vocab_size)
             model = student(pool.tempered(0.1), seed + number, 20)
         model = student(pool, seed, 60)
         log_sigma = (log_prob(base) + log_phi(every)).log_softmax(0)

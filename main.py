@@ -8,8 +8,8 @@ for m = 1..M
 By default all lines learn from a pool of every sequence drawn so far, line 1 climbs to sigma in
 rounds of draws, p^(m) is an adapter of p^(0), and psi^(m) is the value of a prefix.
 `--as-published` learns from the last samples alone, trains all of p^(m), and psi^(m) is an MLP that
-CTL learns from batches of its own; `--no-pooling`, `--student` and the like change one of these at
-a time. R runs, K particles, T tokens.
+CTL learns from batches of its own; `--no-pooling`, `--student` and the like change some of these.
+R runs, K particles, T tokens.
 """
 
 import signal
@@ -151,7 +151,8 @@ def learn_psi(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn
         run.say(f"only {alive} of {len(weights)} draws have phi > 0; all of them weigh the same")
     adapter = None
     if m == 0:
-        adapter = fit_adapter(run, setup, "twist learning", samples, m, config.distill.updates)
+        updates = config.distill.updates
+        adapter = fit_adapter(run, setup, "twist learning", samples, m, updates, None)
     memory = samples.scores if config.memory else None
     options = config.value
     generator = config.generator("value", m)
@@ -200,7 +201,7 @@ def distil(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Mo
     """
     options = run.config.distill
     if run.config.student == "adapter":
-        return fit_adapter(run, setup, "distillation", samples, m, options.updates)
+        return fit_adapter(run, setup, "distillation", samples, m, options.updates, None)
     is_lora = run.config.student == "lora"
     generator = run.config.generator("distill", m)
     step_size = options.lora_learning_rate if is_lora else options.learning_rate
@@ -219,13 +220,7 @@ def distil(run: Run, setup: Setup, p: nn.Module, samples: Pool, m: int) -> nn.Mo
 
 
 def fit_adapter(
-    run: Run,
-    setup: Setup,
-    phase: str,
-    samples: Pool,
-    m: int,
-    updates: int,
-    start: Adapter | None = None,
+    run: Run, setup: Setup, phase: str, samples: Pool, m: int, updates: int, start: Adapter | None
 ) -> Adapter:
     """An adapter of p^(0) that minimises the weighted eq. 7, from p^(0) or the MLP of `start`."""
     options = run.config.distill
@@ -257,16 +252,6 @@ def sample_batches(
     return processes.own_rows(batches_of(samples.tokens(), weights, *sizes, source, base))
 
 
-def planned_phases(run: Run, setup: Setup) -> int:
-    """How many phases the run has, for its display of progress."""
-    config = run.config
-    ends = 1 if setup.exact is not None or config.eval.target_proposals == 0 else 2
-    learning = 2 + config.surrogate + config.learn_value if config.pooling else 3
-    ladder = (len(config.pool.first_sizes()) - 1) * (2 + config.surrogate)
-    first = learning + ladder if config.pooling else 1
-    return ends + first + 1 + config.generations * (learning + 2)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Command line to table; bad input ends with one line and exit code 2, Ctrl-C with code 130."""
     with one_line_errors("main.py", "lower --rows, --ctl-batch-size or --distill-batch-size"):
@@ -286,7 +271,6 @@ def run_job(config: RunConfig, resumed: Path | None) -> Path:
         say("loading the networks")
     setup = load_setup(config)
     with Run(config, resumed, identity(config)) as run:
-        run.total = planned_phases(run, setup)
         results = self_distilled_tsmc(run, setup)
         if run.writes:
             run.say("drawing the figures", is_progress=True)

@@ -73,7 +73,6 @@ def run_and_load(options: list, out: Path) -> list[nn.Module]:
             assert torch.equal(sigma.model.log_probs(tokens)[0], log_p)
             assert torch.equal(twist(hidden), pack(psi)(hidden))
         found.extend([p, psi])
-        assert m == 0 or len(run.phases) == run.total
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "finish_generation", finish)

@@ -18,7 +18,7 @@ no unconditional run can die, so E[log Z-hat] bounds log Z_sigma from above.
 Where this departs from the paper:
  1. The paper's weight at t = T sums p phi over all s_T, one potential for each token of the
     vocabulary. Here s_T is drawn from q_T like every other token, and the weight corrects for it.
- 2. The paper resamples multinomially at every step. That is only the default here.
+ 2. The paper resamples multinomially at every step. Here the caller decides.
 """
 
 from collections.abc import Callable

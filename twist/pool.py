@@ -3,11 +3,11 @@
     w_i = p^(0)(s_i) phi(s_i) / q_r(s_i)         round r drew s_i from q_r
     W_i = min(w_i, c) / sum_j min(w_j, c)        truncated importance sampling (Ionides, 2008)
 
-Under W the pool is a sample of sigma, whichever generation drew it, because p^(m) phi^(m) = p^(0)
+Under w the pool is a sample of sigma, whichever generation drew it, because p^(m) phi^(m) = p^(0)
 phi (eq. 8). Self-distillation (`distill/self_distill.py`) and the value (`twist/value.py`) learn
 from it. While proposals are poor, a few sequences have all the weight; c is the largest value under
-which the ESS of W reaches a given number. What proposes the next of the first rounds learns from a
-tempered target instead, p^(0) phi^b with b <= 1, so that more sequences count:
+which the ESS of W reaches a given number. Proposals of the first rounds learn from a tempered
+target instead, p^(0) phi^b with b <= 1, so that more sequences count:
 
     w'_i = p^(0)(s_i) phi(s_i)^b / q_r(s_i), truncated alike
 

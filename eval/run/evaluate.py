@@ -101,7 +101,7 @@ def check_base_rate(run: Run, log_phi: Tensor) -> None:
     total = len(log_phi)
     if alive == total:
         return
-    batch = config.pool.first_sizes()[0] if config.pooling else config.ctl.batch_size
+    batch = config.pool.first_draws if config.pooling else config.ctl.batch_size
     flag = "--pool-first-draws" if config.pooling else "--ctl-batch-size"
     seen = batch * alive / total
     strength = math.ceil(math.log(total / max(alive, 1)))

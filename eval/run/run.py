@@ -100,7 +100,6 @@ class Run:
         self.records: list[dict] = []  # the lines of metrics.jsonl
         self.samples: list[dict] = []  # the lines of samples.jsonl
         self.phases: list[Path] = []
-        self.total = 0  # phases that are planned; 0 where unknown
         options = dataclasses.asdict(config) | {"out": "", "quiet": False}  # they change no result
         self.identity = json.dumps(options | networks, sort_keys=True)
         if len(set(processes.gather(self.identity))) > 1:
@@ -160,9 +159,8 @@ class Run:
         if processes.first(path.exists()):
             tensors, records = read_phase(path, identity)
         else:
-            tensors, records = self.computed(
-                title, {"phase": phase, "generation": m}, steps, compute
-            )
+            names = {"phase": phase, "generation": m}
+            tensors, records = self.computed(title, names, steps, compute)
             if self.writes:
                 write_phase(path, tensors, identity, records)
         self.log(records)
@@ -172,9 +170,8 @@ class Run:
         self, title: str, place: dict, steps: int, compute: Compute
     ) -> tuple[dict[str, Tensor], list[dict]]:
         """What process 0 computes in a phase, on the CPU, and its records."""
-        number = f"{len(self.phases)}/{self.total}  " if self.total else ""
         is_shown = self.writes and not self.config.quiet
-        progress = Progress(number + title, place, steps, is_shown)
+        progress = Progress(title, place, steps, is_shown)
         try:
             tensors = compute(progress)
         except InputError as error:

@@ -248,8 +248,9 @@ def sample_batches(
 ) -> Callable[[int], Batch]:
     """Batches of weighted samples, with their states in `base` where it is given."""
     weights = samples.weights(run.config.pool.least_ess)
-    sizes = (run.config.distill.batch_size, updates)
-    return processes.own_rows(batches_of(samples.tokens(), weights, *sizes, source, base))
+    batch_size = run.config.distill.batch_size
+    own = processes.share(batch_size)
+    return batches_of(samples.tokens(), weights, batch_size, updates, source, base, own)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -274,7 +275,7 @@ def run_job(config: RunConfig, resumed: Path | None) -> Path:
         results = self_distilled_tsmc(run, setup)
         if run.writes:
             run.say("drawing the figures", is_progress=True)
-            draw_figures(results, run.samples, run.path)
+            draw_figures(results, run.records, run.samples, run.path / "figures")
         run.finish(results)
         return run.path
 

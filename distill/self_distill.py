@@ -33,11 +33,6 @@ class Batch:
     hidden: Tensor | None  # [n, T, D] the states that predict them, if they are computed once
     batch_size: int  # of the whole batch
 
-    def rows(self, part: slice) -> "Batch":
-        """The part of one process."""
-        hidden = None if self.hidden is None else self.hidden[part]
-        return Batch(self.tokens[part], hidden, self.batch_size)
-
 
 def batches_of(
     samples: Tensor,
@@ -46,14 +41,18 @@ def batches_of(
     updates: int,
     generator: torch.Generator,
     model: LanguageModel | None = None,
+    own: slice = slice(None),
 ) -> Callable[[int], Batch]:
-    """Batches of samples [N, T] drawn by weights [N], with their states if a `model` is given."""
+    """Batches of samples [N, T] drawn by weights [N], with their states if a `model` is given.
+
+    Of a batch that processes share, this one has the rows `own`.
+    """
     distinct, place = draw_rows(weights, updates * batch_size, generator)
     tokens = samples[distinct]
     states = None if model is None else hidden_states(model, tokens)
 
     def draw_batch(update: int) -> Batch:
-        rows = place[update * batch_size : (update + 1) * batch_size]
+        rows = place[update * batch_size : (update + 1) * batch_size][own]
         return Batch(tokens[rows], None if states is None else states[rows], batch_size)
 
     return draw_batch

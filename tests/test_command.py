@@ -67,6 +67,8 @@ def test_the_help_names_every_option_on_two_screens(monkeypatch):
 REFUSED = {
     "--particels 5": "did you mean --particles?",
     "--beta=--": "--beta is []",
+    "--preset pockets": "--preset is 'pockets'; give one of pocket, paper",
+    "--no-effective-potential": "has no effect without --no-pooling",
     "--particles 5": "--particles has no effect without --no-pooling",
     "--as-published --value-updates 5": "--value-updates has no effect without --pooling",
     "--no-surrogate --no-memory": "--no-memory has no effect without --surrogate",

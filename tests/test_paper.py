@@ -20,11 +20,12 @@ from eval.metrics import energy_distance
 from eval.paper import __main__ as paper
 from eval.paper.cost import COSTS, baseline, baseline_cost, default_cost, size
 from eval.paper.measure import energy_terms
-from eval.paper.numbers import TARGET, Number, Numbers, Place, read_rows
+from eval.paper.numbers import TARGET, Number, Numbers, Place, is_finished, read_rows
 from eval.paper.parts import run_part
 from eval.paper.report import FIGURES
 from eval.paper.study import ABLATIONS, BASELINES, METHODS, WHEN, Part, Study, stages
 from tinystories import Conditional, GPTNeo
+from tinystories.errors import InputError
 from tsmc.estimate import mean_estimate
 from twist.adapter import Adapter
 from twist.surrogate import ITERATIONS
@@ -229,6 +230,16 @@ def test_a_study_that_was_killed_goes_on_and_ends_the_same(whole, copied, capsys
     assert [line.split()[0] for line in printed if " parts)" in line] == ["default-1"]
     for name in PRODUCTS:
         assert (copied / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_a_result_of_other_options_is_not_taken_over(copied, monkeypatch):
+    part = Part("default-1", "run", 1)
+    other = dataclasses.replace(STUDY, options=f"{STUDY.options} --value-batch-size 8")
+    with pytest.raises(InputError, match="made with other options"):
+        run_part(other, part, copied)
+    monkeypatch.setitem(METHODS, "default", "--no-memory")
+    with pytest.raises(InputError, match="made with other settings"):
+        is_finished(STUDY, part, copied)
 
 
 @pytest.mark.parametrize("option", ["--jobs 0", "--seeds 1", "--seeds 1 1", "--beta 1"])

@@ -43,8 +43,8 @@ def shares(folder: Path) -> None:
         adapter = Adapter(model, None, False, 16, generator)
         torch.nn.init.normal_(adapter.shift.last.weight, generator=generator)
         processes.share_gradients(adapter)
-        sizes = (batch_size, 1, generator, base)
-        batch = processes.own_rows(batches_of(samples, torch.ones(9), *sizes))(0)
+        sizes = (batch_size, 1, generator, base, processes.share(batch_size))
+        batch = batches_of(samples, torch.ones(9), *sizes)(0)
         for name, loss, trained in (
             ("LoRA", model_loss(student.after(base), batch), student.parameters),
             ("adapter", adapter_loss(adapter, batch), adapter.shift.parameters()),

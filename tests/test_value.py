@@ -84,6 +84,18 @@ def test_the_mutant_is_caught(change):
     assert distance(*learned(1, mutant(twist.value, change))) > 0.3
 
 
+def test_the_standard_error_is_that_of_both_sides():
+    """Over many held-out batches the loss varies as much as one of them says."""
+    psi = TableValue(TableModel.random(VOCABULARY, 5, generator(1)))
+    rows = torch.randint(len(psi.table), (400, 2, 60, 5, 1), generator=generator(3)).float()
+    weights = torch.full((60,), 1 / 60)
+    with torch.no_grad():
+        psi.table.normal_(std=0.7, generator=generator(2))
+        batches = [twist.value.Batch(positive, weights, negative) for positive, negative in rows]
+        loss, std_error = torch.tensor([twist.value.value_loss(psi, one) for one in batches]).T
+    assert 0.85 < std_error.mean() / loss.std() < 1.15
+
+
 def test_held_out_rows_keep_v_from_learning_noise_by_heart():
     """Phi = 1: every V but a constant is wrong, and a long training on a few rows finds one."""
     model = TableModel.random(VOCABULARY, 5, generator(1))

@@ -148,12 +148,6 @@ class Paths:
         return self.chances * self.stride / self.combinations
 
 
-def token_breakpoints(logits: Tensor, runs: int) -> Tensor:
-    """Where the uniform of a token draw changes the token: [R, K, V - 1]."""
-    cumulative = logits.double().softmax(-1).cumsum(-1)
-    return cumulative[:, :-1].view(runs, -1, logits.shape[-1] - 1)
-
-
 @contextlib.contextmanager
 def injected(paths: Paths, scheme: str, module: types.ModuleType):
     """Patch the randomness of a module that samples; yields the scheme to pass to it.
@@ -164,7 +158,8 @@ def injected(paths: Paths, scheme: str, module: types.ModuleType):
     draw = tsmc.categorical.draw_categorical
 
     def draw_everywhere(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        paths.choose(token_breakpoints(logits, runs))
+        inner = logits.double().softmax(-1).cumsum(-1)[:, :-1]  # where the token changes
+        paths.choose(inner.view(runs, -1, inner.shape[-1]))  # [R, K, V - 1]
         return draw(logits, paths.uniforms.view(-1, 1))
 
     def resample(weights: Tensor, _: torch.Generator) -> Tensor:

@@ -135,7 +135,9 @@ def value_loss(twist: ValueTwist, batch: Batch) -> tuple[Tensor, Tensor]:
     negative = log_mean_exp(value.T)  # [T]
     each = negative.sum() - twist.value(batch.positive).sum(1)  # [n]
     loss = (batch.weights * each).sum()
-    return loss, (batch.weights * (each - loss)).square().sum().sqrt()
+    shares = (value - negative).exp().sum(1)  # [n] what each negative row adds to log E
+    variance = (batch.weights * (each - loss)).square().sum()
+    return loss, (variance + shares.var(correction=0) / len(shares)).sqrt()
 
 
 def learn_value(

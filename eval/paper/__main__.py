@@ -21,8 +21,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
-from eval.paper.numbers import collect, write_results
-from eval.paper.parts import is_finished, run_part, start_worker
+from eval.paper.numbers import collect, is_finished, write_results
+from eval.paper.parts import run_part, start_worker
 from eval.paper.report import write_report
 from eval.paper.study import QUICK, Study, stages
 from eval.run.command import one_line_errors

@@ -10,14 +10,16 @@ the terms, and is added in quadrature, to a mean KL also the error of log Z_sigm
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eval.paper.study import ABLATIONS, METHODS, WHEN, Study, stages
+from eval.paper.study import ABLATIONS, BASELINES, METHODS, WHEN, Part, Study, stages
 from tinystories.checkpoint import read_json, write_json
+from tinystories.errors import InputError
 from tsmc.estimate import mean_estimate
 
 
@@ -113,6 +115,23 @@ class Numbers:
         return [pair for section in sections for pair in means if pair[0].section == section]
 
 
+def description(study: Study, part: Part) -> str:
+    """What the result of a part depends on; the seeds of other parts are left out."""
+    grid = study.grid(part.method) if part.method in BASELINES else []
+    config = study.config(part.method, part.seed)
+    return repr((replace(study, seeds=(), few=0), part, grid, config))
+
+
+def is_finished(study: Study, part: Part, out: Path) -> bool:
+    """Whether a part has its result; InputError where it was made with other settings."""
+    path = out / "parts" / f"{part.name}.json"
+    if not path.exists():
+        return False
+    if read_json(path).get("description") != description(study, part):
+        raise InputError(f"{path}: made with other settings; choose another --out, or delete it")
+    return True
+
+
 def read_rows(out: Path, name: str) -> list[dict]:
     """The rows of a finished part."""
     return read_json(out / "parts" / f"{name}.json")["rows"]
@@ -122,8 +141,7 @@ def collect(study: Study, out: Path) -> Numbers:
     """All numbers of the finished parts of a study."""
     numbers = Numbers()
     for part in itertools.chain(*stages(study)):
-        is_finished = (out / "parts" / f"{part.name}.json").exists()
-        for row in read_rows(out, part.name) if is_finished else []:
+        for row in read_rows(out, part.name) if is_finished(study, part, out) else []:
             place = Place(*row["place"], part.seed if part.kind in ("run", "best") else None)
             numbers.add(place, row)
     for before, after in comparisons(study, numbers):

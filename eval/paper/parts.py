@@ -23,8 +23,9 @@ from distill.grpo import grpo
 from eval.metrics import Samples, distinct_share, energy_floor, score, score_population
 from eval.paper.cost import COSTS, baseline, baseline_cost
 from eval.paper.measure import Task, with_interval
-from eval.paper.numbers import read_rows
+from eval.paper.numbers import description, read_rows
 from eval.paper.study import METHODS, WHEN, Part, Study
+from eval.run.options import saved_config
 from eval.run.run import finite_or_null
 from eval.run.setup import sigma_key
 from eval.run.target import save_target
@@ -37,21 +38,6 @@ from tsmc import Population, Sigma, in_chunks, sample_runs
 from tsmc.estimate import mean_estimate
 from tsmc.interfaces import Twist
 from tsmc.rejection import draw_accepted, exact_samples
-
-
-def description(study: Study, part: Part) -> str:
-    """What the result of a part depends on; the seeds of other parts are left out."""
-    return repr((replace(study, seeds=(), few=0), part))
-
-
-def is_finished(study: Study, part: Part, out: Path) -> bool:
-    """Whether a part has its result; InputError where it was made with other settings."""
-    path = out / "parts" / f"{part.name}.json"
-    if not path.exists():
-        return False
-    if read_json(path).get("description") != description(study, part):
-        raise InputError(f"{path}: made with other settings; choose another --out, or delete it")
-    return True
 
 
 def start_worker() -> None:
@@ -151,6 +137,8 @@ def trained_run(task: Task) -> list[dict]:
     path = task.out / "runs" / task.part.name
     arguments = [*task.study.arguments(task.part.method, task.part.seed), "--out", str(path)]
     if path.exists():
+        if replace(saved_config(path), out="", quiet=False) != task.config:
+            raise InputError(f"{path}: made with other options; delete it")
         arguments = ["--resume", str(path)]
     try:
         run_main([*arguments, "--quiet"])
@@ -199,7 +187,7 @@ def sampled(task: Task, sigma: Sigma, twist: Twist, m: int, threshold: float) ->
         return vars(sample_runs(sigma, twist, particles, size, generator, **rule))
 
     runs, at_once = task.study.resampling_runs, config.rows // particles
-    drawn = in_chunks(draw, runs, at_once, config.streams(*place))
+    drawn = in_chunks(draw, runs, at_once, config.streams("resampling", m))  # the same for all
     population = Population(**drawn).alive()
     samples = score_population(population, task.setup.potential, task.setup.log_toxicity)
     return task.measure(samples) | {

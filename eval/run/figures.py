@@ -4,7 +4,6 @@ Every function writes one PNG. The colours are those of Okabe and Ito, which col
 can tell apart, and each series also has a marker or line style of its own.
 """
 
-import json
 from pathlib import Path
 
 import matplotlib
@@ -97,11 +96,8 @@ def toxicity_histogram(toxicity: dict[str, list[float]], path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_figures(results: dict, samples: list[dict], run: Path) -> None:
-    """The three figures of a run from its results, its metrics.jsonl and its samples."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    folder = run / "figures"
+def draw_figures(results: dict, records: list[dict], samples: list[dict], folder: Path) -> None:
+    """The three figures of a run from its results and the lines of its other two files."""
     learning_curves(records, folder / "twist-learning.png")
     similarity_toxicity(results, folder / "similarity-toxicity.png")
     scores: dict[str, list[float]] = {}

@@ -275,7 +275,11 @@ def build(values: dict[str, Any], kind: type = RunConfig, group: str = "") -> An
 
 
 NEEDS = (  # an option, whether it is given, and the options or groups that are read only then
-    ("--no-pooling", lambda run: not run.pooling, ("particles", "distill_runs", "ctl")),
+    (
+        "--no-pooling",
+        lambda run: not run.pooling,
+        ("effective_potential", "particles", "distill_runs", "ctl"),
+    ),
     ("--pooling", lambda run: run.pooling, ("pool", "surrogate", "memory", "learn_value", "value")),
     (
         "--pool-first-rounds 2",
@@ -319,8 +323,8 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
             flag = flag_of(name, values[name])
             raise InputError(f"--as-published sets {flag} itself; leave one of them out")
         values |= PUBLISHED
-    values.setdefault("particles", PRESETS[values.get("preset", "pocket")].particles)
-    config = build(values)
+    preset = PRESETS.get(values.get("preset", "pocket"), Preset())  # `build` refuses other names
+    config = build({"particles": preset.particles} | values)
     for need, is_met, names in NEEDS:
         for group, name, _ in every_option():
             is_named = arguments is None and name in chosen and (name in names or group in names)

@@ -5,7 +5,6 @@ to float rounding, until rounding changes a draw. With a single process all of t
 """
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -59,16 +58,6 @@ def share_gradients(module: nn.Module) -> None:
     for parameter in module.parameters():
         if count() > 1 and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda own: dist.all_reduce(own.grad))
-
-
-def own_rows(draw_batch: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Batches that all processes draw, cut down to the rows of this process."""
-
-    def draw_own(update: int) -> Any:
-        batch = draw_batch(update)
-        return batch.rows(share(batch.batch_size))
-
-    return draw_own
 
 
 def all_rows(rows: Tensor) -> Tensor:

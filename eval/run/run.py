@@ -117,13 +117,16 @@ class Run:
             fault = f"{self.directory}: another process is writing there"
             raise InputError(f"{fault}; wait or stop it") from None
         self.own_lock = (self.directory / LOCK).stat()
+        versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+        made_by = {"versions": versions, "networks": networks}
         if is_new:
-            versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-            made_by = {"versions": versions, "networks": networks}
             checkpoint.write_json(self.path / "config.json", dataclasses.asdict(config) | made_by)
-        elif checkpoint.read_json(self.path / "config.json").get("networks") != networks:
+        saved = checkpoint.read_json(self.path / "config.json")
+        if saved.get("networks") != networks:
             fault = f"{self.path}: a network or potential has changed since the run began"
             raise InputError(f"{fault}; restore it or start a new run")
+        if saved.get("versions") != versions:
+            self.say(f"begun with {saved.get('versions')}, so results may differ in rounding")
         for folder in ("", "resume", "target", "figures", "generation-*"):
             for partial in self.path.glob(f"{folder}/.*{checkpoint.PARTIAL}".lstrip("/")):
                 partial.unlink(missing_ok=True)

@@ -59,7 +59,7 @@ def cell(row: dict, key: str, form: str) -> str:
     if key not in row:
         return ""
     if row[key] is None:
-        return "-inf"
+        return "-inf" if key == "log_phi" else "-"
     if key == "dead_runs":
         return f"{row[key]}/{row['num_runs']}"
     return format(row[key], form)

@@ -237,11 +237,12 @@ def test_the_adapter_loss_is_that_of_the_model_and_parts_sum_to_it():
     _, adapter, base, model = adapted(*VARIANTS["memory"])
     torch.nn.init.normal_(adapter.shift.last.weight, generator=generator(2))
     samples = torch.randint(11, (6, 5), generator=generator(1))
-    batch = batches_of(samples, torch.ones(6), 9, 1, generator(0), base)(0)
+    cuts = (slice(None), slice(0, 4), slice(4, 9))
+    drawn = (samples, torch.ones(6), 9, 1)
+    batch, *parts = [batches_of(*drawn, generator(0), base, cut)(0) for cut in cuts]
     loss = adapter_loss(adapter, batch)
     torch.testing.assert_close(loss, model_loss(model, batch))
-    parts = [adapter_loss(adapter, batch.rows(slice(*cut))) for cut in ((0, 4), (4, 9))]
-    torch.testing.assert_close(sum(parts), loss)
+    torch.testing.assert_close(sum(adapter_loss(adapter, part) for part in parts), loss)
     logits = model.log_probs(batch.tokens)[1]
     torch.testing.assert_close(loss, cross_entropy(logits.flatten(0, 1), batch.tokens.flatten()))
     loss.backward()

@@ -39,8 +39,9 @@ def move(
         log_change = (new.log_p - new.log_q) - (log_p - log_q)  # [N, T]
         log_ratio = log_change.masked_fill(~is_new, 0.0).sum(-1) + new_log_phi - log_phi  # [N]
         is_taken = uniforms(rows, 1, generator).log() < log_ratio[:, None]  # [N, 1]
+        is_changed = is_taken & is_new  # [N, T]
         tokens = torch.where(is_taken, new.tokens, tokens)
-        log_p = torch.where(is_taken, new.log_p, log_p)
-        log_q = torch.where(is_taken, new.log_q, log_q)
+        log_p = torch.where(is_changed, new.log_p, log_p)
+        log_q = torch.where(is_changed, new.log_q, log_q)
         log_phi = torch.where(is_taken[:, 0], new_log_phi, log_phi)
     return tokens

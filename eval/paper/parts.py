@@ -178,7 +178,10 @@ def generation_samples(path: Path, m: int) -> Samples:
 
 
 def sampled(task: Task, sigma: Sigma, twist: Twist, m: int, threshold: float) -> dict:
-    """The row of the pair of generation m, resampled where ESS < threshold K, without moves."""
+    """The row of the pair of generation m, resampled where ESS < threshold K, without moves.
+
+    All thresholds have the same random numbers, so that their differences vary less.
+    """
     config, particles = task.config, task.config.eval.particles
     place = ("resampling", f"{task.part.method}, {WHEN[threshold]}", m)
     rule = config.rule() | {"ess_threshold": threshold}
@@ -187,7 +190,7 @@ def sampled(task: Task, sigma: Sigma, twist: Twist, m: int, threshold: float) ->
         return vars(sample_runs(sigma, twist, particles, size, generator, **rule))
 
     runs, at_once = task.study.resampling_runs, config.rows // particles
-    drawn = in_chunks(draw, runs, at_once, config.streams("resampling", m))  # the same for all
+    drawn = in_chunks(draw, runs, at_once, config.streams("resampling", m))
     population = Population(**drawn).alive()
     samples = score_population(population, task.setup.potential, task.setup.log_toxicity)
     return task.measure(samples) | {

@@ -233,10 +233,9 @@ def test_a_study_that_was_killed_goes_on_and_ends_the_same(whole, copied, capsys
 
 
 def test_a_result_of_other_options_is_not_taken_over(copied, monkeypatch):
-    part = Part("default-1", "run", 1)
-    other = dataclasses.replace(STUDY, options=f"{STUDY.options} --value-batch-size 8")
+    part, options = Part("default-1", "run", 1), f"{STUDY.options} --value-batch-size 8"
     with pytest.raises(InputError, match="made with other options"):
-        run_part(other, part, copied)
+        run_part(dataclasses.replace(STUDY, options=options), part, copied)
     monkeypatch.setitem(METHODS, "default", "--no-memory")
     with pytest.raises(InputError, match="made with other settings"):
         is_finished(STUDY, part, copied)

@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import os
 import threading
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -137,7 +136,7 @@ def trained_run(task: Task) -> list[dict]:
     path = task.out / "runs" / task.part.name
     arguments = [*task.study.arguments(task.part.method, task.part.seed), "--out", str(path)]
     if path.exists():
-        if replace(saved_config(path), out="", quiet=False) != task.config:
+        if saved_config(path).deciding() != task.config.deciding():
             raise InputError(f"{path}: made with other options; delete it")
         arguments = ["--resume", str(path)]
     try:

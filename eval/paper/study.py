@@ -42,7 +42,7 @@ BEYOND = {  # (step size, b) beyond the edges of the grid at which the best sett
 
 @dataclass(frozen=True)
 class Study:
-    """Everything that the numbers depend on, besides the networks and the versions of libraries."""
+    """What the numbers depend on, besides main.py's defaults, the networks and the libraries."""
 
     options: str = ""  # of every run of main.py
     seeds: tuple[int, ...] = (41, 42, 43, 44, 45)

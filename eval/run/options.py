@@ -186,6 +186,10 @@ class RunConfig:
         """How the sampler resamples: arguments of `tsmc.sampler.tsmc`."""
         return {"resample": SCHEMES[self.resampling], "ess_threshold": self.ess_threshold}
 
+    def deciding(self) -> "RunConfig":
+        """The options that decide the results; the others have their defaults."""
+        return dataclasses.replace(self, out="", quiet=False)
+
     def streams(self, *purpose: str | int) -> Callable[[int], torch.Generator]:
         """A random stream for each chunk of one purpose, whichever process works on it."""
         return lambda chunk: self.generator(*purpose, chunk)

@@ -100,7 +100,7 @@ class Run:
         self.records: list[dict] = []  # the lines of metrics.jsonl
         self.samples: list[dict] = []  # the lines of samples.jsonl
         self.phases: list[Path] = []
-        options = dataclasses.asdict(config) | {"out": "", "quiet": False}  # they change no result
+        options = dataclasses.asdict(config.deciding())
         self.identity = json.dumps(options | networks, sort_keys=True)
         if len(set(processes.gather(self.identity))) > 1:
             raise InputError("the processes of this job have different options; start them alike")
@@ -121,15 +121,20 @@ class Run:
         made_by = {"versions": versions, "networks": networks}
         if is_new:
             checkpoint.write_json(self.path / "config.json", dataclasses.asdict(config) | made_by)
-        saved = checkpoint.read_json(self.path / "config.json")
-        if saved.get("networks") != networks:
-            fault = f"{self.path}: a network or potential has changed since the run began"
-            raise InputError(f"{fault}; restore it or start a new run")
-        if saved.get("versions") != versions:
-            self.say(f"begun with {saved.get('versions')}, so results may differ in rounding")
+        else:
+            self.compare_with(made_by)
         for folder in ("", "resume", "target", "figures", "generation-*"):
             for partial in self.path.glob(f"{folder}/.*{checkpoint.PARTIAL}".lstrip("/")):
                 partial.unlink(missing_ok=True)
+
+    def compare_with(self, made_by: dict) -> None:
+        """InputError where networks have changed since the run began; a line for other versions."""
+        saved = checkpoint.read_json(self.path / "config.json")
+        if saved.get("networks") != made_by["networks"]:
+            fault = f"{self.path}: a network or potential has changed since the run began"
+            raise InputError(f"{fault}; restore it or start a new run")
+        if saved.get("versions") != made_by["versions"]:
+            self.say(f"begun with {saved.get('versions')}, so results may differ in rounding")
 
     @property
     def path(self) -> Path:

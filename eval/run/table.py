@@ -55,7 +55,7 @@ def table(results: dict, source: Path) -> str:
 
 
 def cell(row: dict, key: str, form: str) -> str:
-    """A number of a row, empty where the row has none; log phi = -inf is null in JSON."""
+    """A number of a row, empty where it has none; null is -inf of log phi, else not finite."""
     if key not in row:
         return ""
     if row[key] is None:

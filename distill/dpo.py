@@ -28,9 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.finetune import ROWS, BaselineConfig, Student, rewards
-from tinystories.decoder import Conditional
-from tinystories.fast import pack
-from tsmc.interfaces import Report, ignore
+from tsmc.interfaces import BaseModel, Report, ignore
 from tsmc.proposal import sample_proposal
 
 
@@ -48,20 +46,20 @@ def dpo_loss(log_pi: Tensor, log_ref: Tensor, strength: float) -> Tensor:
 
 
 def dpo(
-    base: Conditional,
+    base: BaseModel,
     log_phi: Callable[[Tensor], Tensor],
     config: BaselineConfig,
     lora: bool,
     generator: torch.Generator,
     report: Report = ignore,
-) -> Conditional:
+) -> BaseModel:
     """pi, trained from p^(0) = base, a plain network that is kept, for log_phi(tokens [N, T]) [N].
 
     Reports the loss of every step. InputError where log phi or the trained model is not finite.
     """
-    student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
+    student = Student(base.network, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
-    reference = base.with_model(pack(base.model))
+    reference = base.packed()
 
     def loss(tokens: Tensor, log_ref: Tensor) -> Tensor:
         log_pi = policy.log_probs(tokens.flatten(0, 1))[0].sum(-1)  # [2 M]
@@ -73,4 +71,4 @@ def dpo(
         tokens = batch.tokens[pairs]  # [M, 2, T]
         log_ref = batch.log_p.sum(-1)[pairs]  # [M, 2]
         report(loss=student.update(loss, ROWS // 2, tokens, log_ref))
-    return base.with_model(student.finish())
+    return base.with_network(student.finish())

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.decoder import Conditional
 from tinystories.errors import InputError
-from tinystories.gpt_neo import GPTNeo
+from tsmc.interfaces import BaseModel
 
 ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits
 RANK = 8  # of LoRA
@@ -55,26 +54,35 @@ class LoRALinear(nn.Module):
         return self.base(x) + F.linear(F.linear(x, self.a), self.b)
 
 
-def add_lora(model: GPTNeo, generator: torch.Generator) -> list[nn.Parameter]:
-    """Freeze the model and put LoRA on all q and v projections, in place; returns what to train."""
-    model.requires_grad_(False)
+def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Parameter]:
+    """Freeze the network and put LoRA on all q and v projections, in place; returns what to train.
+
+    InputError where no linear layer has such a name.
+    """
+    network.requires_grad_(False)
     added = []
-    for block in model.h:
+    for parent in list(network.modules()):
         for name in PROJECTIONS:
-            lora = LoRALinear(getattr(block.attn, name), generator)
-            setattr(block.attn, name, lora)
-            added += [lora.a, lora.b]
+            layer = getattr(parent, name, None)
+            if isinstance(layer, nn.Linear):
+                lora = LoRALinear(layer, generator)
+                setattr(parent, name, lora)
+                added += [lora.a, lora.b]
+    if not added:
+        wanted = " or ".join(PROJECTIONS)
+        raise InputError(f"the network has no linear layer {wanted}; fine-tune all parameters")
     return added
 
 
-def merge_lora(model: GPTNeo) -> None:
-    """Fold every LoRA update into its weight, in place; the model is an ordinary GPT-Neo again."""
-    for block in model.h:
+def merge_lora(network: nn.Module) -> None:
+    """Fold every LoRA update into its weight, in place; the network is what it was before."""
+    for parent in list(network.modules()):
         for name in PROJECTIONS:
-            lora = getattr(block.attn, name)
-            lora.base.weight.data += lora.b.data @ lora.a.data
-            setattr(block.attn, name, lora.base)
-    model.requires_grad_(True)
+            lora = getattr(parent, name, None)
+            if isinstance(lora, LoRALinear):
+                lora.base.weight.data += lora.b.data @ lora.a.data
+                setattr(parent, name, lora.base)
+    network.requires_grad_(True)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -91,13 +99,13 @@ class Student:
 
     def __init__(
         self,
-        model: GPTNeo,
+        model: nn.Module,
         learning_rate: float,
         weight_decay: float,
         lora: bool,
         generator: torch.Generator,
     ):
-        self.dtype = model.wte.weight.dtype
+        self.dtype = next(model.parameters()).dtype
         wide = torch.promote_types(self.dtype, torch.float32)
         self.network = copy.deepcopy(model).to(wide).requires_grad_(True)
         self.lora = lora
@@ -106,9 +114,9 @@ class Student:
         groups = parameter_groups(self.parameters, weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=learning_rate)
 
-    def after(self, base: Conditional) -> Conditional:
-        """The student as a conditional model after the prompt of `base`."""
-        return base.with_model(self.network)
+    def after(self, base: BaseModel) -> BaseModel:
+        """The student as a language model after the prompt of `base`."""
+        return base.with_network(self.network)
 
     def update(self, loss: Callable[..., Tensor], at_once: int, *rows: Tensor) -> float:
         """One step on the mean over rows [N, ...], loss(*rows), `at_once` at a time; that mean."""
@@ -121,7 +129,7 @@ class Student:
         self.optimizer.step()
         return total
 
-    def merged(self) -> GPTNeo:
+    def merged(self) -> nn.Module:
         """The network as it is now; with LoRA, a copy into which the updates are merged."""
         if not self.lora:
             return self.network
@@ -129,7 +137,7 @@ class Student:
         merge_lora(network)
         return network
 
-    def finish(self) -> GPTNeo:
+    def finish(self) -> nn.Module:
         """The trained network in the type it came in; InputError where it is not finite."""
         network = self.merged()
         if not all(parameter.isfinite().all() for parameter in network.parameters()):

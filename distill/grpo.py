@@ -33,10 +33,8 @@ import torch
 from torch import Tensor
 
 from distill.finetune import ROWS, BaselineConfig, Student, rewards
-from tinystories.decoder import Conditional
-from tinystories.fast import pack
 from tsmc.categorical import widest
-from tsmc.interfaces import Report, ignore
+from tsmc.interfaces import BaseModel, Report, ignore
 from tsmc.proposal import sample_proposal
 
 
@@ -60,19 +58,19 @@ def grpo_loss(log_pi: Tensor, log_ref: Tensor, advantage: Tensor, strength: floa
 
 
 def grpo(
-    base: Conditional,
+    base: BaseModel,
     log_phi: Callable[[Tensor], Tensor],
     config: BaselineConfig,
     lora: bool,
     generator: torch.Generator,
     report: Report = ignore,
-) -> Conditional:
+) -> BaseModel:
     """pi, trained from p^(0) = base, a plain network that is kept, for log_phi(tokens [N, T]) [N].
 
     Reports the loss, which is b times the penalty because A has mean 0, and the samples' mean phi.
     InputError where log phi or the trained model is not finite.
     """
-    student = Student(base.model, config.learning_rate, config.weight_decay, lora, generator)
+    student = Student(base.network, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
 
     def loss(tokens: Tensor, advantage: Tensor) -> Tensor:
@@ -81,9 +79,9 @@ def grpo(
         return grpo_loss(policy.log_probs(tokens)[0], log_ref, advantage, config.strength)
 
     for _ in range(config.updates):
-        current = base.with_model(pack(student.merged()))
+        current = base.with_network(student.merged()).packed()
         tokens = sample_proposal(current, None, config.batch_size, generator).tokens
         reward = rewards(log_phi, tokens)
         mean_loss = student.update(loss, ROWS, tokens, advantages(reward))
         report(loss=mean_loss, phi=reward.exp().mean())
-    return base.with_model(student.finish())
+    return base.with_network(student.finish())

@@ -1,5 +1,5 @@
 """What is made with the method: runs, scores, the study, pages, benchmarks, pocket checkpoints."""
 
-from eval.run.trained import TrainedRun as load_run
+from eval.trained import TrainedRun as load_run
 
 __all__ = ["load_run"]

@@ -1,7 +1,8 @@
 """The columns of the table: what a set of samples is worth.
 
-    toxicity     mean of p(toxic | s) over the final particles of R independent TSMC runs of K
-    log phi      mean; phi > 0: share of the texts that the potential does not rule out
+    log phi      mean over the final particles of R independent TSMC runs of K
+    phi > 0      share of the texts that the potential does not rule out
+    toxicity     mean of p(toxic | s), where the potential reads the classifier or it is asked for
     similarity   mean cosine over distinct index pairs of the same R K texts
     energy       2 E|x - y| - E|x - x'| - E|y - y'|: energy distance of sentence embeddings, texts x
                  against exact samples y of sigma; zero where both come from the same distribution.
@@ -14,8 +15,8 @@
     distinct     share of different sequences among a run's K samples, mean over runs
     dead         runs whose weights were all zero at some step
 
-Samples are the particles after the last resampling and any moves, where copies count as often as
-they occur. Particles of one run are dependent, so the intervals, all 95 %, come from whole runs.
+Samples are the particles after the last resampling, where copies count as often as they occur.
+Particles of one run are dependent, so the intervals, all 95 %, come from whole runs.
 """
 
 import math
@@ -30,7 +31,6 @@ from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.interfaces import LanguageModel, Twist
 from tsmc.proposal import proposal_log_probs, sequence_log_probs
 from tsmc.rejection import ExactSamples
-from tsmc.sampler import Population
 from twist.potential import TextPotential, each_once
 
 WIDEST = 1.0  # spread of log Z-hat up to which the interval of `log_mean_z` is given
@@ -41,39 +41,35 @@ class Samples:
     """Texts with their scores; `group` numbers the TSMC run a text came from."""
 
     texts: list[str]
-    toxicity: Tensor  # [N]
-    log_phi: Tensor  # [N]
+    scores: dict[str, Tensor]  # "log_phi" [N], and "toxicity" [N] where it is known
     group: list[int]
 
     def rows(self, source: str) -> list[dict]:
         """One row for each text, ready for JSON."""
-        columns = (self.group, self.toxicity.tolist(), self.log_phi.tolist(), self.texts)
-        return [
-            {"source": source, "run": run, "toxicity": toxicity, "log_phi": log_phi, "text": text}
-            for run, toxicity, log_phi, text in zip(*columns, strict=True)
-        ]
+        rows = []
+        for n, text in enumerate(self.texts):
+            scores = {name: values[n].item() for name, values in self.scores.items()}
+            rows.append({"source": source, "run": self.group[n], **scores, "text": text})
+        return rows
 
 
 def score(
     tokens: Tensor,
     potential: TextPotential,
-    log_toxicity: Callable[[list[str]], Tensor],
+    log_toxicity: Callable[[list[str]], Tensor] | None,
     group: list[int] | None = None,
 ) -> Samples:
     """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
     texts = potential.texts(tokens)
-    toxicity = each_once(log_toxicity, texts).double().exp()
-    log_phi = potential(tokens).cpu().double()
-    return Samples(texts, toxicity, log_phi, group or list(range(len(texts))))
+    scores = {"log_phi": potential(tokens).cpu().double()}
+    if log_toxicity is not None:
+        scores["toxicity"] = each_once(log_toxicity, texts).double().exp()
+    return Samples(texts, scores, group or list(range(len(texts))))
 
 
-def score_population(
-    population: Population, potential: TextPotential, log_toxicity: Callable[[list[str]], Tensor]
-) -> Samples:
-    """The final samples of R runs, each run a group."""
-    final = population.samples  # [R, K, T]
-    group = [run for run in range(len(final)) for _ in range(final.shape[1])]
-    return score(final.flatten(0, 1), potential, log_toxicity, group)
+def runs_of(samples: Tensor) -> list[int]:
+    """The number of the run of each of samples [R, K, T], in the order of samples [R K, T]."""
+    return [run for run in range(len(samples)) for _ in range(samples.shape[1])]
 
 
 def pair_distances(x: Tensor, y: Tensor) -> Tensor:
@@ -136,19 +132,15 @@ def energy_column(samples: Samples, vectors: Tensor, exact_vectors: Tensor) -> d
 
 
 def mean_scores(samples: Samples) -> dict[str, float]:
-    """Toxicity and log phi with intervals over groups, and the share of texts with phi > 0."""
+    """The mean of each score with its interval over groups, and the share with phi > 0."""
     group = torch.tensor(samples.group)
-
-    def half_width(values: Tensor) -> float:
-        return mean_estimate(torch.bincount(group, values) / torch.bincount(group)).half_width()
-
-    return {
-        "toxicity": samples.toxicity.mean().item(),
-        "toxicity_half_width": half_width(samples.toxicity),
-        "log_phi": samples.log_phi.mean().item(),
-        "log_phi_half_width": half_width(samples.log_phi),
-        "phi_positive": (samples.log_phi > -torch.inf).double().mean().item(),
-    }
+    row = {}
+    for name, values in samples.scores.items():
+        means = torch.bincount(group, values) / torch.bincount(group)
+        row[name] = values.mean().item()
+        row[f"{name}_half_width"] = mean_estimate(means).half_width()
+    row["phi_positive"] = (samples.scores["log_phi"] > -torch.inf).double().mean().item()
+    return row
 
 
 def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict:

@@ -12,10 +12,9 @@ from eval.metrics import Samples, describe
 from eval.run.command import OneLineParser, one_line_errors, say
 from eval.run.evaluate import evaluate_target
 from eval.run.options import RunConfig
-from eval.run.setup import load_setup, sigma_key
-from eval.run.table import aligned, columns, named_rows, read_results
-from eval.run.target import load_target
-from eval.run.trained import TrainedRun
+from eval.run.setup import load_setup, load_target, sigma_key
+from eval.table import aligned, columns, named_rows, read_results
+from eval.trained import TrainedRun
 from tinystories.checkpoint import reading
 from tinystories.errors import shortened
 from twist.potential import each_once
@@ -52,9 +51,10 @@ def main(arguments: list[str] | None = None) -> None:
             results["target"], _ = evaluate_target(setup, min(map(len, files.values())))
         rows = named_rows(results)
         for path, texts in files.items():
-            toxicity = each_once(setup.log_toxicity, texts).double().exp()  # [N]
-            log_phi = setup.potential.of_texts(texts).double()  # [N]
-            samples = Samples(texts, toxicity, log_phi, list(range(len(texts))))
+            scores = {"log_phi": setup.potential.of_texts(texts).double()}  # [N]
+            if setup.log_toxicity is not None:
+                scores["toxicity"] = each_once(setup.log_toxicity, texts).double().exp()  # [N]
+            samples = Samples(texts, scores, list(range(len(texts))))
             rows[str(path)] = describe(samples, setup.encode(texts), setup.exact_vectors)
         print(aligned(rows, columns(rows, results)))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from eval.run.command import OneLineParser, one_line_errors
-from eval.run.table import aligned, columns, named_rows, read_results
+from eval.table import aligned, columns, named_rows, read_results
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
 from tsmc.estimate import mean_estimate

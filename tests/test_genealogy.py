@@ -8,7 +8,7 @@ import torch
 from worlds import generator, table_world
 
 from eval.run.options import POCKET
-from eval.run.trained import Drawn
+from eval.trained import Drawn
 from eval.viewer import explainer, picture
 from eval.viewer.genealogy import TEMPLATE, page
 from tinystories.tokenizer import read_tokenizer

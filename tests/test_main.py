@@ -18,7 +18,7 @@ import tinystories
 from eval import load_run
 from eval.run.evaluate import finish_generation
 from eval.run.options import POCKET, read_config, saved_config
-from eval.run.trained import load_generation
+from eval.trained import load_generation
 from tinystories.checkpoint import read_tensors
 from tinystories.errors import InputError
 from tinystories.fast import pack

@@ -15,7 +15,7 @@ import tinystories
 from eval import load_run
 from eval.run.options import POCKET
 from eval.run.setup import load_setup, toxicity
-from eval.run.trained import load_generation
+from eval.trained import load_generation
 from eval.viewer import __main__ as viewer
 from tinystories.checkpoint import read_json, read_metadata, write_json
 from tinystories.errors import InputError

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tinystories.fast import pack
 from tinystories.gpt_neo import GPTNeo
 
 GROUP = 64  # states are padded to a multiple of this, to avoid fragmentation of the heap
@@ -73,41 +74,50 @@ class Decoder:
 class Conditional:
     """A GPT-Neo conditioned on one prompt."""
 
-    def __init__(self, model: GPTNeo, prompt: Tensor, length: int):
+    def __init__(self, network: GPTNeo, prompt: Tensor, length: int):
         """prompt [P], then at most `length` tokens; InputError where they do not fit."""
-        limit = model.config.max_position_embeddings
+        limit = network.config.max_position_embeddings
         if prompt.numel() == 0:
             raise InputError("the prompt is empty; give at least one word")
         if prompt.numel() + length > limit:
             sizes = f"the prompt ({prompt.numel()} tokens) and the length ({length})"
             raise InputError(f"{sizes} exceed the model's {limit} positions; shorten one of them")
-        self.model = model
+        self.network = network
         self.prompt = prompt
         self.length = length
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size = network.config.vocab_size
 
-    def with_model(self, model: GPTNeo) -> "Conditional":
+    def with_network(self, network: GPTNeo) -> "Conditional":
         """Another network after the same prompt."""
-        return Conditional(model, self.prompt, self.length)
+        return Conditional(network, self.prompt, self.length)
+
+    def packed(self) -> "Conditional":
+        """The same with a frozen copy of the network that samples and scores faster."""
+        return self.with_network(pack(self.network))
+
+    @property
+    def output_embeddings(self) -> Tensor:
+        """What makes logits of hidden states [V, D]."""
+        return self.network.output_weight
 
     def decoder(self, rows: int) -> Decoder:
         """A fresh decoder of `rows` continuations."""
-        return Decoder(self.model, self.prompt, rows, self.length)
+        return Decoder(self.network, self.prompt, rows, self.length)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of hidden states [..., D]."""
-        return self.model.head(hidden)
+        return self.network.head(hidden)
 
     def states(self, tokens: Tensor) -> Tensor:
         """The hidden states [N, T, D] that predict each of tokens [N, T]."""
-        cache = self.model.new_cache()
-        first = self.model.hidden(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
-        others = self.model.hidden(tokens[:, :-1], cache)  # [N, T - 1, D]
+        cache = self.network.new_cache()
+        first = self.network.hidden(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
+        others = self.network.hidden(tokens[:, :-1], cache)  # [N, T - 1, D]
         return torch.cat([first.expand(len(tokens), -1, -1), others], 1)
 
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """log p(s_t | s_{0:t-1}) [N, T] (eq. 1), logits [N, T, V] and states of tokens [N, T]."""
         hidden = self.states(tokens)  # [N, T, D]
-        logits = self.model.head(hidden)  # [N, T, V]
+        logits = self.network.head(hidden)  # [N, T, V]
         losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
         return -losses.view(tokens.shape), logits, hidden

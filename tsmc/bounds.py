@@ -21,8 +21,7 @@ from tsmc.estimate import Bracket, difference, mean_estimate
 from tsmc.interfaces import Twist
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.resampling import Scheme, multinomial
-from tsmc.runs import sample_runs
-from tsmc.sampler import Sigma
+from tsmc.sampler import Sigma, tsmc
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class BoundsProblem:
         for rows in torch.arange(runs).split(max(1, self.max_rows // self.particles)):
             if reference is not None:
                 options |= {"reference": reference[rows], "resample": multinomial}
-            sizes = (self.particles, len(rows))
-            log_z.append(sample_runs(self.sigma, self.twist, *sizes, generator, **options).log_z)
+            given = (self.sigma.model, self.twist, self.sigma.log_potential, self.particles)
+            log_z.append(tsmc(*given, generator, len(rows), **options).log_z)
         return torch.cat(log_z)
 
     def log_weights_of(self, tokens: Tensor) -> Tensor:

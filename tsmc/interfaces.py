@@ -1,12 +1,12 @@
-"""What the samplers and the losses are given: p, psi, phi and a callback.
+"""What the samplers, the losses and the learners are given: p, psi, phi and a callback.
 
 N rows, R runs, K particles, T steps, D width, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 MAX_LOGITS = 2**26  # entries of one tensor of logits: 256 MB in float32
 Twist = Callable[[Tensor], Tensor]
@@ -34,7 +34,7 @@ class Decoder(Protocol):
 
 
 class LanguageModel(Protocol):
-    """p(s_{1:T} | s_0) after a fixed prompt (`tinystories.Conditional`, or a table)."""
+    """p(s_{1:T} | s_0) after a fixed prompt, as the samplers use it."""
 
     length: int
     vocab_size: int
@@ -43,6 +43,17 @@ class LanguageModel(Protocol):
     def head(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> logits [..., V]
     def states(self, tokens: Tensor) -> Tensor: ...  # [N, T] -> hidden [N, T, D]
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...  # log_p, logits, h
+
+
+class BaseModel(LanguageModel, Protocol):
+    """p^(0), as the learners use it (`tinystories.Conditional` or `AnyModel`)."""
+
+    network: nn.Module  # what fine-tuning trains
+
+    @property
+    def output_embeddings(self) -> Tensor: ...  # [V, D]; logits = hidden output_embeddings^T
+    def with_network(self, network: nn.Module) -> Self: ...  # another network, the same prompt
+    def packed(self) -> Self: ...  # a frozen copy that samples faster, if there is one
 
 
 class LearnableTwist(Protocol):

@@ -82,23 +82,16 @@ def sample_proposal(
     rows: int,
     generator: torch.Generator,
     keep_hidden: bool = False,
-    part: slice = slice(None),
-    given: Tensor | None = None,
 ) -> Trajectories:
-    """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model.
-
-    Of the rows only `part` is simulated, with the random numbers that these rows have among all, so
-    that processes can share a batch. Tokens given [N, T] are as in `propose`.
-    """
-    uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)[:, part]  # [T, n, 1]
-    decoder = model.decoder(uniform.shape[1])
+    """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model."""
+    uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)  # [T, N, 1]
+    decoder = model.decoder(rows)
     steps = []
     hidden = []
     for t in range(model.length):
         if keep_hidden:
             hidden.append(decoder.hidden)
-        fixed = None if given is None else given[:, t]
-        steps.append(propose(model, decoder, twist, uniform[t], fixed))
+        steps.append(propose(model, decoder, twist, uniform[t]))
         if t < model.length - 1:
             decoder.extend(steps[-1].tokens)
     names = vars(steps[0])
@@ -107,10 +100,10 @@ def sample_proposal(
 
 
 @torch.no_grad()
-def token_log_probs(
+def proposal_log_probs(
     model: LanguageModel, twist: Twist | None, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """log p(s_t | s_{0:t-1}) and log q_t(s_t), both [N, T], of given sequences tokens [N, T]."""
+    """log p(s_{1:T}) and log q(s_{1:T}), both [N], of given sequences tokens [N, T]."""
     all_log_p, all_log_q = [], []
     for rows in row_slices(len(tokens), model.vocab_size * tokens.shape[1]):
         log_p, logits, hidden = model.log_probs(tokens[rows])
@@ -120,17 +113,9 @@ def token_log_probs(
             chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
             log_q = chosen - tilted.logsumexp(-1)
             log_q = log_q.masked_fill(chosen == -torch.inf, -torch.inf)  # psi rules it out
-        all_log_p.append(log_p)
-        all_log_q.append(log_q)
+        all_log_p.append(log_p.sum(-1))
+        all_log_q.append(log_q.sum(-1))
     return torch.cat(all_log_p), torch.cat(all_log_q)
-
-
-def proposal_log_probs(
-    model: LanguageModel, twist: Twist | None, tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """log p(s_{1:T}) and log q(s_{1:T}), both [N], of given sequences tokens [N, T]."""
-    log_p, log_q = token_log_probs(model, twist, tokens)
-    return log_p.sum(-1), log_q.sum(-1)
 
 
 def sequence_log_probs(model: LanguageModel, tokens: Tensor) -> Tensor:

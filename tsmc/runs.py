@@ -1,18 +1,22 @@
-"""Large samples drawn in chunks of bounded memory, each chunk from a random stream of its own.
+"""The phases of an algorithm, and large samples drawn in chunks of bounded memory.
 
-So any process may draw any chunk. R runs, K particles, T tokens.
+A phase is a function of what is handed to it and of a random stream of its own, so it can be
+computed again at any time, and by any process, with the same result. `Phases` simply computes each
+phase; `eval/run/run.py` keeps them in files and shows their progress. R runs, K particles.
 """
 
+import hashlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.interfaces import Twist
-from tsmc.moves import move
+from tsmc.interfaces import Report, Twist, ignore
 from tsmc.sampler import Population, Sigma, tsmc
 
+Compute = Callable[[torch.Generator, Report], dict[str, Tensor]]
+"""compute(generator, report) gives the tensors of a phase by name, reporting its steps."""
 Draw = Callable[[int, torch.Generator], dict[str, Tensor]]
 """draw(size, generator) gives tensors by name, the rows of `size` members of the sample in each."""
 
@@ -30,38 +34,53 @@ def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def in_chunks(
-    draw: Draw, total: int, at_once: int, streams: Callable[[int], torch.Generator]
-) -> dict[str, Tensor]:
-    """A sample of size `total`, at most `at_once` at a time; streams(number) is that of a chunk."""
-    sizes = chunk_sizes(total, at_once)
-    return joined([draw(size, streams(number)) for number, size in enumerate(sizes)])
+class Phases:
+    """Computes phases, each named by a word and its generation m (None outside of them)."""
+
+    def __init__(self, seed: int = 0, device: str | torch.device = "cpu", rows: int = 1000):
+        """`rows` sequences are drawn at a time."""
+        self.seed = seed
+        self.device = torch.device(device)
+        self.rows = rows
+
+    def stream(self, *name: str | int | None) -> torch.Generator:
+        """The random stream of a name, such as ("ctl", 1); those of other names are independent."""
+        digest = hashlib.sha256(repr((self.seed, *name)).encode()).digest()
+        return torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def once(self, phase: str, m: int | None, steps: int, compute: Compute) -> dict[str, Tensor]:
+        """The tensors of a phase of so many steps."""
+        return compute(self.stream(phase, m), ignore)
+
+    def draw(
+        self, phase: str, m: int | None, total: int, draw: Draw, particles: int = 1
+    ) -> dict[str, Tensor]:
+        """A phase that draws a sample of size `total`, of `particles` sequences each, in chunks."""
+        sizes = chunk_sizes(total, self.rows // particles)
+        return joined([draw(size, self.stream(phase, m, n)) for n, size in enumerate(sizes)])
 
 
-def sample_runs(
+def draw_population(
+    phases: Phases,
+    phase: str,
+    m: int | None,
     sigma: Sigma,
     twist: Twist | None,
     particles: int,
     runs: int,
-    generator: torch.Generator,
-    moves: int = 0,
     **options,
 ) -> Population:
-    """R = runs runs of K = particles with options of `tsmc`, then `moves` moves of each sample."""
-    model, log_potential = sigma.model, sigma.log_potential
-    population = tsmc(model, twist, log_potential, particles, generator, runs, **options)
-    if moves:
-        log_phi = population.log_phi.gather(1, population.ancestors).flatten()  # [R K]
-        samples = population.samples.flatten(0, 1)  # [R K, T]
-        moved = move(sigma, twist, samples, log_phi, moves, generator)
-        population.samples = moved.view_as(population.samples)
-    return population
+    """A phase of R = runs runs of K = particles with options of `tsmc`.
 
+    InputError where every run ended with weight zero.
+    """
 
-def require_alive(population: Population) -> Population:
-    """The same population; InputError where every run ended with weight zero."""
+    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        given = (sigma.model, twist, sigma.log_potential, particles, generator, size)
+        return vars(tsmc(*given, **options))
+
+    population = Population(**phases.draw(phase, m, runs, draw, particles))
     if not population.is_alive().any():
-        runs, particles = population.log_weights.shape
         fault = f"all {runs} runs of {particles} particles ended with weight zero"
         raise InputError(f"{fault}; use more particles, or soften the potential")
     return population

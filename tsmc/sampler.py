@@ -50,7 +50,7 @@ class Population:
     log_phi: Tensor  # [R, K] as the model sees it: log p + log phi is that of the target
     log_weights: Tensor  # [R, K] gathered since the last resampling before t = T
     ancestors: Tensor  # [R, K] of the final resampling
-    samples: Tensor  # [R, K, T] of equal weight: resampled at t = T, then perhaps moved
+    samples: Tensor  # [R, K, T] of equal weight: resampled at t = T
     log_z: Tensor  # [R] log Z-hat of each run
     ess: Tensor  # [R] effective sample size of log_weights
 

@@ -1,124 +1,100 @@
-"""An adapter that makes p^(m) of p^(0), and states that remember the score of what was written.
+"""An adapter, which makes a proposal q of p^(0) by moving its final hidden states.
 
-    p^(m)(s_t | s_{0:t-1}) = softmax(h e + U e + a g),   (U, a) = MLP(h, z)        [.., V]
-    z_{t-1} = sum_{u < t} g[s_u]                         a running sum of scores   [..]
+    q(s_t | s_{0:t-1}) = softmax(h e + U e + a g),   (U, a) = MLP(h)         [.., V]
 
-h = h_{t-1} is the final hidden state of p^(0) and e [V, D] are its output weights; neither is
-trained. The MLP moves the hidden state by U, so what is learned about a token carries over to
-tokens with similar embeddings, and one product gives the logits. g [V] are the scores of the
-surrogate (`twist/surrogate.py`), an embedding of one number a token. Without them U and h are all.
+h = h_{t-1} is the final hidden state of p^(0), and e [V, D] are its output embeddings; neither is
+trained. The MLP moves h by U, so what is learned about one token serves tokens with similar
+embeddings as well, and one product gives the logits. g [V] are the scores of the surrogate
+(`twist/surrogate.py`): an embedding of one number for each token. Without them U and h are all.
 
-The adapter is a twist of p^(0) as well: with log psi = U e + a g, p^(m) is the proposal of p^(0).
-D width, H hidden units, V vocabulary, B rows, T positions.
+Read as a twist of p^(0), log psi = U e + a g, the adapter has q as its twist-induced proposal. D
+width, H hidden units, V vocabulary, N rows, T tokens.
 """
 
-from typing import Any
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.gpt_neo import GPTNeo, Linear, at_least_float32
+from tinystories.fast import pack
+from tinystories.gpt_neo import Linear, at_least_float32
+from tsmc.interfaces import BaseModel, Decoder
 from twist.mlp import TwistMLP
 
 
 class Adapter(nn.Module):
-    """Logits of p^(m) from the states of p^(0); those of p^(0) itself at first."""
+    """Logits of q from the hidden states of p^(0); those of p^(0) itself at first."""
 
     scores: Tensor | None
 
     def __init__(
         self,
-        network: GPTNeo,
+        embeddings: Tensor,
         scores: Tensor | None,
-        has_memory: bool,
         hidden_units: int,
         generator: torch.Generator,
     ):
-        """`network` is p^(0), `scores` g [V] or None; with `has_memory` the states end with z."""
+        """`embeddings` e [V, D] are those of p^(0), and `scores` g [V] or None."""
         super().__init__()
-        embeddings = at_least_float32(network.output_weight.detach()).clone()  # [V, D]
-        vocab_size, self.width = embeddings.shape
+        embeddings = at_least_float32(embeddings.detach()).clone()  # [V, D]
+        vocab_size, width = embeddings.shape
         if scores is not None:
             embeddings = torch.cat([embeddings, scores[:, None].to(embeddings)], 1)  # [V, D + 1]
         outputs = embeddings.shape[1]
-        self.has_memory = has_memory
         self.register_buffer("scores", scores)
-        self.shift = TwistMLP(self.width + has_memory, hidden_units, outputs, generator)
+        self.shift = TwistMLP(width, hidden_units, outputs, generator)
         self.products = Linear(outputs, vocab_size, bias=False, device="meta")
-        del self.products.weight
-        self.products.register_buffer("weight", embeddings, persistent=False)  # is not saved
+        del self.products.weight  # it is not trained, and not saved: it belongs to p^(0)
+        self.products.register_buffer("weight", embeddings, persistent=False)
 
     @classmethod
-    def like(cls, tensors: dict[str, Tensor], network: GPTNeo) -> "Adapter":
+    def like(cls, tensors: dict[str, Tensor], base: BaseModel) -> Self:
         """One of the sizes of saved tensors, with the scores among them."""
-        hidden_units, width = tensors["shift.first.weight"].shape
-        has_memory = width > network.config.hidden_size
-        return cls(network, tensors.get("scores"), has_memory, hidden_units, torch.Generator())
-
-    @property
-    def memory(self) -> Tensor | None:
-        """The scores g [V] whose sum z the states end with; None where they have no z."""
-        return self.scores if self.has_memory else None
+        hidden_units = len(tensors["shift.first.weight"])
+        generator = torch.Generator(base.output_embeddings.device)
+        return cls(base.output_embeddings, tensors.get("scores"), hidden_units, generator)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits of p^(m) [..., V] after states [..., D], or [..., D + 1] with z."""
-        own = at_least_float32(hidden[..., : self.width])
-        own = own if self.scores is None else F.pad(own, (0, 1))  # p^(0) does not read g
-        return self.products(own + self.shift(hidden))
+        """Logits of q [..., V] after hidden states [..., D]."""
+        unmoved = at_least_float32(hidden)
+        if self.scores is not None:
+            unmoved = F.pad(unmoved, (0, 1))  # p^(0) does not read g
+        return self.products(unmoved + self.shift(hidden))
 
     def tilt(self, hidden: Tensor) -> Tensor:
-        """What is added to the logits of p^(0) [..., V]; as a twist of p^(0) it proposes p^(m)."""
+        """log psi of every next token [..., V]: what is added to the logits of p^(0)."""
         return self.products(self.shift(hidden))
 
 
-class AdaptedGPTNeo(nn.Module):
-    """A GPT-Neo whose states remember z where there are scores, and whose head may be an adapter.
+class Adapted:
+    """The language model q: p^(0) whose logits an adapter makes."""
 
-    It serves `tinystories.Conditional` as a GPTNeo does.
-    """
-
-    def __init__(self, network: GPTNeo, scores: Tensor | None, adapter: Adapter | None = None):
-        """`network` plain or packed; `scores` g [V] make states [.., D + 1] that end with z."""
-        super().__init__()
-        self.network = network
-        self.config = network.config
-        self.scores = scores
+    def __init__(self, base: BaseModel, adapter: Adapter):
+        self.base = base
         self.adapter = adapter
+        self.length = base.length
+        self.vocab_size = base.vocab_size
 
-    def new_cache(self) -> "ScoredCache":
-        """An empty cache."""
-        return ScoredCache(self.network.new_cache())
+    def packed(self) -> "Adapted":
+        """A frozen copy that samples faster."""
+        return Adapted(self.base.packed(), pack(self.adapter))
 
-    def hidden(self, ids: Tensor, cache: "ScoredCache") -> Tensor:
-        """States [B, T, D + 1] of the tokens ids [B, T] behind what the cache holds."""
-        hidden = self.network.hidden(ids, cache.inner)  # [B, T, D]
-        if self.scores is None:
-            return hidden
-        z = cache.score + self.scores[ids].cumsum(1)  # [B, T]
-        cache.score = z[:, -1:]
-        return torch.cat([hidden, z[..., None].to(hidden)], -1)
+    def decoder(self, rows: int) -> Decoder:
+        """A fresh decoder of `rows` continuations."""
+        return self.base.decoder(rows)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] of states [..., D + 1]."""
-        if self.adapter is not None:
-            return self.adapter(hidden)
-        return self.network.head(hidden[..., : self.config.hidden_size])
+        """Next-token logits [..., V] of hidden states [..., D]."""
+        return self.adapter(hidden)
 
+    def states(self, tokens: Tensor) -> Tensor:
+        """The hidden states [N, T, D] that predict each of tokens [N, T]."""
+        return self.base.states(tokens)
 
-class ScoredCache:
-    """A cache of keys and values, and z of every row."""
-
-    def __init__(self, inner: Any, score: Tensor | float = 0.0):
-        self.inner = inner  # KeyValueCache or RowsCache
-        self.score = score  # [B, 1]
-
-    def continued(self, rows: int, length: int) -> "ScoredCache":
-        """A cache that begins as this one does, for up to `rows` texts of `length` more tokens."""
-        return ScoredCache(self.inner.continued(rows, length), self.score)
-
-    def reorder(self, parents: Tensor) -> None:
-        """Row b continues the history of row parents[b]; parents [B], any number of rows."""
-        self.inner.reorder(parents)
-        if isinstance(self.score, Tensor):
-            self.score = self.score[parents]
+    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """log q(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and states [N, T, D] of tokens [N, T]."""
+        hidden = self.states(tokens)  # [N, T, D]
+        logits = self.adapter(hidden)  # [N, T, V]
+        log_q = -F.cross_entropy(logits.mT, tokens, reduction="none")  # [N, T]
+        return log_q, logits, hidden

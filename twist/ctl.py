@@ -35,7 +35,7 @@ EXPLODED = 1000.0  # nats: beyond this, float32 no longer resolves the weights
 
 @dataclass
 class Batch:
-    """What one update learns from; of a batch shared by several processes, the rows of this one."""
+    """What one update learns from."""
 
     tokens: Tensor  # [K, T]
     hidden: Tensor  # [K, T, D] what the twist saw
@@ -78,22 +78,13 @@ def batches_from_proposal(
     twist: torch.nn.Module,
     batch_size: int,
     generator: torch.Generator,
-    own: slice = slice(None),
-    all_rows: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Callable[[], Batch]:
-    """A function that draws a batch of K = batch_size sequences from the current q.
-
-    Of a batch that processes share, this one simulates the rows `own`; all_rows(x) gives the x of
-    all rows, because the weights of all decide the coefficients of each.
-    """
+    """A function that draws a batch of K = batch_size sequences from the current q."""
 
     def draw_batch() -> Batch:
-        psi = pack(twist)
-        rows = sample_proposal(sigma.model, psi, batch_size, generator, keep_hidden=True, part=own)
-        positive = all_rows(positive_log_weights(rows, sigma.log_potential))  # [K]
-        batch = weigh(rows, positive, all_rows(negative_log_weights(rows)))
-        batch.coefficients = batch.coefficients[own]
-        return batch
+        drawn = sample_proposal(sigma.model, pack(twist), batch_size, generator, keep_hidden=True)
+        positive = positive_log_weights(drawn, sigma.log_potential)  # [K]
+        return weigh(drawn, positive, negative_log_weights(drawn))
 
     return draw_batch
 
@@ -105,32 +96,17 @@ def learn_twist(
     updates: int,
     report: Report = ignore,
 ) -> None:
-    """Train `twist` in place (eq. 5); reports the loss and the ESS of the positive weights."""
-
-    def loss(update: int) -> tuple[Tensor, dict[str, float | Tensor]]:
-        batch = draw_batch()
-        value = ctl_loss(twist, batch)
-        return value, {"loss": value.detach(), "ess": batch.ess}
-
-    descend(loss, optimizer, updates, report)
-
-
-def descend(
-    loss: Callable[[int], tuple[Tensor, dict[str, float | Tensor]]],
-    optimizer: torch.optim.Optimizer,
-    updates: int,
-    report: Report,
-) -> None:
-    """Minimise loss(update), which comes with figures to report; no step is taken where ess is 0.
+    """Train `twist` in place (eq. 5); reports the loss and the ESS of the positive weights.
 
     The step size falls linearly to a tenth.
     """
     first_rate = optimizer.param_groups[0]["lr"]
     for update in range(updates):
         optimizer.param_groups[0]["lr"] = first_rate * (1 - 0.9 * update / updates)
-        value, figures = loss(update)
-        report(**figures)
-        if figures.get("ess", 1.0) > 0:
+        batch = draw_batch()
+        loss = ctl_loss(twist, batch)
+        report(loss=loss.detach(), ess=batch.ess)
+        if batch.ess > 0:  # otherwise phi is zero on the whole batch, which teaches nothing
             optimizer.zero_grad()
-            value.backward()
+            loss.backward()
             optimizer.step()

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.gpt_neo import GPTNeo, Linear, LinearGELU, at_least_float32
+from tinystories.gpt_neo import Linear, LinearGELU, at_least_float32
+from tsmc.interfaces import BaseModel
 
 
 class TwistMLP(nn.Module):
@@ -30,11 +31,11 @@ class TwistMLP(nn.Module):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
 
     @classmethod
-    def like(cls, tensors: dict[str, Tensor], network: GPTNeo) -> "TwistMLP":
-        """One of the sizes of saved tensors, over the language model `network`."""
-        sizes = network.config
-        hidden_units = len(tensors["first.weight"])
-        return cls(sizes.hidden_size, hidden_units, sizes.vocab_size, torch.Generator())
+    def like(cls, tensors: dict[str, Tensor], base: BaseModel) -> "TwistMLP":
+        """One of the sizes of saved tensors, over the language model `base`."""
+        vocab_size, width = base.output_embeddings.shape
+        generator = torch.Generator(base.output_embeddings.device)
+        return cls(width, len(tensors["first.weight"]), vocab_size, generator)
 
     def features(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., H], in the type of the weights"""

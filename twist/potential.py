@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.interfaces import LanguageModel, LogPotential
+from tsmc.interfaces import BaseModel, LanguageModel, LogPotential
 from tsmc.proposal import sequence_log_probs
+from tsmc.sampler import Sigma
+from twist.adapter import Adapted
 
 READS = ("texts", "continuations", "tokens")
 """What a factor can read: N texts with the prompt, N texts without it, or tokens [N, T]."""
@@ -143,3 +145,18 @@ def base_potential(log_phi: Callable[[Tensor], Tensor]) -> LogPotential:
 def effective_potential(log_phi: Callable[[Tensor], Tensor], base: LanguageModel) -> LogPotential:
     """phi^(m) (eq. 8): one teacher-forced pass of the base model; log_p [N] is that of p^(m)."""
     return lambda tokens, log_p: sequence_log_probs(base, tokens) + log_phi(tokens) - log_p
+
+
+def seen_from(
+    model: BaseModel | Adapted,
+    base: BaseModel,
+    log_phi: Callable[[Tensor], Tensor],
+    is_effective: bool = True,
+) -> Sigma:
+    """sigma as p^(m) = model sees it: through phi^(m) (eq. 8), which is phi if p^(m) is p^(0).
+
+    Without `is_effective` phi stays as it is, and the target drifts with p^(m).
+    """
+    if model is base or not is_effective:
+        return Sigma(model.packed(), base_potential(log_phi))
+    return Sigma(model.packed(), effective_potential(log_phi, base.packed()))

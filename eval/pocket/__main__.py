@@ -8,7 +8,6 @@ two checkpoints that it names only:
 """
 
 from argparse import ArgumentParser, Namespace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +16,12 @@ from eval.pocket import lm, similarity, toxicity
 from eval.run.command import one_line_errors
 from eval.run.options import POCKET, OneLineParser, RunConfig
 from eval.run.run import finite_or_null
-from eval.run.setup import load_setup, sigma_key
-from eval.run.target import save_target
+from eval.run.setup import load_setup, save_target, sigma_key
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
 from tinystories.fast import keep_freed_memory
-from tsmc import in_chunks
 from tsmc.rejection import draw_accepted, exact_samples
+from tsmc.runs import chunk_sizes, joined
 
 
 def draw_target(args: Namespace, generator: torch.Generator) -> dict:
@@ -31,8 +29,10 @@ def draw_target(args: Namespace, generator: torch.Generator) -> dict:
     names = ("lm", "toxicity_model", "prompt", "length", "beta")
     config = RunConfig(device="cpu", **{name: getattr(args, name) for name in names})
     setup = load_setup(config)
-    draw = partial(draw_accepted, setup.base, setup.potential)
-    exact = exact_samples(in_chunks(draw, args.proposals, lm.CHUNK, lambda chunk: generator))
+    base, potential = setup.base.packed(), setup.potential
+    sizes = chunk_sizes(args.proposals, lm.CHUNK)
+    drawn = [draw_accepted(base, potential, size, generator) for size in sizes]
+    exact = exact_samples(joined(drawn))
     if len(exact.tokens) < 2:
         raise InputError(f"{len(exact.tokens)} accepted; raise --proposals or lower --beta")
     save_target(args.out, exact, sigma_key(config), seed=args.seed)

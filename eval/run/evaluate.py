@@ -6,77 +6,63 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+import tinystories
 from eval import metrics
+from eval.run.options import RunConfig
 from eval.run.run import Run
-from eval.run.setup import Setup, sigma_key
-from eval.run.target import save_target
+from eval.run.setup import Setup, save_target, sigma_key
 from tinystories.errors import InputError
 from tinystories.fast import pack
-from tsmc.interfaces import LanguageModel, Twist
+from tsmc.interfaces import LanguageModel
 from tsmc.proposal import sample_proposal
 from tsmc.rejection import ExactSamples, draw_accepted, exact_samples
-from tsmc.runs import require_alive, sample_runs
+from tsmc.runs import draw_population
 from tsmc.sampler import Population, Sigma
-from twist.saved import save_pair
+from twist.pair import Pair, save_pair
+from twist.potential import seen_from
 
 
-def draw_runs(
-    run: Run, phase: str, m: int, sigma: Sigma, twist: Twist, particles: int, runs: int
-) -> Population:
-    """R = runs TSMC runs of K = particles, about `--rows` particles at a time."""
-    config = run.config
-    rule = config.rule() | {"moves": config.moves}
-
-    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return vars(sample_runs(sigma, twist, particles, size, generator, **rule))
-
-    # the empty string keeps the random numbers of earlier versions
-    drawn = run.draw(phase, m, runs, config.rows // particles, (phase, m, ""), draw)
-    return require_alive(Population(**drawn))
-
-
-def draw_model(run: Run, phase: str, m: int | None, model: LanguageModel, purpose: tuple) -> Tensor:
-    """Independent samples [N, T] of a bare model for the table."""
+def draw_model(run: Run, phase: str, m: int | None, model: LanguageModel, count: int) -> Tensor:
+    """Independent samples [N, T] of a bare model for the table, N = count."""
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
         return {"tokens": sample_proposal(model, None, size, generator).tokens}
 
-    count = run.config.eval.base_samples
-    return run.draw(phase, m, count, run.config.rows, purpose, draw)["tokens"]
+    return run.draw(phase, m, count, draw)["tokens"]
 
 
-def draw_target(run: Run, setup: Setup) -> ExactSamples | None:
+def draw_target(run: Run, setup: Setup, config: RunConfig) -> ExactSamples | None:
     """Exact samples of sigma, drawn by rejection and kept in the run; None where there are none."""
-    proposals = run.config.eval.target_proposals
+    proposals = config.eval_target_proposals
     if proposals == 0:
         return None
-    draw = partial(draw_accepted, setup.base, setup.potential)
-    purpose = ("target", setup.prompt)
-    drawn = run.draw("target by rejection", None, proposals, run.config.rows, purpose, draw)
+    draw = partial(draw_accepted, setup.base.packed(), setup.potential)
+    drawn = run.draw("target by rejection", None, proposals, draw)
     exact = exact_samples(drawn)
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
         run.say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
         return None
     if run.writes:
-        save_target(run.path / "target", exact, sigma_key(run.config))
+        save_target(run.path / "target", exact, sigma_key(config))
     return exact
 
 
-def evaluate_ends(run: Run, setup: Setup) -> dict:
+def evaluate_ends(run: Run, setup: Setup, config: RunConfig) -> dict:
     """The results with their rows Target and Base: where sigma and p^(0) stand."""
-    results = {"prompt": setup.prompt, "potential": list(run.config.potential)}
+    results = {"prompt": setup.prompt, "potential": list(config.potential)}
     if setup.exact is None:
-        setup.exact = draw_target(run, setup)
-    tokens = draw_model(run, "base samples", None, setup.base, ("base", ""))
+        setup.exact = draw_target(run, setup, config)
+    base = setup.base.packed()
+    tokens = draw_model(run, "base samples", None, base, config.eval_base_samples)
     run.say("scoring the base samples", is_progress=True)
     if setup.exact is not None:
-        particles = run.config.eval.runs * run.config.eval.particles
+        particles = config.eval_runs * config.eval_particles
         results["target"], samples = evaluate_target(setup, particles)
         run.add_samples(samples.rows("target"))
     samples = metrics.score(tokens, setup.potential, setup.log_toxicity)
     results["base"] = metrics.describe(samples, setup.encode(samples.texts), setup.exact_vectors)
-    check_base_rate(run, samples.log_phi)
+    check_base_rate(run, config, samples.scores["log_phi"])
     run.add_samples(samples.rows("base"))
     return results | {"generations": []}
 
@@ -94,33 +80,35 @@ def evaluate_target(setup: Setup, particles: int) -> tuple[dict, metrics.Samples
     return row, samples
 
 
-def check_base_rate(run: Run, log_phi: Tensor) -> None:
+def check_base_rate(run: Run, config: RunConfig, log_phi: Tensor) -> None:
     """Say how often p^(0) meets a hard potential; InputError where CTL would hardly ever see it."""
-    config = run.config
     alive = (log_phi > -math.inf).sum().item()
     total = len(log_phi)
     if alive == total:
         return
-    batch = config.pool.first_draws if config.pooling else config.ctl.batch_size
-    flag = "--pool-first-draws" if config.pooling else "--ctl-batch-size"
+    is_pooled = config.learner == "pooled"
+    batch = config.pool_first_draws if is_pooled else config.ctl_batch_size
+    flag = "--pool-first-draws" if is_pooled else "--ctl-batch-size"
     seen = batch * alive / total
     strength = math.ceil(math.log(total / max(alive, 1)))
     remedy = f"soften the potential (~{strength} behind its name), raise {flag}"
     rate = f"{alive} of {total} base samples have phi > 0"
     line = f"{rate}: about {seen:.1f} of the {batch} that the twist first sees"
     run.say(f"{line}; {remedy}" if seen < 10 else line)  # hardly anything to learn from
-    if not config.pooling and seen < 0.5:
-        raise InputError(f"{rate}, too few to learn from; {remedy}, or leave out --no-pooling")
+    if not is_pooled and seen < 0.5:
+        raise InputError(f"{rate}, too few to learn from; {remedy}, or add --learner pooled")
 
 
 def evaluate_generation(
-    setup: Setup, sigma: Sigma, twist: Twist, m: int, population: Population
+    setup: Setup, sigma: Sigma, twist: nn.Module | None, m: int, population: Population
 ) -> tuple[dict, metrics.Samples]:
     """The row of generation m: TSMC runs, and KL(sigma||q). Dead runs have no samples."""
     runs = len(population.log_z)
     log_z, log_z_half_width = metrics.log_mean_z(population.log_z)
     population = population.alive()
-    samples = metrics.score_population(population, setup.potential, setup.log_toxicity)
+    final = population.samples
+    group = metrics.runs_of(final)
+    samples = metrics.score(final.flatten(0, 1), setup.potential, setup.log_toxicity, group)
     row = {
         "generation": m,
         **metrics.describe(samples, setup.encode(samples.texts), setup.exact_vectors),
@@ -128,7 +116,7 @@ def evaluate_generation(
         "log_z_hat_mean": population.log_z.mean().item(),
         "log_z_hat_std": population.log_z.std().item() if len(population.log_z) > 1 else 0.0,
         "ess": population.ess.mean().item(),
-        "distinct": metrics.distinct_share(population.samples),
+        "distinct": metrics.distinct_share(final),
         "dead_runs": runs - len(population.log_z),
         "num_runs": runs,
     }
@@ -142,26 +130,27 @@ def evaluate_generation(
 
 
 def finish_generation(
-    run: Run, setup: Setup, m: int, p: nn.Module, psi: nn.Module, results: dict
+    run: Run, setup: Setup, config: RunConfig, m: int, pair: Pair, results: dict
 ) -> None:
     """Save (p^(m), psi^(m)), measure it, and add its row to the results."""
     if run.writes:
-        save_pair(run.path / f"generation-{m}", p, setup.tokenizer, psi)
-    sigma = setup.sigma(p, psi)
-    options = run.config.eval
-    twist = pack(psi)
-    population = draw_runs(run, "evaluation", m, sigma, twist, options.particles, options.runs)
-    tokens = None  # of the bare p^(m)
-    if p is not setup.model:
-        tokens = draw_model(run, "bare model", m, sigma.model, ("bare model", m, ""))
-    run.say(f"scoring the samples of generation {m}", is_progress=True)
-    bare = results["base"]
-    if tokens is not None:
+        write = partial(tinystories.save, tokenizer=setup.tokenizer)
+        save_pair(run.path / f"generation-{m}", pair, setup.base, write)
+    is_effective = config.effective_potential or config.learner == "pooled"
+    sigma = seen_from(pair.model, setup.base, setup.potential, is_effective)
+    twist = None if pair.twist is None else pack(pair.twist)
+    sizes = (config.eval_particles, config.eval_runs)
+    population = draw_population(run, "evaluation", m, sigma, twist, *sizes, **config.rule())
+    bare = None
+    if pair.model is not setup.base and pair.twist is not None:  # then p^(m) is not q
+        tokens = draw_model(run, "bare model", m, sigma.model, config.eval_base_samples)
         bare = metrics.mean_scores(metrics.score(tokens, setup.potential, setup.log_toxicity))
+    run.say(f"scoring the samples of generation {m}", is_progress=True)
     row, samples = evaluate_generation(setup, sigma, twist, m, population)
-    row |= {f"model_{name}": bare[name] for name in ("toxicity", "log_phi", "phi_positive")}
+    if bare is not None:
+        row["model"] = bare
     run.add_samples(samples.rows(f"generation {m}"))
-    if row["dead_runs"] > options.runs / 10:
-        fault = f"generation {m}: {row['dead_runs']} of {options.runs} runs died"
+    if row["dead_runs"] > config.eval_runs / 10:
+        fault = f"generation {m}: {row['dead_runs']} of {config.eval_runs} runs died"
         run.say(f"{fault}, all weights zero; raise --eval-particles, or soften the potential")
     results["generations"].append(row)

@@ -1,7 +1,8 @@
 """One job spread over several processes: `torchrun --nproc-per-node N main.py ...`.
 
-All have the same model, twist and random streams, so the job computes what a single process does up
-to float rounding, until rounding changes a draw. With a single process all of these are no-ops.
+The processes share what is drawn, and process 0 alone trains, while the others wait. So the job
+computes what a single process does, up to the rounding of different machines. With a single process
+all of these are no-ops.
 """
 
 import os
@@ -10,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from tinystories.errors import InputError
 
-PATIENCE = timedelta(minutes=30)  # one process may score a long chunk while the others wait
+PATIENCE = timedelta(days=2)  # the others wait while process 0 trains
 
 
 def rank() -> int:
@@ -25,11 +25,6 @@ def rank() -> int:
 def count() -> int:
     """Number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def share(total: int) -> slice:
-    """The part of range(total) that belongs to this process."""
-    return slice(total * rank() // count(), total * (rank() + 1) // count())
 
 
 def gather(value: Any) -> list[Any]:
@@ -46,23 +41,6 @@ def first(value: Any) -> Any:
     if count() > 1:
         dist.broadcast_object_list(values)
     return values[0]
-
-
-def total(value: float | Tensor) -> float:
-    """A number as it is; of a tensor, which holds this process's part of a sum, the whole sum."""
-    return sum(gather(value.item())) if isinstance(value, Tensor) else value
-
-
-def share_gradients(module: nn.Module) -> None:
-    """Sum every gradient over the processes as soon as backward() has computed it."""
-    for parameter in module.parameters():
-        if count() > 1 and parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda own: dist.all_reduce(own.grad))
-
-
-def all_rows(rows: Tensor) -> Tensor:
-    """The rows of all processes, of which `rows` [n, ...] are those of this one."""
-    return torch.cat(gather(rows.cpu())).to(rows.device)
 
 
 def join(device: torch.device) -> None:

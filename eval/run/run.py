@@ -5,8 +5,9 @@
 
 A run is a fixed sequence of phases. `once` returns what a phase has computed: from its file where
 an earlier process has finished it, else by computing it. A phase draws from a random stream of its
-own, so one that was interrupted is simply run again and gives the same result. Of several processes
-one writes, which holds `.lock`. docs/options.md lists the files.
+own, so one that was interrupted is simply run again and gives the same result. Several processes
+share what is drawn; process 0 trains, and writes, while it holds `.lock`. docs/options.md lists the
+files.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import filelock
@@ -33,9 +33,8 @@ from eval.run.options import RunConfig
 from tinystories import checkpoint
 from tinystories.errors import InputError
 from tsmc.interfaces import Report
-from tsmc.runs import Draw, chunk_sizes, joined
+from tsmc.runs import Compute, Draw, Phases, chunk_sizes, joined
 
-Compute = Callable[[Report], dict[str, Tensor]]  # the tensors of a phase, reporting its steps
 LOCK = ".lock"
 
 
@@ -75,32 +74,32 @@ class Progress:
         self.bar = tqdm(total=total, desc=title, mininterval=interval, disable=not is_shown)
 
     def __call__(self, **figures: float | Tensor) -> None:
-        """Record the figures of one step, tensors summed over processes; InputError for NaN."""
-        summed = {name: processes.total(value) for name, value in figures.items()}
+        """Record the figures of one step; InputError for NaN."""
+        numbers = {name: float(value) for name, value in figures.items()}
         step = len(self.records) + 1
-        for name, value in summed.items():
+        for name, value in numbers.items():
             if not math.isfinite(value):
                 raise InputError(f"step {step}: {name} is {value}; lower the learning rate")
-        self.records.append({**self.place, "step": step, **summed})
-        self.bar.set_postfix({name: f"{summed[name]:.3g}" for name in summed}, refresh=False)
+        self.records.append({**self.place, "step": step, **numbers})
+        self.bar.set_postfix({name: f"{numbers[name]:.3g}" for name in numbers}, refresh=False)
         self.bar.update()
 
 
-class Run:
-    """A run in its directory, which is locked inside the `with` block."""
+class Run(Phases):
+    """The phases of a run in its directory, which is locked inside the `with` block."""
 
     def __init__(self, config: RunConfig, resumed: Path | None, networks: dict[str, str]):
         """A new run, or the one in the directory `resumed`; InputError where it cannot be.
 
         `networks` names by hash what else the results depend on.
         """
-        self.config = config
-        self.device = config.torch_device()
+        super().__init__(config.seed, config.torch_device(), config.rows)
+        self.is_quiet = config.quiet
         self.writes = processes.rank() == 0
         self.records: list[dict] = []  # the lines of metrics.jsonl
         self.samples: list[dict] = []  # the lines of samples.jsonl
         self.phases: list[Path] = []
-        options = dataclasses.asdict(config.deciding())
+        options = dataclasses.asdict(dataclasses.replace(config, out="", quiet=False))
         self.identity = json.dumps(options | networks, sort_keys=True)
         if len(set(processes.gather(self.identity))) > 1:
             raise InputError("the processes of this job have different options; start them alike")
@@ -157,7 +156,15 @@ class Run:
             raise KeyboardInterrupt(message) from error
 
     def once(self, phase: str, m: int | None, steps: int, compute: Compute) -> dict[str, Tensor]:
-        """The tensors of a phase of generation m, which reports each of its steps."""
+        """The tensors of a phase, which process 0 computes."""
+
+        def compute_there(generator: torch.Generator, report: Report) -> dict[str, Tensor]:
+            return compute(generator, report) if self.writes else {}
+
+        return self.kept(phase, m, steps, compute_there)
+
+    def kept(self, phase: str, m: int | None, steps: int, compute: Compute) -> dict[str, Tensor]:
+        """The tensors of a phase, from its file or computed by all processes together."""
         place = "start" if m is None else str(m)
         name = f"{place}-{phase.replace(' ', '-')}"
         path = self.path / "resume" / f"{name}.safetensors"
@@ -168,38 +175,39 @@ class Run:
             tensors, records = read_phase(path, identity)
         else:
             names = {"phase": phase, "generation": m}
-            tensors, records = self.computed(title, names, steps, compute)
+            generator = self.stream(phase, m)
+            tensors, records = self.computed(title, names, steps, compute, generator)
             if self.writes:
                 write_phase(path, tensors, identity, records)
         self.log(records)
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def computed(
-        self, title: str, place: dict, steps: int, compute: Compute
+        self, title: str, place: dict, steps: int, compute: Compute, generator: torch.Generator
     ) -> tuple[dict[str, Tensor], list[dict]]:
         """What process 0 computes in a phase, on the CPU, and its records."""
-        is_shown = self.writes and not self.config.quiet
+        is_shown = self.writes and not self.is_quiet
         progress = Progress(title, place, steps, is_shown)
         try:
-            tensors = compute(progress)
+            tensors = compute(generator, progress)
         except InputError as error:
             raise InputError(f"{title}: {error}") from error
         finally:
             progress.bar.close()
         tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-        return processes.first(tensors), progress.records  # rounding may differ in the others
+        return processes.first(tensors), progress.records
 
     def draw(
-        self, phase: str, m: int | None, total: int, at_once: int, purpose: tuple, draw: Draw
+        self, phase: str, m: int | None, total: int, draw: Draw, particles: int = 1
     ) -> dict[str, Tensor]:
-        """A sample of size `total` in chunks, whose random streams `purpose` names, by `once`."""
-        sizes = chunk_sizes(total, at_once)
+        """A phase that draws a sample in chunks, which the processes share."""
+        sizes = chunk_sizes(total, self.rows // particles)
 
-        def compute(report: Report) -> dict[str, Tensor]:
+        def compute(generator: torch.Generator, report: Report) -> dict[str, Tensor]:
             parts = []
             for first in range(0, len(sizes), processes.count()):
                 number = min(first + processes.rank(), len(sizes) - 1)
-                part = draw(sizes[number], self.config.generator(*purpose, number))
+                part = draw(sizes[number], self.stream(phase, m, number))
                 together = processes.gather({name: value.cpu() for name, value in part.items()})
                 for drawn in together[: len(sizes) - first]:
                     figures = {"ess": drawn["ess"].mean().item()} if "ess" in drawn else {}
@@ -207,7 +215,7 @@ class Run:
                     parts.append(drawn)
             return joined(parts)
 
-        return self.once(phase, m, len(sizes), compute)
+        return self.kept(phase, m, len(sizes), compute)
 
     def log(self, records: list[dict]) -> None:
         """Add records to metrics.jsonl."""
@@ -226,7 +234,7 @@ class Run:
 
     def say(self, line: str, is_progress: bool = False) -> None:
         """A line on standard error, of one process; with --quiet, progress is left out."""
-        if self.writes and not (is_progress and self.config.quiet):
+        if self.writes and not (is_progress and self.is_quiet):
             say(line)
 
     def finish(self, results: dict) -> None:

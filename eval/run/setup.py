@@ -1,83 +1,62 @@
-"""What a run starts from: p^(0), the potential, sigma with any exact samples, the scorers."""
+"""What a run starts from: p^(0), the potential, the scorers, and exact samples of the target sigma.
 
+    sigma(s) = p^(0)(s) phi(s) / Z_sigma (eq. 2),   drawn by rejection (`tsmc/rejection.py`)
+
+Exact samples lie on disk as `samples.safetensors` beside `target.json`, which has their sha256 and
+what their sigma depends on: samples of other checkpoints belong to another sigma. N samples, T
+tokens, D width of an embedding.
+"""
+
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 import tinystories
 from eval.run.options import DTYPES, PRESETS, RunConfig
-from eval.run.target import TargetKey, load_target
 from eval.scorers import similarity, toxicity
-from eval.scorers.potentials import fingerprints, make_factors, user_file
-from tinystories import Conditional, GPTNeo
-from tinystories.checkpoint import digest_of, fingerprint
-from tinystories.fast import pack
+from eval.scorers.potentials import make_factors, user_file
+from tinystories import Conditional, checkpoint
+from tinystories.checkpoint import digest_of, fingerprint, reading
+from tinystories.errors import InputError
 from tinystories.tokenizer import tokenizing
-from tsmc.interfaces import Twist
 from tsmc.rejection import ExactSamples
-from tsmc.sampler import Sigma
-from twist.adapter import AdaptedGPTNeo, Adapter
-from twist.potential import TextPotential, base_potential, effective_potential
+from twist.potential import TextPotential
+
+REMAKE = "make it anew with python -m eval.pocket target"
+SAMPLES = "samples.safetensors"
 
 
 @dataclass
 class Setup:
     """The fixed parts of Algorithm 1 and of its evaluation."""
 
-    model: GPTNeo  # p^(0), a plain network
     tokenizer: Tokenizer
     prompt: str
-    base: Conditional  # p^(0) after the prompt, packed for sampling
+    base: Conditional  # p^(0) after the prompt
     potential: TextPotential
-    log_toxicity: Callable[[list[str]], Tensor]  # a column of the table, whatever the potential is
+    log_toxicity: Callable[[list[str]], Tensor] | None  # a column of the table, if phi reads it
     encode: similarity.SimilarityScorer
-    is_effective: bool = True  # False leaves phi as it is in every generation: an ablation
     exact: ExactSamples | None = None  # exact samples of sigma, if there are any
-    exact_vectors: Tensor | None = None  # [M, D] embeddings of the exact samples
-
-    def conditional(self, p: nn.Module, memory: Tensor | None) -> Conditional:
-        """The language model p, a GPT-Neo or an adapter of p^(0), whose states remember z."""
-        adapter = pack(p) if isinstance(p, Adapter) else None
-        network = self.base.model if adapter is not None or p is self.model else pack(p)
-        return self.base.with_model(AdaptedGPTNeo(network, memory, adapter))
-
-    def proposal(self, q: nn.Module) -> tuple[Conditional, Twist | None, Conditional | None]:
-        """What `draw_round` draws a round of q from: a model, a twist, and p^(0) if it is another.
-
-        An adapter q is a twist of p^(0), so that one pass gives log q and log p^(0).
-        """
-        if isinstance(q, Adapter):
-            return self.conditional(self.model, q.memory), pack(q).tilt, None
-        return self.conditional(q, None), None, None if q is self.model else self.base
-
-    def sigma(self, p: nn.Module, psi: nn.Module) -> Sigma:
-        """Sigma through phi^(m) (eq. 8) unless p is p^(0). An adapter of psi is taken for p."""
-        adapter = getattr(psi, "adapter", None)
-        model = p if adapter is None else adapter
-        log_potential = base_potential(self.potential)
-        if adapter is not None or (p is not self.model and self.is_effective):
-            log_potential = effective_potential(self.potential, self.base)
-        return Sigma(self.conditional(model, getattr(psi, "memory", None)), log_potential)
+    exact_vectors: Tensor | None = None  # [N, D] embeddings of the exact samples
 
 
 def load_setup(config: RunConfig) -> Setup:
-    """The three networks on the run's device, and the shipped samples of sigma if they fit."""
+    """The networks on the run's device, and the shipped samples of sigma if they fit."""
     device = config.torch_device()
     dtype = DTYPES[config.dtype]
-    model, tokenizer = tinystories.load(config.checkpoint("lm"), device)
-    model = model.to(dtype)
-    classifier, its_tokenizer = toxicity.load(config.checkpoint("toxicity_model"), device)
-    scorer = toxicity.ToxicityScorer(pack(classifier.to(dtype)), its_tokenizer)
-    scorer.logits = lru_cache(maxsize=1)(scorer.logits)  # potential and table score the same texts
+    network, tokenizer = tinystories.load(config.checkpoint("lm"), device)
+    scorer = load_classifier(config) if config.reads_classifier() else None
     encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
-    encode = similarity.SimilarityScorer(pack(encoder.to(dtype)), its_tokenizer)
+    encode = similarity.SimilarityScorer(tinystories.pack(encoder.to(dtype)), its_tokenizer)
     with tokenizing("the language model"):
         ids = torch.tensor(tokenizer.encode(config.prompt).ids, dtype=torch.long, device=device)
-    base = Conditional(pack(model), ids, config.length)
+    base = Conditional(network.to(dtype), ids, config.length)
 
     def decode(rows: list[list[int]]) -> list[str]:
         with tokenizing("the language model"):
@@ -85,25 +64,86 @@ def load_setup(config: RunConfig) -> Setup:
 
     potential = TextPotential(make_factors(config.potential, config.beta, scorer), decode, ids)
     potential(ids.repeat(config.length)[None, : config.length])  # fails before files are written
-    parts = (model, tokenizer, config.prompt, base, potential, scorer, encode)
-    setup = Setup(*parts, config.effective_potential)
+    setup = Setup(tokenizer, config.prompt, base, potential, scorer, encode)
     directory = PRESETS[config.preset].target
     if directory is not None and not config.lm and not config.toxicity_model:
-        exact = load_target(directory, sigma_key(config), model.config.vocab_size)
+        exact = load_target(directory, sigma_key(config), base.vocab_size)
         setup.exact = exact and exact.to(device)
     return setup
 
 
-def sigma_key(config: RunConfig) -> TargetKey:
-    """What the sigma of this run depends on."""
-    networks = [fingerprint(config.checkpoint(role)) for role in ("lm", "toxicity_model")]
-    potential = fingerprints(config.potential)
-    return TargetKey(*networks, config.prompt, config.length, config.beta, potential)
+def load_classifier(config: RunConfig) -> toxicity.ToxicityScorer:
+    """log p(toxic | text); potential and table score the same texts one after the other."""
+    directory = config.checkpoint("toxicity_model")
+    classifier, tokenizer = toxicity.load(directory, config.torch_device())
+    classifier = classifier.to(DTYPES[config.dtype])
+    scorer = toxicity.ToxicityScorer(tinystories.pack(classifier), tokenizer)
+    scorer.logits = lru_cache(maxsize=1)(scorer.logits)
+    return scorer
 
 
 def identity(config: RunConfig) -> dict[str, str]:
-    """Hashes of the three networks and of the user's own files that a run's results depend on."""
-    roles = ("lm", "toxicity_model", "similarity_model")
+    """Hashes of the networks and of the user's own files that a run's results depend on."""
+    roles = ["lm", "similarity_model"]
+    if config.reads_classifier():
+        roles.append("toxicity_model")
     hashes = {role: fingerprint(config.checkpoint(role)) for role in roles}
     files = [user_file(spec)[0] for spec in config.potential if user_file(spec)]
     return hashes | {str(path): digest_of(path) for path in files}
+
+
+def sigma_key(config: RunConfig) -> dict:
+    """What the sigma of a run depends on, as target.json has it."""
+    hashes = identity(config)
+    potential = []
+    for spec in config.potential:
+        own = user_file(spec)  # a file counts by its content
+        potential.append(f"{own[1]} of {hashes[str(own[0])]}" if own else spec)
+    return {
+        "lm": hashes["lm"],
+        "toxicity": hashes.get("toxicity_model", ""),
+        "prompt": config.prompt,
+        "length": config.length,
+        "beta": config.beta,
+        "potential": potential,
+    }
+
+
+def save_target(directory: Path, exact: ExactSamples, key: dict, **notes) -> None:
+    """Write `samples.safetensors` and `target.json`, with `notes` beside the numbers."""
+    tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi.float()}
+    checkpoint.write_tensors(directory / SAMPLES, tensors)
+    values = {"key": key, "num_samples": len(exact.tokens)}
+    values |= {name: getattr(exact, name) for name in ("num_proposals", "log_z", "log_z_std_error")}
+    values["sha256"] = digest_of(directory / SAMPLES)
+    checkpoint.write_json(directory / "target.json", values | notes)
+
+
+def load_target(directory: Path, key: dict, vocab_size: int) -> ExactSamples | None:
+    """The samples, None for another prompt, length, beta or potential; InputError if not sound."""
+    path = Path(directory) / "target.json"
+    samples = path.with_name(SAMPLES)
+    raw = checkpoint.read_json(path)
+    with reading(path, "not a target file", REMAKE):
+        made_for = {"potential": ["toxicity"]} | raw["key"]
+        if made_for.keys() != key.keys():
+            raise ValueError("its key has other entries")
+        count = int(raw["num_samples"])
+        numbers = (int(raw["num_proposals"]), float(raw["log_z"]), float(raw["log_z_std_error"]))
+        if not (2 <= count <= numbers[0] and math.isfinite(numbers[1])):
+            raise ValueError("its numbers contradict each other")
+    if any(made_for[name] != key[name] for name in ("prompt", "length", "beta", "potential")):
+        return None
+    for role in ("lm", "toxicity"):
+        if made_for[role] != key[role]:
+            raise InputError(f"{path}: stale, it was made for another {role} checkpoint; {REMAKE}")
+    tensors = checkpoint.read_tensors(samples)
+    with reading(samples, "not the exact samples", REMAKE):
+        if raw["sha256"] != digest_of(samples):
+            raise ValueError("target.json has another sha256")
+        tokens = tensors["tokens"].long()
+        log_phi = tensors["log_phi"]
+        fits = tokens.shape == (count, key["length"]) and log_phi.shape == (count,)
+        if not fits or tokens.min() < 0 or tokens.max() >= vocab_size or not log_phi.max() <= 1e-6:
+            raise ValueError("shapes, tokens or log_phi do not fit target.json")
+    return ExactSamples(tokens, log_phi, *numbers)

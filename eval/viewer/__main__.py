@@ -15,7 +15,7 @@ from pathlib import Path
 from eval.run.command import one_line_errors, say
 from eval.run.options import OneLineParser, check
 from eval.run.run import finite_or_null
-from eval.run.trained import TrainedRun
+from eval.trained import TrainedRun
 from eval.viewer import genealogy
 from tinystories.checkpoint import write_text
 from tinystories.errors import printable

@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer
 
 from eval.run.run import finite_or_null
-from eval.run.trained import Drawn
+from eval.trained import Drawn
 from tsmc.resampling import normalise
 from tsmc.sampler import Step
 

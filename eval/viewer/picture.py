@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from eval.run.figures import save_figure
+from eval.figures import save_figure
 from tsmc import Trace
 from tsmc.resampling import normalise
 

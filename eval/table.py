@@ -6,9 +6,9 @@ from pathlib import Path
 from tinystories.checkpoint import read_json, reading
 
 TABLE = (
+    ("toxicity", "toxicity", ".3f"),
     ("log phi", "log_phi", ".2f"),
     ("phi > 0", "phi_positive", ".3f"),
-    ("toxicity", "toxicity", ".3f"),
     ("similarity", "similarity", ".3f"),
     ("energy", "energy", ".3f"),
     ("KL(sigma||q)", "kl_target_proposal", ".2f"),

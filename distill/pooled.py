@@ -1,0 +1,183 @@
+"""Our learner: every line of Algorithm 1 is "draw from q, weigh, fit q".
+
+    draw    s ~ q, independent sequences without resampling; they join the pool of all draws
+    weigh   w(s) = p^(0)(s) phi(s) / q(s)                               truncated, `twist/pool.py`
+    fit     q <- argmin_q sum_i W_i [-log q(s_i)], an adapter of p^(0)  the weighted eq. 7
+
+Weighted likelihood is the objective of distributional policy gradients (Parshakova et al., 2019;
+Khalifa et al., 2021, who call it GDC), here with adaptive importance sampling in the manner of AMIS
+(Cornuet et al., 2012): the proposal is refitted, and what it has drawn before is kept. For exact
+weights the minimum is q = sigma, of all q that an adapter can be.
+
+    line 1          a ladder of such steps from q = p^(0), each fitted to p^(0) phi^b with the
+                    largest b <= 1 at which enough draws count, and the last one to sigma itself
+    line 3          one step from q^(m-1)
+    line 4          nothing: p^(m) = q^(m) has learned what a twist could add, so psi^(m) = 1
+
+psi^(0) is q^(0) / p^(0), normalised; for m >= 1 psi^(m) is 1. The ladder follows the tempered
+targets of adaptive multilevel twisted SMC (arXiv:2608.21736). Each fit may use the scores g of the
+surrogate (`twist/surrogate.py`), a logistic regression of phi on all draws: few draws have a
+weight, but all have a score. N sequences in the pool, U updates, n rows of a batch, T tokens, D
+width, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distill.options import option
+from distill.self_distill import draw_batches, self_distill
+from tinystories.fast import pack
+from tsmc.interfaces import BaseModel, LanguageModel, Report, row_slices
+from tsmc.runs import Phases, chunk_sizes
+from twist.adapter import Adapted, Adapter
+from twist.pair import Pair
+from twist.pool import Pool, Round, draw_round, tempered, truncated
+from twist.surrogate import fit_surrogate
+
+
+@dataclass(frozen=True)
+class PooledOptions:
+    surrogate: bool = option(True, "let the adapter see a score of phi for each token")
+    pool_first_draws: int = option(10_000, "sequences drawn for psi^(0)", 1)
+    pool_first_rounds: int = option(8, "steps of the ladder that they are drawn in", 1)
+    pool_first_ess: float = option(0.1, "b: the ESS for each text with phi > 0", 0, 1)
+    pool_first_updates: int = option(30, "gradient steps of a step of the ladder", 1)
+    pool_draws: int = option(7500, "sequences drawn from q in each further generation", 1)
+    pool_least_ess: float = option(0.05, "truncate weights to an ESS of this share of all", 0, 1)
+    pool_updates: int = option(120, "gradient steps of each generation", 1)
+    pool_batch_size: int = option(128, "sequences of one step", 1)
+    pool_learning_rate: float = option(1e-4, "Adam's step size", 0, 1)
+    pool_hidden_units: int = option(192, "width of the adapter's two hidden layers", 1)
+
+    def ladder(self) -> list[int]:
+        """Sequences of each step of the ladder."""
+        at_once = math.ceil(self.pool_first_draws / self.pool_first_rounds)
+        return chunk_sizes(self.pool_first_draws, at_once)
+
+
+class Pooled:
+    """Lines 1, 3 and 4 for p^(0) = base and log_phi(tokens [N, T]) -> log phi [N]."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        log_phi: Callable[[Tensor], Tensor],
+        options: PooledOptions,
+        phases: Phases,
+        scale: float = 1.0,
+    ):
+        """`scale` is c of the surrogate (`twist/surrogate.py`): beta for a classifier."""
+        self.base = base
+        self.log_phi = log_phi
+        self.options = options
+        self.phases = phases
+        self.scale = scale
+        self.pool = Pool()
+
+    def line_1(self) -> Pair:
+        """psi^(0) = q^(0) / p^(0), kept as q^(0): the last step of the ladder."""
+        *climb, last = self.options.ladder()
+        q = None
+        for step, count in enumerate(climb, 1):
+            self.draw(q, f"ladder {step} sampling", 0, count)
+            if self.pool.is_alive().any():
+                q = self.fit(f"ladder {step}", 0, self.options.pool_first_updates, q, True)
+        self.draw(q, "sampling", 0, last)
+        return Pair(Adapted(self.base, self.fit_to_sigma(0)), None)
+
+    def line_3(self, pair: Pair, m: int) -> LanguageModel:
+        """p^(m) = q^(m), fitted to all draws so far, to which q^(m-1) adds."""
+        self.draw(pair.model.adapter, "sampling", m, self.options.pool_draws)
+        return Adapted(self.base, self.fit_to_sigma(m))
+
+    def line_4(self, model: LanguageModel, m: int) -> Pair:
+        """psi^(m) = 1."""
+        return Pair(model, None)
+
+    def draw(self, q: Adapter | None, phase: str, m: int, count: int) -> None:
+        """Draw and weigh: `count` sequences of q join the pool; None is p^(0)."""
+        base = self.base.packed()
+        twist = None if q is None else pack(q).tilt  # one pass gives log q and log p^(0)
+
+        def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+            return vars(draw_round(base, twist, self.log_phi, size, generator))
+
+        self.pool.rounds.append(Round(**self.phases.draw(phase, m, count, draw)))
+
+    def fit_to_sigma(self, m: int) -> Adapter:
+        """q^(m): an adapter of p^(0), learned anew from the whole pool."""
+        return self.fit("distillation", m, self.options.pool_updates, None, False)
+
+    def fit(
+        self, phase: str, m: int, updates: int, start: Adapter | None, is_tempered: bool
+    ) -> Adapter:
+        """Fit q to the pool, from the MLP of `start` or from p^(0); the surrogate comes first."""
+        options = self.options
+        scores = self.fit_scores(f"{phase} surrogate", m) if options.surrogate else None
+        log_weights, power = self.pool.log_weights(), 1.0
+        if is_tempered:
+            log_weights, power = tempered(self.pool, options.pool_first_ess)
+        weights = truncated(log_weights, options.pool_least_ess)
+        positive = self.pool.is_alive().double().mean().item()
+
+        def learn(generator: torch.Generator, report: Report) -> dict[str, Tensor]:
+            embeddings = self.base.output_embeddings
+            adapter = Adapter(embeddings, scores, options.pool_hidden_units, generator)
+            if start is not None:
+                adapter.shift.load_state_dict(start.shift.state_dict())
+            optimizer = torch.optim.Adam(adapter.shift.parameters(), lr=options.pool_learning_rate)
+            batches = draw_batches(weights, options.pool_batch_size, updates, generator)
+            told = partial(report, power=power, positive=positive)
+            fit_adapter(adapter, optimizer, self.base, self.pool.tokens(), batches, told)
+            return adapter.state_dict()
+
+        tensors = self.phases.once(phase, m, updates, learn)
+        adapter = Adapter.like(tensors, self.base)
+        adapter.load_state_dict(tensors)
+        return adapter.requires_grad_(False)
+
+    def fit_scores(self, phase: str, m: int) -> Tensor:
+        """The scores g [V] of the surrogate, fitted to all draws alike."""
+
+        def learn(generator: torch.Generator, report: Report) -> dict[str, Tensor]:
+            pool, vocab_size = self.pool, self.base.vocab_size
+            scores, loss = fit_surrogate(pool.tokens(), pool.log_phi(), self.scale, vocab_size)
+            report(loss=loss)
+            return {"scores": scores}
+
+        return self.phases.once(phase, m, 1, learn)["scores"]
+
+
+def fit_adapter(
+    adapter: Adapter,
+    optimizer: torch.optim.Optimizer,
+    base: BaseModel,
+    tokens: Tensor,
+    batches: Tensor,
+    report: Report,
+) -> None:
+    """Minimise eq. 7 in place for rows `batches` [U, n] of tokens [N, T].
+
+    p^(0) = base is not trained, so the states of each sequence that occurs are computed once.
+    """
+    distinct, places = batches.unique(return_inverse=True)
+    tokens = tokens[distinct]  # [M, T]
+    states = hidden_states(base.packed(), tokens)  # [M, T, D]
+
+    def loss(rows: Tensor) -> Tensor:
+        return F.cross_entropy(adapter(states[rows]).flatten(0, 1), tokens[rows].flatten())
+
+    self_distill(loss, optimizer, places, report)
+
+
+@torch.no_grad()
+def hidden_states(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """The states [N, T, D] from which the model predicts sequences [N, T], in slices."""
+    slices = row_slices(len(tokens), model.vocab_size * tokens.shape[1])
+    return torch.cat([model.states(tokens[rows]) for rows in slices])

@@ -1,0 +1,112 @@
+"""The figures of a run: similarity against the score, learning, histograms of the score.
+
+The score is the toxicity where the potential reads the classifier, else log phi. Every function
+writes one PNG. The colours are those of Okabe and Ito, which colour-blind readers can tell apart,
+and each series also has a marker or line style of its own.
+"""
+
+import math
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from eval.table import named_rows
+from tinystories.checkpoint import replacing
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES = ("-", "--", "-.", ":")
+ENDS = {"Base": ("#555555", "X"), "Target": ("black", "*")}
+LABELS = {"toxicity": "Toxicity p(toxic | s)", "log_phi": "log phi"}
+LOSSES = {  # phase, title, figure
+    "distillation": ("Distillation (eq. 7), nats per token", "loss"),
+    "twist learning": ("ESS of CTL's positive weights (eq. 6)", "ess"),
+}
+
+
+def save_figure(figure, path: Path) -> None:
+    """Write the PNG whole or not at all and free the figure."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def style(name: str) -> tuple[str, str]:
+    """Colour and marker of Base, Target or Generation m."""
+    if name in ENDS:
+        return ENDS[name]
+    m = int(name.split()[-1])
+    return COLOURS[m % 6], MARKERS[m % 6]
+
+
+def similarity_plot(results: dict, key: str, path: Path) -> None:
+    """Base, Target and the generations, joined in order (paper, Fig. 1), the score +- 95 %."""
+    figure, axes = plt.subplots(figsize=(5, 4))
+    rows = {name: row for name, row in named_rows(results).items() if row[key] is not None}
+    joined = [(row["similarity"], row[key]) for name, row in rows.items() if name not in ENDS]
+    if joined:
+        axes.plot(*np.array(joined).T, color="#999999", lw=1, zorder=1)
+    for name, row in rows.items():
+        colour, marker = style(name)
+        look = {"color": colour, "marker": marker, "ms": 8, "capsize": 3, "ls": "none"}
+        axes.errorbar(row["similarity"], row[key], row[f"{key}_half_width"], label=name, **look)
+    low, high = axes.get_xlim()  # at least so wide that noise does not look like progress
+    axes.set(xlim=(min(low, 0.3), max(high, 0.6)), xlabel="Similarity", ylabel=LABELS[key])
+    if key == "toxicity":
+        axes.set_ylim(-0.03, 1.03)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_figure(figure, path)
+
+
+def learning_curves(records: list[dict], path: Path) -> None:
+    """A panel for each kind of learning: a thin line through all steps, and its running mean."""
+    panels = [name for name in LOSSES if any(row["phase"] == name for row in records)]
+    figure, places = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.5), squeeze=False)
+    for axes, phase in zip(places[0], panels, strict=True):
+        title, key = LOSSES[phase]
+        rows = [row for row in records if row["phase"] == phase]
+        for m in sorted({row["generation"] for row in rows}):
+            each = [row[key] for row in rows if row["generation"] == m]
+            width = max(1, len(each) // 10)
+            means = np.convolve(each, np.ones(width) / width, mode="valid")
+            updates = np.arange(len(means)) + (width - 1) / 2
+            axes.plot(each, color=COLOURS[m % 6], alpha=0.2, lw=0.7)
+            line = {"color": COLOURS[m % 6], "ls": DASHES[m % 4], "label": f"Generation {m}"}
+            axes.plot(updates, means, **line)
+        axes.set(title=title, yscale="log" if key == "ess" else "linear")
+        axes.set_xlabel("Update (bold: running mean)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    save_figure(figure, path)
+
+
+def histogram(scores: dict[str, list[float]], key: str, path: Path) -> None:
+    """Shares of texts by score in 20 bins, logarithmic, a line for each source of texts."""
+    figure, axes = plt.subplots(figsize=(6, 4))
+    lowest = 0.0 if key == "toxicity" else min(map(min, scores.values()), default=0.0)
+    edges = np.linspace(lowest, max(1.0, lowest + 1) if key == "toxicity" else 1e-6, 21)
+    for i, (name, values) in enumerate(scores.items()):
+        shares = np.histogram(values, edges)[0] / len(values)
+        axes.stairs(shares, edges, color=style(name)[0], label=name, lw=2, ls=DASHES[i % 4])
+    axes.set(xlabel=LABELS[key], ylabel="Share of texts", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    save_figure(figure, path)
+
+
+def draw_figures(results: dict, records: list[dict], samples: list[dict], folder: Path) -> None:
+    """The three figures of a run from its results and the lines of its other two files."""
+    key = "toxicity" if "toxicity" in results["base"] else "log_phi"
+    learning_curves(records, folder / "learning.png")
+    similarity_plot(results, key, folder / f"similarity-{key.replace('_', '-')}.png")
+    scores: dict[str, list[float]] = {}
+    for row in samples:
+        finite = row[key] is not None and math.isfinite(row[key])
+        if finite:
+            scores.setdefault(row["source"].capitalize(), []).append(row[key])
+    histogram(scores, key, folder / f"{key.replace('_', '-')}-histogram.png")

@@ -8,6 +8,8 @@ from typing import Protocol, Self
 
 from torch import Tensor, nn
 
+from tinystories.errors import InputError
+
 MAX_LOGITS = 2**26  # entries of one tensor of logits: 256 MB in float32
 Twist = Callable[[Tensor], Tensor]
 """twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
@@ -60,6 +62,20 @@ class LearnableTwist(Protocol):
     """A twist with parameters; `of_tokens` gives log psi of chosen tokens, with gradient."""
 
     def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor: ...  # [K, T, D] -> [K, T]
+
+
+def call_potential(log_phi: Callable[..., Tensor], tokens: Tensor, *log_p: Tensor) -> Tensor:
+    """log phi [N] of tokens [N, T], which the potential gets as a copy; InputError for other shapes.
+
+    log_p [N] is passed on where it is given.
+    """
+    values = log_phi(tokens.clone(), *log_p)
+    if values.shape != tokens.shape[:1]:
+        shape = list(values.shape)
+        raise InputError(
+            f"log phi has shape {shape} for {len(tokens)} texts; return one number each"
+        )
+    return values
 
 
 def row_slices(rows: int, entries: int) -> Iterator[slice]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
 from tsmc.estimate import Estimate
-from tsmc.interfaces import LanguageModel
+from tsmc.interfaces import LanguageModel, call_potential
 from tsmc.proposal import sample_proposal
 from tsmc.resampling import log_mean_exp
 
@@ -62,7 +62,7 @@ def draw_accepted(
     InputError where log phi is NaN or above zero.
     """
     tokens = sample_proposal(model, None, count, generator).tokens
-    scores = log_phi(tokens)  # [N]
+    scores = call_potential(log_phi, tokens)  # [N]
     highest = scores.max().item()
     if math.isnan(highest):
         raise InputError("log phi is NaN on some sequence; check the potential")

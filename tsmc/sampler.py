@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
-from tsmc.interfaces import Decoder, LanguageModel, LogPotential, Twist
+from tsmc.interfaces import Decoder, LanguageModel, LogPotential, Twist, call_potential
 from tsmc.proposal import DRAWN, Extension, propose
 from tsmc.resampling import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise
 
@@ -170,7 +170,8 @@ def tsmc(
         tokens = torch.cat([tokens, step.tokens[..., None]], -1)
         log_p = log_p + step.log_p
         if is_last:
-            log_phi = log_potential(tokens.flatten(0, 1), log_p.flatten()).view_as(log_p)
+            given = (tokens.flatten(0, 1), log_p.flatten())
+            log_phi = call_potential(log_potential, *given).view_as(log_p)
         log_w = reweight(step, log_psi, log_phi if is_last else None)  # [R, K]
         log_psi = step.log_psi
         log_weights = log_weights + log_w

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tinystories.fast import pack
-from tsmc.interfaces import LearnableTwist, LogPotential, Report, ignore
+from tsmc.interfaces import LearnableTwist, LogPotential, Report, call_potential, ignore
 from tsmc.proposal import Trajectories, sample_proposal
 from tsmc.resampling import effective_sample_size, normalise
 from tsmc.sampler import Sigma
@@ -46,7 +46,8 @@ class Batch:
 def positive_log_weights(batch: Trajectories, log_potential: LogPotential) -> Tensor:
     """log w(s) [K] = log p^(m)(s) + log phi^(m)(s) - log q(s): weights of sigma in eq. 6."""
     log_p = batch.log_p.sum(-1)  # [K]
-    return log_p + log_potential(batch.tokens, log_p) - batch.log_q.sum(-1)
+    log_phi = call_potential(log_potential, batch.tokens, log_p)  # [K]
+    return log_p + log_phi - batch.log_q.sum(-1)
 
 
 def negative_log_weights(batch: Trajectories) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import widest
-from tsmc.interfaces import LanguageModel, Twist
+from tsmc.interfaces import LanguageModel, Twist, call_potential
 from tsmc.proposal import sample_proposal
 from tsmc.resampling import effective_sample_size, normalise
 
@@ -55,7 +55,7 @@ def draw_round(
     log_phi(tokens [N, T]) is [N]. InputError for weights that are NaN or infinite.
     """
     drawn = sample_proposal(base, twist, count, generator)
-    log_phi_drawn = log_phi(drawn.tokens)  # [N]
+    log_phi_drawn = call_potential(log_phi, drawn.tokens)  # [N]
     log_ratio = (drawn.log_p - drawn.log_q).sum(-1)  # [N] log p^(0) / q_r
     log_weights = (log_ratio + log_phi_drawn).to(widest(log_ratio.device))
     if not bool((log_weights < torch.inf).all()):

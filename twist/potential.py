@@ -19,11 +19,13 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
+from tsmc.categorical import widest
 from tsmc.interfaces import BaseModel, LanguageModel, LogPotential
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Sigma
@@ -38,14 +40,33 @@ END_OF_SENTENCE = re.compile(r"""[.!?]+["')\]\u201d\u2019]*(?=\s|$)""")
 class Factor:
     """One factor of a potential, and what it reads."""
 
-    log_phi: Callable[..., Tensor]  # of what it reads -> log phi [N], at most 0 for rejection
+    log_phi: Callable[..., Any]  # of what it reads -> N numbers log phi, at most 0 for rejection
     reads: str = "texts"
 
 
-def each_once(function: Callable[[list[str]], Tensor], texts: Sequence[str]) -> Tensor:
-    """function(texts) [N], called with the distinct texts only."""
+def as_log_phi(values: Any, read: Sequence) -> Tensor:
+    """log phi [N] float64 on the CPU of what a potential has returned for the N members of `read`.
+
+    float64 keeps the differences of values as large as 1e8. InputError for another shape, for
+    truth values, which are no logarithms, and for NaN and +inf, with the text at fault.
+    """
+    numbers = torch.as_tensor(values).detach().cpu()
+    if numbers.dtype == torch.bool:
+        raise InputError("log phi is true or false; return 0 for true and -inf for false")
+    numbers = numbers.to(torch.float64)
+    if numbers.shape != (len(read),):
+        raise InputError(f"log phi has shape {list(numbers.shape)} for {len(read)} texts")
+    for number, text in zip(numbers.tolist(), read, strict=True):
+        if not number < math.inf:
+            raise InputError(f"log phi is {number} for {str(text)[:80]!r}; return numbers < inf")
+    return numbers
+
+
+def each_once(function: Callable[[list[str]], Any], texts: Sequence[str]) -> Tensor:
+    """function(texts) [N] float64, called with the distinct texts only."""
     place = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-    return function(list(place))[torch.tensor([place[text] for text in texts], dtype=torch.long)]
+    values = as_log_phi(function(list(place)), list(place))
+    return values[torch.tensor([place[text] for text in texts], dtype=torch.long)]
 
 
 class TextPotential:
@@ -67,19 +88,20 @@ class TextPotential:
         return self.decode([self.prompt + row for row in tokens.tolist()])
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """log phi [N] of tokens [N, T]"""
-        return self.of_texts(self.texts(tokens), tokens).to(tokens.device)
+        """log phi [N] of tokens [N, T], in the widest type of their device."""
+        log_phi = self.of_texts(self.texts(tokens), tokens)
+        return log_phi.to(tokens.device, widest(tokens.device))
 
     def of_texts(self, texts: list[str], tokens: Tensor | None = None) -> Tensor:
-        """log phi [N] on the CPU; InputError where a factor reads tokens and there are none."""
+        """log phi [N] float64 on the CPU; InputError for a factor that reads tokens without any."""
         start = len(self.decode([self.prompt])[0])
-        log_phi = torch.zeros(len(texts))
+        log_phi = torch.zeros(len(texts), dtype=torch.float64)
         for factor in self.factors:
             if factor.reads != "tokens":
                 read = texts if factor.reads == "texts" else [text[start:] for text in texts]
-                log_phi = log_phi + each_once(factor.log_phi, read).cpu()
+                log_phi = log_phi + each_once(factor.log_phi, read)
             elif tokens is not None:
-                log_phi = log_phi + factor.log_phi(tokens).cpu()
+                log_phi = log_phi + as_log_phi(factor.log_phi(tokens), tokens)
             else:
                 raise InputError("the potential reads tokens, not texts; score texts without it")
         return log_phi
@@ -89,14 +111,14 @@ def power(log_score: Callable[[list[str]], Tensor], beta: float) -> Factor:
     """phi = score^beta of whole texts; at beta = 0 phi is 1 even where the score is 0."""
 
     def log_phi(texts: list[str]) -> Tensor:
-        return beta * log_score(texts) if beta > 0 else torch.zeros(len(texts))
+        return beta * log_score(texts).double() if beta > 0 else torch.zeros(len(texts))
 
     return Factor(log_phi)
 
 
-def log_phi_of_misses(distances: Sequence[float], strength: float) -> Tensor:
-    """log phi [N] = -strength * distance, 0 at distance 0 whatever the strength."""
-    return torch.tensor([-strength * distance if distance > 0 else 0.0 for distance in distances])
+def log_phi_of_misses(distances: Sequence[float], strength: float) -> list[float]:
+    """log phi = -strength * distance, 0 at distance 0 whatever the strength."""
+    return [-strength * distance if distance > 0 else 0.0 for distance in distances]
 
 
 def regex(pattern: str, strength: float = math.inf) -> Factor:
@@ -107,7 +129,7 @@ def regex(pattern: str, strength: float = math.inf) -> Factor:
         fault = f"{pattern!r} is not a regular expression ({error})"
         raise InputError(f"{fault}; see Python's module re") from error
 
-    def log_phi(continuations: list[str]) -> Tensor:
+    def log_phi(continuations: list[str]) -> list[float]:
         misses = [float(compiled.search(text) is None) for text in continuations]
         return log_phi_of_misses(misses, strength)
 
@@ -130,7 +152,7 @@ def words_of_first_sentence(text: str) -> int:
 def first_sentence(words: int, strength: float = math.inf) -> Factor:
     """The continuation's first sentence, from its start to its full stop, has that many words."""
 
-    def log_phi(continuations: list[str]) -> Tensor:
+    def log_phi(continuations: list[str]) -> list[float]:
         distances = [abs(words_of_first_sentence(text) - words) for text in continuations]
         return log_phi_of_misses(distances, strength)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.checkpoint import digest_of
 from tinystories.errors import InputError, reason_of
-from twist.potential import READS, Factor, first_sentence, keyword, power, regex
+from twist.potential import READS, Factor, as_log_phi, first_sentence, keyword, power, regex
 
 READY = {"keyword": keyword, "regex": regex, "first-sentence": first_sentence}
 FORMS = "toxicity, nontoxicity, keyword:WORD, regex:PATTERN, first-sentence:WORDS or FILE.py:NAME"
@@ -106,14 +106,7 @@ def user_factor(spec: str) -> Factor:
 
     def log_phi(batch: list[str] | Tensor) -> Tensor:
         with users_code(spec, path):
-            own = copy.deepcopy(batch)  # the function may change it
-            numbers = torch.as_tensor(function(own)).tolist()
-            value = torch.tensor(numbers, dtype=torch.float32)  # a plain tensor, whatever it was
-            if value.shape != (len(batch),):
-                raise ValueError(f"shape {list(value.shape)} for {len(batch)} texts")
-            for number, read in zip(numbers, batch, strict=True):
-                if not number < math.inf:
-                    raise ValueError(f"{number} for {str(read)[:80]!r}")
-            return value
+            given = copy.copy(batch)  # the function may change it
+            return as_log_phi(function(given), batch)
 
     return Factor(log_phi, reads)

@@ -17,8 +17,8 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Generator, Tensor
 
-from eval.run.command import one_line_errors
 from eval.figures import COLOURS, MARKERS, save_figure
+from eval.run.command import one_line_errors
 from eval.run.options import OneLineParser
 from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.estimate import Estimate, mean_estimate

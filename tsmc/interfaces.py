@@ -65,7 +65,7 @@ class LearnableTwist(Protocol):
 
 
 def call_potential(log_phi: Callable[..., Tensor], tokens: Tensor, *log_p: Tensor) -> Tensor:
-    """log phi [N] of tokens [N, T], which the potential gets as a copy; InputError for other shapes.
+    """log phi [N] of tokens [N, T], given as a copy; InputError for another shape.
 
     log_p [N] is passed on where it is given.
     """

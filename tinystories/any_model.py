@@ -1,0 +1,142 @@
+"""A causal language model of `transformers` as p: what it needs to be sampled and trained here.
+
+    network = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float32)
+    model = AnyModel(network, prompt, length=20)    # p(s_{1:T} | s_0) after prompt [P], T = 20
+
+docs/any_model.py runs Algorithm 1 with it. `TwistProcessor` takes a learned twist to the network's
+own `generate`. The network must keep keys and values in a cache that can be reordered. N rows, D
+width, V vocabulary, P tokens of the prompt, T of a continuation.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tinystories.errors import InputError, reason_of
+
+try:
+    from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
+except ImportError as error:
+    raise InputError("AnyModel needs transformers; pip install transformers") from error
+
+
+class AnyModel:
+    """A `tsmc.interfaces.BaseModel`; its states are what the network's output layer reads."""
+
+    def __init__(self, network: PreTrainedModel, prompt: Tensor, length: int):
+        """prompt [P], then T = length tokens; InputError for a network that does not fit."""
+        self.network = network.eval()
+        self.prompt = prompt
+        self.length = length
+        self.output = network.get_output_embeddings()
+        if self.output is None:
+            raise InputError("the network has no output layer; load it as a causal language model")
+        self.vocab_size = self.output.weight.shape[0]
+        limit = getattr(network.config, "max_position_embeddings", None) or len(prompt) + length
+        if len(prompt) + length > limit:
+            fault = f"the prompt ({len(prompt)} tokens) and the length ({length})"
+            raise InputError(f"{fault} exceed the network's {limit} positions; shorten one of them")
+        self.check()
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Continue the prompt in two ways, exchange the rows, and compare with a plain forward.
+
+        InputError where the numbers are others.
+        """
+        tokens = torch.tensor([[0], [1]], device=self.prompt.device)  # [2, 1]
+        try:
+            decoder = self.decoder(2)
+            decoder.extend(tokens[:, 0])
+            decoder.extend(tokens[:, 0], torch.tensor([1, 0], device=tokens.device))
+            logits = self.head(decoder.hidden)  # [2, V]
+        except Exception as error:
+            fault = f"the network's cache cannot be used ({reason_of(error)})"
+            raise InputError(f"{fault}; choose a network with keys and values") from error
+        if decoder.cache.get_seq_length() != len(self.prompt) + 2:
+            raise InputError("the network keeps no keys and values in a cache; choose another")
+        ids = torch.cat([self.prompt.expand(2, -1), tokens.flip(0), tokens], 1)  # [2, P + 2]
+        wanted = self.network(ids).logits[:, -1].to(logits)  # [2, V]
+        if not torch.allclose(logits, wanted, atol=1e-3):
+            raise InputError("the logits are not the output layer's; write `head` for them")
+
+    def with_network(self, network: nn.Module) -> "AnyModel":
+        """Another network of this kind after the same prompt."""
+        model = copy.copy(self)
+        model.network = network
+        model.output = network.get_output_embeddings()
+        return model
+
+    def packed(self) -> "AnyModel":
+        """The same model: networks of `transformers` have no faster copy."""
+        return self
+
+    @property
+    def output_embeddings(self) -> Tensor:
+        """What makes logits of hidden states [V, D]; InputError where a bias is added."""
+        if getattr(self.output, "bias", None) is not None:
+            raise InputError("the output layer has a bias, which adapters do not know")
+        return self.output.weight
+
+    def read(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
+        """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
+        options = {"past_key_values": cache, "use_cache": cache is not None}
+        return self.network.base_model(ids, **options).last_hidden_state
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V], float32 or wider, of states [..., D]."""
+        return self.output(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
+
+    def decoder(self, rows: int) -> "AnyDecoder":
+        """A fresh decoder of `rows` continuations."""
+        return AnyDecoder(self, rows)
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """The states [N, T, D] that predict each of continuations tokens [N, T]."""
+        ids = torch.cat([self.prompt.expand(len(tokens), -1), tokens[:, :-1]], 1)
+        return self.read(ids)[:, len(self.prompt) - 1 :]
+
+    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and states [N, T, D] of tokens [N, T]."""
+        hidden = self.states(tokens)
+        logits = self.head(hidden)
+        return -F.cross_entropy(logits.mT, tokens, reduction="none"), logits, hidden
+
+
+class AnyDecoder:
+    """N continuations, token by token, and the cache of keys and values behind them."""
+
+    def __init__(self, model: AnyModel, rows: int):
+        self.model = model
+        self.cache = DynamicCache(config=model.network.config)
+        self.hidden = model.read(model.prompt[None], self.cache)[:, -1].repeat(rows, 1)  # [N, D]
+        self.cache.batch_repeat_interleave(rows)
+
+    def evaluate(self, network: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Tensor:
+        """network(hidden [n, D]) of the n rows in a slice; it is a twist or the model's head."""
+        return network(self.hidden[rows])
+
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
+        """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
+        if ancestors is not None:
+            self.cache.reorder_cache(ancestors)
+        self.hidden = self.model.read(tokens[:, None], self.cache)[:, -1]
+
+
+class TwistProcessor(LogitsProcessor):
+    """q_t for `generate`: adds log psi, computed from the output layer's input, to the logits."""
+
+    def __init__(self, network: PreTrainedModel, twist: Callable[[Tensor], Tensor]):
+        self.twist = twist
+        network.get_output_embeddings().register_forward_pre_hook(self.remember)
+
+    def remember(self, layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        """Keep the states [N, D] of the last position."""
+        self.hidden = inputs[0][:, -1]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits of q_t [N, V] from those of p."""
+        return scores + self.twist(self.hidden)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from distill.finetune import ROWS, BaselineConfig, Student, rewards
+from tinystories.decoder import counted
 from tsmc.categorical import widest
 from tsmc.interfaces import BaseModel, Report, ignore
 from tsmc.proposal import sample_proposal
@@ -49,12 +50,15 @@ def advantages(reward: Tensor) -> Tensor:
     return (reward - reward.mean()) / reward.std(correction=0)
 
 
-def grpo_loss(log_pi: Tensor, log_ref: Tensor, advantage: Tensor, strength: float) -> Tensor:
-    """L (eq. 10), a scalar, of token log-probs [N, T] and advantages [N]."""
+def grpo_loss(
+    log_pi: Tensor, log_ref: Tensor, advantage: Tensor, strength: float, is_counted: Tensor
+) -> Tensor:
+    """L (eq. 10), a scalar, of token log-probs [N, T] and advantages [N]; which count [N, T]."""
     ratio = (log_pi - log_pi.detach()).exp()  # [N, T], equal to 1
     log_ratio = log_ref - log_pi  # [N, T]
     k3 = log_ratio.exp() - log_ratio - 1
-    return (strength * k3 - ratio * advantage[:, None].to(ratio.dtype)).mean()
+    loss = strength * k3 - ratio * advantage[:, None].to(ratio.dtype)  # [N, T]
+    return loss[is_counted].mean()
 
 
 def grpo(
@@ -76,7 +80,9 @@ def grpo(
     def loss(tokens: Tensor, advantage: Tensor) -> Tensor:
         with torch.no_grad():
             log_ref = base.log_probs(tokens)[0]  # [N, T]
-        return grpo_loss(policy.log_probs(tokens)[0], log_ref, advantage, config.strength)
+        is_counted = counted(tokens, base.end)
+        log_pi = policy.log_probs(tokens)[0]  # [N, T]
+        return grpo_loss(log_pi, log_ref, advantage, config.strength, is_counted)
 
     for _ in range(config.updates):
         current = base.with_network(student.merged()).packed()

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from distill.options import option
 from distill.self_distill import draw_batches, self_distill
+from tinystories.decoder import counted
 from tinystories.fast import pack
 from tsmc.interfaces import BaseModel, LanguageModel, Report, row_slices
 from tsmc.runs import Phases, chunk_sizes
@@ -39,6 +40,8 @@ from twist.adapter import Adapted, Adapter
 from twist.pair import Pair
 from twist.pool import Pool, Round, draw_round, tempered, truncated
 from twist.surrogate import fit_surrogate
+
+IGNORED = -100  # as a label: the token is left out of the loss
 
 
 @dataclass(frozen=True)
@@ -169,9 +172,11 @@ def fit_adapter(
     distinct, places = batches.unique(return_inverse=True)
     tokens = tokens[distinct]  # [M, T]
     states = hidden_states(base.packed(), tokens)  # [M, T, D]
+    labels = tokens.masked_fill(~counted(tokens, base.end), IGNORED)  # [M, T]
 
     def loss(rows: Tensor) -> Tensor:
-        return F.cross_entropy(adapter(states[rows]).flatten(0, 1), tokens[rows].flatten())
+        logits = adapter(states[rows]).flatten(0, 1)  # [n T, V]
+        return F.cross_entropy(logits, labels[rows].flatten(), ignore_index=IGNORED)
 
     self_distill(loss, optimizer, places, report)
 

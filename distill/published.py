@@ -26,6 +26,7 @@ from torch import Tensor
 from distill.finetune import Student
 from distill.options import option
 from distill.self_distill import draw_batches, self_distill
+from tinystories.decoder import counted
 from tinystories.fast import pack
 from tsmc.interfaces import BaseModel, Report
 from tsmc.resampling import SCHEMES, normalise
@@ -87,12 +88,12 @@ class Published:
             model = student.after(self.base)
             sizes = (options.distill_batch_size, options.distill_updates)
             batches = draw_batches(weights, *sizes, generator)
-            self_distill(
-                lambda rows: -model.log_probs(tokens[rows])[0].mean(),  # eq. 7 for each token
-                student.optimizer,
-                batches,
-                report,
-            )
+
+            def loss(rows: Tensor) -> Tensor:  # eq. 7 for each token
+                log_p = model.log_probs(tokens[rows])[0]  # [n, T]
+                return -log_p[counted(tokens[rows], model.end)].mean()
+
+            self_distill(loss, student.optimizer, batches, report)
             return student.finish().state_dict()
 
         network = copy.deepcopy(pair.model.network)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinystories.decoder import NO_END, counted
 from tinystories.errors import InputError, reason_of
 
 try:
@@ -26,11 +27,15 @@ except ImportError as error:
 class AnyModel:
     """A `tsmc.interfaces.BaseModel`; its states are what the network's output layer reads."""
 
-    def __init__(self, network: PreTrainedModel, prompt: Tensor, length: int):
-        """prompt [P], then T = length tokens; InputError for a network that does not fit."""
+    def __init__(self, network: PreTrainedModel, prompt: Tensor, length: int, end: int = NO_END):
+        """prompt [P], then T = length tokens; InputError for a network that does not fit.
+
+        A text is finished once it has the token `end`, such as `network.config.eos_token_id`.
+        """
         self.network = network.eval()
         self.prompt = prompt
         self.length = length
+        self.end = end
         self.output = network.get_output_embeddings()
         if self.output is None:
             raise InputError("the network has no output layer; load it as a causal language model")
@@ -103,7 +108,8 @@ class AnyModel:
         """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and states [N, T, D] of tokens [N, T]."""
         hidden = self.states(tokens)
         logits = self.head(hidden)
-        return -F.cross_entropy(logits.mT, tokens, reduction="none"), logits, hidden
+        log_p = -F.cross_entropy(logits.mT, tokens, reduction="none")  # [N, T]
+        return log_p.where(counted(tokens, self.end), 0.0), logits, hidden
 
 
 class AnyDecoder:

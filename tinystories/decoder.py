@@ -6,8 +6,9 @@
     decoder.extend(tokens, ancestors)    row n continues row ancestors[n] with tokens[n]
 
 Rows whose texts are equal share their hidden state: all rows at first, those that chose the same
-words in the next steps, and the copies that resampling makes. N rows, S distinct states, D width, V
-vocabulary, P prompt tokens, T continuation tokens.
+words in the next steps, and the copies that resampling makes. What a finished text has behind its
+end is certain: log p is 0 there, `counted` says where it is not, and every loss leaves it out.
+N rows, S distinct states, D width, V vocabulary, P prompt tokens, T continuation tokens.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from tinystories.fast import pack
 from tinystories.gpt_neo import GPTNeo
 
 GROUP = 64  # states are padded to a multiple of this, to avoid fragmentation of the heap
+NO_END = -1  # in place of the token that finishes a text: texts have T tokens
 MOST = 0.875  # share of distinct texts above which sharing costs more than it saves
 
 
@@ -31,6 +33,12 @@ def merge(state_of: Tensor, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Te
     if len(pairs) <= MOST * len(tokens):
         return pairs // vocab_size, pairs % vocab_size, pair_of
     return state_of, tokens, torch.arange(len(tokens), device=tokens.device)
+
+
+def counted(tokens: Tensor, end: int) -> Tensor:
+    """Which of tokens [N, T] belong to a text: those up to and including the first `end`."""
+    ended = (tokens == end).cumsum(1)  # [N, T] how often the text has ended, this token included
+    return ended - (tokens == end).long() == 0
 
 
 class Decoder:
@@ -74,8 +82,11 @@ class Decoder:
 class Conditional:
     """A GPT-Neo conditioned on one prompt."""
 
-    def __init__(self, network: GPTNeo, prompt: Tensor, length: int):
-        """prompt [P], then at most `length` tokens; InputError where they do not fit."""
+    def __init__(self, network: GPTNeo, prompt: Tensor, length: int, end: int = NO_END):
+        """prompt [P], then at most `length` tokens; InputError where they do not fit.
+
+        A text is finished once it has the token `end`: the same token follows with probability one.
+        """
         limit = network.config.max_position_embeddings
         if prompt.numel() == 0:
             raise InputError("the prompt is empty; give at least one word")
@@ -85,11 +96,12 @@ class Conditional:
         self.network = network
         self.prompt = prompt
         self.length = length
+        self.end = end
         self.vocab_size = network.config.vocab_size
 
     def with_network(self, network: GPTNeo) -> "Conditional":
         """Another network after the same prompt."""
-        return Conditional(network, self.prompt, self.length)
+        return Conditional(network, self.prompt, self.length, self.end)
 
     def packed(self) -> "Conditional":
         """The same with a frozen copy of the network that samples and scores faster."""
@@ -120,4 +132,5 @@ class Conditional:
         hidden = self.states(tokens)  # [N, T, D]
         logits = self.network.head(hidden)  # [N, T, V]
         losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
-        return -losses.view(tokens.shape), logits, hidden
+        log_p = -losses.view(tokens.shape)  # [N, T]
+        return log_p.where(counted(tokens, self.end), 0.0), logits, hidden

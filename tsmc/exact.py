@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tinystories.decoder import NO_END, counted
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
 from tsmc.interfaces import LanguageModel, LogPotential, Twist, row_slices
@@ -36,6 +37,14 @@ def all_sequences(vocab_size: int, length: int, device: torch.device | None = No
 def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
     """KL(a || b), a scalar, of log probabilities [N]; infinite where b lacks what a has."""
     return torch.where(log_a > -torch.inf, log_a.exp() * (log_a - log_b), 0.0).sum()
+
+
+def absorbed(log_p: Tensor, tokens: Tensor, end: int) -> Tensor:
+    """log p [N, V] of the last of tokens [N, t], where `end` is certain behind a finished text."""
+    is_finished = ~counted(tokens, end)[:, -1:]  # [N, 1]
+    is_other = torch.arange(log_p.shape[1], device=log_p.device) != end  # [V]
+    certain = torch.zeros_like(log_p).masked_fill(is_other, -torch.inf)  # [N, V]
+    return torch.where(is_finished, certain, log_p)
 
 
 class Tree:
@@ -56,7 +65,10 @@ class Tree:
             ends = all_sequences(self.vocab_size, t, device)[:: self.vocab_size]  # the last token 0
             slices = row_slices(len(ends), t * self.vocab_size)
             parts = [model.log_probs(ends[rows])[1:] for rows in slices]
-            self.log_p.append(torch.cat([logits[:, -1] for logits, _ in parts]).log_softmax(-1))
+            log_p = torch.cat([logits[:, -1] for logits, _ in parts]).log_softmax(
+                -1
+            )  # [V^(t-1), V]
+            self.log_p.append(absorbed(log_p, ends, model.end))
             self.hidden.append(torch.cat([hidden[:, -1] for _, hidden in parts]))
 
     def sequences(self) -> Tensor:
@@ -159,7 +171,7 @@ class TableDecoder:
 class TableModel(nn.Module):
     """A language model of fixed length given by its logits [prefixes, V], which are parameters."""
 
-    def __init__(self, logits: Tensor, length: int):
+    def __init__(self, logits: Tensor, length: int, end: int = NO_END):
         super().__init__()
         shape = list(logits.shape)
         needed = [count_prefixes(shape[1], length), shape[1]]
@@ -167,6 +179,7 @@ class TableModel(nn.Module):
             raise InputError(f"the table has shape {shape}; length {length} needs {needed}")
         self.table = nn.Parameter(logits)
         self.length = length
+        self.end = end
         self.vocab_size = shape[1]
 
     @classmethod
@@ -197,7 +210,7 @@ class TableModel(nn.Module):
         hidden = self.states(tokens)  # [N, T, 1]
         logits = self.head(hidden)  # [N, T, V]
         log_p = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)  # [N, T]
-        return log_p, logits, hidden
+        return log_p.where(counted(tokens, self.end), 0.0), logits, hidden
 
 
 class TableTwist(nn.Module):

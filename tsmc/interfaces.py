@@ -40,6 +40,7 @@ class LanguageModel(Protocol):
 
     length: int
     vocab_size: int
+    end: int  # the token that finishes a text and then repeats itself; -1: there is none
 
     def decoder(self, rows: int) -> Decoder: ...
     def head(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> logits [..., V]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tinystories.decoder import counted
 from tsmc.categorical import draw_categorical, uniforms
 from tsmc.interfaces import Decoder, LanguageModel, Twist, row_slices
 
@@ -68,6 +69,20 @@ def draw(
     return Extension(tokens, log_p, log_psi, log_q, log_normaliser)
 
 
+def wait(step: Extension, is_finished: Tensor, log_psi: Tensor, end: int) -> Extension:
+    """The step, where finished texts [...] only repeat their end: log psi stays, all else is 0.
+
+    log_psi [...] is that before the step, which the normaliser equals: the weight does not change.
+    """
+    return Extension(
+        tokens=step.tokens.masked_fill(is_finished, end),
+        log_p=step.log_p.masked_fill(is_finished, 0.0),
+        log_psi=torch.where(is_finished, log_psi, step.log_psi),
+        log_q=step.log_q.masked_fill(is_finished, 0.0),
+        log_normaliser=torch.where(is_finished, log_psi, step.log_normaliser),
+    )
+
+
 @dataclass
 class Trajectories(Extension):
     """N independent sequences from q: the same tensors, all [N, T], and what the twist saw."""
@@ -88,10 +103,15 @@ def sample_proposal(
     decoder = model.decoder(rows)
     steps = []
     hidden = []
+    is_finished = torch.zeros(rows, dtype=torch.bool, device=uniform.device)  # [N]
+    log_psi = torch.zeros((), device=uniform.device)  # [N] from the first step on
     for t in range(model.length):
         if keep_hidden:
             hidden.append(decoder.hidden)
-        steps.append(propose(model, decoder, twist, uniform[t]))
+        step = propose(model, decoder, twist, uniform[t])
+        steps.append(wait(step, is_finished, log_psi, model.end))
+        is_finished = steps[-1].tokens == model.end
+        log_psi = steps[-1].log_psi
         if t < model.length - 1:
             decoder.extend(steps[-1].tokens)
     names = vars(steps[0])
@@ -113,6 +133,7 @@ def proposal_log_probs(
             chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
             log_q = chosen - tilted.logsumexp(-1)
             log_q = log_q.masked_fill(chosen == -torch.inf, -torch.inf)  # psi rules it out
+            log_q = log_q.where(counted(tokens[rows], model.end), 0.0)
         all_log_p.append(log_p.sum(-1))
         all_log_q.append(log_q.sum(-1))
     return torch.cat(all_log_p), torch.cat(all_log_q)

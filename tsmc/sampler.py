@@ -30,7 +30,7 @@ from torch import Tensor
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
 from tsmc.interfaces import Decoder, LanguageModel, LogPotential, Twist, call_potential
-from tsmc.proposal import DRAWN, Extension, propose
+from tsmc.proposal import DRAWN, Extension, propose, wait
 from tsmc.resampling import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise
 
 
@@ -90,13 +90,20 @@ def extend(
     model: LanguageModel,
     decoder: Decoder,
     twist: Twist | None,
+    tokens: Tensor,
+    log_psi: Tensor,
     given: Tensor,
     generator: torch.Generator,
 ) -> Extension:
-    """s_t ~ q_t for every particle, its fields [R, K]; tokens given [R, K] are as in `propose`."""
+    """s_t ~ q_t for every particle behind tokens [R, K, t - 1] and log psi [R, K].
+
+    Tokens given [R, K] are as in `propose`; so are the fields [R, K] of the result.
+    """
     uniform = uniforms(given.numel(), 1, generator)
     step = propose(model, decoder, twist, uniform, given.flatten())
-    return Extension(**{name: value.view_as(given) for name, value in vars(step).items()})
+    step = Extension(**{name: value.view_as(given) for name, value in vars(step).items()})
+    is_finished = (tokens[..., -1:] == model.end).any(-1)  # [R, K]
+    return wait(step, is_finished, log_psi, model.end)
 
 
 def reweight(step: Extension, log_psi: Tensor, log_phi: Tensor | None) -> Tensor:
@@ -166,7 +173,7 @@ def tsmc(
         given[:, 0] = reference
     for t in range(model.length):
         is_last = t == model.length - 1
-        step = extend(model, decoder, twist, given[..., t], generator)
+        step = extend(model, decoder, twist, tokens, log_psi, given[..., t], generator)
         tokens = torch.cat([tokens, step.tokens[..., None]], -1)
         log_p = log_p + step.log_p
         if is_last:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinystories.decoder import counted
 from tinystories.fast import pack
 from tinystories.gpt_neo import Linear, at_least_float32
 from tsmc.interfaces import BaseModel, Decoder
@@ -74,6 +75,7 @@ class Adapted:
         self.base = base
         self.adapter = adapter
         self.length = base.length
+        self.end = base.end
         self.vocab_size = base.vocab_size
 
     def packed(self) -> "Adapted":
@@ -97,4 +99,4 @@ class Adapted:
         hidden = self.states(tokens)  # [N, T, D]
         logits = self.adapter(hidden)  # [N, T, V]
         log_q = -F.cross_entropy(logits.mT, tokens, reduction="none")  # [N, T]
-        return log_q, logits, hidden
+        return log_q.where(counted(tokens, self.end), 0.0), logits, hidden

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tinystories.decoder import counted
 from tinystories.errors import InputError
 from tinystories.fast import pack
 from tsmc.interfaces import LearnableTwist, LogPotential, Report, call_potential, ignore
@@ -85,7 +86,9 @@ def batches_from_proposal(
     def draw_batch() -> Batch:
         drawn = sample_proposal(sigma.model, pack(twist), batch_size, generator, keep_hidden=True)
         positive = positive_log_weights(drawn, sigma.log_potential)  # [K]
-        return weigh(drawn, positive, negative_log_weights(drawn))
+        batch = weigh(drawn, positive, negative_log_weights(drawn))
+        batch.coefficients *= counted(batch.tokens, sigma.model.end)
+        return batch
 
     return draw_batch
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinystories.decoder import NO_END
 from tinystories.errors import InputError
 from tsmc.categorical import widest
 from tsmc.interfaces import BaseModel, LanguageModel, LogPotential
@@ -77,15 +78,23 @@ class TextPotential:
         factors: Sequence[Factor],
         decode: Callable[[list[list[int]]], list[str]],
         prompt: Tensor,
+        end: int = NO_END,
     ):
-        """`decode` makes texts of rows of tokens; `prompt` [P] precedes every continuation."""
+        """`decode` makes texts of rows of tokens; `prompt` [P] precedes every continuation.
+
+        What follows the first token `end` does not belong to a text, nor does that token.
+        """
         self.factors = factors
         self.decode = decode
         self.prompt = prompt.tolist()
+        self.end = end
 
     def texts(self, tokens: Tensor) -> list[str]:
         """The texts, prompt included, of continuations tokens [N, T]."""
-        return self.decode([self.prompt + row for row in tokens.tolist()])
+        rows = tokens.tolist()
+        if self.end != NO_END:
+            rows = [row[: row.index(self.end)] if self.end in row else row for row in rows]
+        return self.decode([self.prompt + row for row in rows])
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] of tokens [N, T], in the widest type of their device."""

@@ -79,6 +79,7 @@ class RunConfig(PublishedOptions, PooledOptions, EvaluationOptions):
     toxicity: bool = option(False, "a column of p(toxic | s), whatever the potential is")
     prompt: str = option("Once upon a time, there was a", "s_0, with which stories begin")
     length: int = option(20, "T, tokens of a continuation", 1)
+    end: str = option("", "token after which a text is finished, as <|endoftext|> [none]")
     preset: str = option("pocket", "which networks", choices=PRESETS)
     lm: str = option("", "language model [the preset's]")
     toxicity_model: str = option("", "toxicity classifier [the preset's]")

@@ -23,6 +23,7 @@ from eval.scorers import similarity, toxicity
 from eval.scorers.potentials import make_factors, user_file
 from tinystories import Conditional, checkpoint
 from tinystories.checkpoint import digest_of, fingerprint, reading
+from tinystories.decoder import NO_END
 from tinystories.errors import InputError
 from tinystories.tokenizer import tokenizing
 from tsmc.rejection import ExactSamples
@@ -56,13 +57,16 @@ def load_setup(config: RunConfig) -> Setup:
     encode = similarity.SimilarityScorer(tinystories.pack(encoder.to(dtype)), its_tokenizer)
     with tokenizing("the language model"):
         ids = torch.tensor(tokenizer.encode(config.prompt).ids, dtype=torch.long, device=device)
-    base = Conditional(network.to(dtype), ids, config.length)
+    end = NO_END if not config.end else tokenizer.token_to_id(config.end)
+    if end is None:
+        raise InputError(f"--end {config.end}: is not one of the tokenizer's tokens; name one")
+    base = Conditional(network.to(dtype), ids, config.length, end)
 
     def decode(rows: list[list[int]]) -> list[str]:
         with tokenizing("the language model"):
             return tokenizer.decode_batch(rows, skip_special_tokens=True)
 
-    potential = TextPotential(make_factors(config.potential, config.beta, scorer), decode, ids)
+    potential = TextPotential(make_factors(config.potential, config.beta, scorer), decode, ids, end)
     potential(ids.repeat(config.length)[None, : config.length])  # fails before files are written
     setup = Setup(tokenizer, config.prompt, base, potential, scorer, encode)
     directory = PRESETS[config.preset].target
@@ -99,7 +103,7 @@ def sigma_key(config: RunConfig) -> dict:
     for spec in config.potential:
         own = user_file(spec)  # a file counts by its content
         potential.append(f"{own[1]} of {hashes[str(own[0])]}" if own else spec)
-    return {
+    key = {
         "lm": hashes["lm"],
         "toxicity": hashes.get("toxicity_model", ""),
         "prompt": config.prompt,
@@ -107,6 +111,7 @@ def sigma_key(config: RunConfig) -> dict:
         "beta": config.beta,
         "potential": potential,
     }
+    return key | ({"end": config.end} if config.end else {})
 
 
 def save_target(directory: Path, exact: ExactSamples, key: dict, **notes) -> None:
@@ -126,14 +131,15 @@ def load_target(directory: Path, key: dict, vocab_size: int) -> ExactSamples | N
     raw = checkpoint.read_json(path)
     with reading(path, "not a target file", REMAKE):
         made_for = {"potential": ["toxicity"]} | raw["key"]
-        if made_for.keys() != key.keys():
+        if not made_for.keys() <= key.keys() | {"end"}:
             raise ValueError("its key has other entries")
         count = int(raw["num_samples"])
         numbers = (int(raw["num_proposals"]), float(raw["log_z"]), float(raw["log_z_std_error"]))
         if not (2 <= count <= numbers[0] and math.isfinite(numbers[1])):
             raise ValueError("its numbers contradict each other")
-    if any(made_for[name] != key[name] for name in ("prompt", "length", "beta", "potential")):
-        return None
+    for name in ("prompt", "length", "beta", "potential", "end"):
+        if made_for.get(name) != key.get(name):
+            return None
     for role in ("lm", "toxicity"):
         if made_for[role] != key[role]:
             raise InputError(f"{path}: stale, it was made for another {role} checkpoint; {REMAKE}")

@@ -1,0 +1,136 @@
+"""Texts that end: a world with an absorbing token, enumerated; no loss sees behind the end."""
+
+import pytest
+import torch
+from worlds import bias, generator, mutant, table_world, tiny_gpt_neo
+
+import tsmc.proposal
+from distill import Phases, Pooled, PooledOptions, Published, PublishedOptions
+from distill.grpo import grpo_loss
+from tinystories import Conditional
+from tinystories.decoder import counted
+from tsmc import sampler
+from tsmc.exact import TableModel, Target, Tree
+from tsmc.proposal import proposal_log_probs, sample_proposal
+from tsmc.sampler import Sigma
+from twist.ctl import batches_from_proposal, ctl_loss
+from twist.potential import Factor, TextPotential
+
+END = 1
+
+
+def world(vocab_size: int = 2, length: int = 3, seed: int = 1):
+    """A table model whose token END finishes a text, a twist, and a potential blind behind it."""
+    model, twist, potential = table_world(vocab_size, length, seed)
+    model = TableModel(model.table.detach(), length, END)
+
+    def log_phi(tokens: torch.Tensor, log_p: torch.Tensor | None = None) -> torch.Tensor:
+        return potential(tokens.where(counted(tokens, END), END))
+
+    return model, twist, log_phi
+
+
+def test_p_and_q_sum_to_one_over_finished_and_unfinished_texts():
+    model, twist, _ = world(3, 4)
+    tree = Tree(model)
+    sequences = tree.sequences()
+    is_possible = (counted(sequences, END) | (sequences == END)).all(1)
+    for psi in (None, twist):
+        exact = tree.prefix_log_q(psi)[-1].exp()
+        assert exact.sum().item() == pytest.approx(1)
+        assert not exact[~is_possible].any() and is_possible.sum() == 31
+        found = proposal_log_probs(model, psi, sequences[is_possible])[1].exp()
+        torch.testing.assert_close(found, exact[is_possible])
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("scheme", ["multinomial", "systematic"])
+def test_the_evidence_is_unbiased_where_texts_end(scheme, threshold):
+    model, twist, log_phi = world()
+    assert bias(model, twist, log_phi, 2, scheme, threshold) < 1e-10
+
+
+BROKEN = [
+    ("log_q=step.log_q.masked_fill(is_finished, 0.0)", "log_q=step.log_q"),
+    ("log_p=step.log_p.masked_fill(is_finished, 0.0)", "log_p=step.log_p"),
+    ("tokens=step.tokens.masked_fill(is_finished, end)", "tokens=step.tokens"),
+    ("torch.where(is_finished, log_psi, step.log_psi)", "step.log_psi"),
+    ("torch.where(is_finished, log_psi, step.log_normaliser)", "step.log_normaliser"),
+]
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_a_broken_wait_is_found(change, monkeypatch):
+    monkeypatch.setattr(sampler, "wait", mutant(tsmc.proposal, change).wait)
+    model, twist, log_phi = world()
+    assert max(bias(model, twist, log_phi, 2, "multinomial", x) for x in (0.0, 1.0)) > 1e-3
+
+
+def test_a_finished_text_waits_with_the_twist_of_its_end():
+    model, twist, _ = world(3, 5)
+    drawn = sample_proposal(model, twist, 200, generator(0))
+    is_behind = ~counted(drawn.tokens, END)
+    assert 50 < is_behind.any(1).sum() < 200 and (drawn.tokens[is_behind] == END).all()
+    assert not drawn.log_p[is_behind].any() and not drawn.log_q[is_behind].any()
+    last = counted(drawn.tokens, END).sum(1, keepdim=True) - 1
+    at_end = drawn.log_psi.gather(1, last).expand_as(drawn.log_psi)
+    assert torch.equal(drawn.log_psi[is_behind], at_end[is_behind])
+
+
+def behind(model: Conditional, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two versions of tokens that differ behind their ends alone."""
+    is_behind = ~counted(tokens, END)
+    assert is_behind.any()
+    return tokens.masked_fill(is_behind, END), tokens.masked_fill(is_behind, 3)
+
+
+def test_no_loss_sees_what_is_behind_the_end():
+    model = Conditional(tiny_gpt_neo(7), torch.tensor([1, 2]), 5, END)
+    tokens = sample_proposal(model, None, 64, generator(1)).tokens
+    one, other = behind(model, tokens)
+    log_p = [model.log_probs(version)[0] for version in (one, other)]
+    torch.testing.assert_close(log_p[0], log_p[1])
+    advantage = torch.randn(64, generator=generator(2))
+    ref = torch.zeros_like(log_p[0])
+    losses = [grpo_loss(x, ref, advantage, 0.1, counted(one, END)) for x in log_p]
+    torch.testing.assert_close(losses[0], losses[1])
+    twist_model, twist, log_phi = world(3, 5)
+    batch = batches_from_proposal(Sigma(twist_model, log_phi), twist, 100, generator(3))()
+    (gradient,) = torch.autograd.grad(ctl_loss(twist, batch), twist.log_psi)
+    is_finished = torch.zeros(len(gradient), dtype=torch.bool)
+    states = twist_model.states(batch.tokens)[..., 0].long()  # [N, T] prefixes
+    is_finished[states[~counted(batch.tokens, END)]] = True
+    assert gradient.any() and is_finished.any() and not gradient[is_finished].any()
+
+
+def test_both_learners_approach_a_sigma_of_texts_that_end():
+    """KL(sigma||q) by enumeration, its mean over three seeds."""
+    model = Conditional(tiny_gpt_neo(4), torch.tensor([1, 2]), 4, END)
+    phi = TextPotential(
+        [Factor(lambda texts: [-1.5 * len(t) for t in texts])], "".join, model.prompt
+    )
+    phi.texts = lambda tokens: ["x" * int(n) for n in counted(tokens, END).sum(1)]
+    phi.decode = lambda rows: ["" for _ in rows]
+    target = Target(model, lambda tokens, log_p: phi(tokens))
+    before = target.kl_to(target.log_p[-1])
+    published = PublishedOptions(ctl_updates=40, ctl_learning_rate=0.01, distill_runs=20)
+    pooled = PooledOptions(pool_first_draws=400, pool_updates=60, pool_learning_rate=0.01)
+    for kind, options in ((Published, published), (Pooled, pooled)):
+        after = []
+        for seed in range(3):
+            pair = kind(model, phi, options, Phases(seed)).line_1()
+            log_q = Tree(pair.model).prefix_log_q(pair.twist)[-1].detach()
+            after.append(target.kl_to(log_q))
+        assert sum(after) / 3 < 0.5 * before, (kind, after, before)
+
+
+def test_the_potential_reads_the_text_without_its_end():
+    words = ["Once", "<end>", " a", " b"]
+    phi = TextPotential(
+        [], lambda rows: ["".join(words[t] for t in row) for row in rows], torch.tensor([0]), END
+    )
+    assert phi.texts(torch.tensor([[2, 1, 1], [1, 1, 1], [2, 3, 2]])) == [
+        "Once a",
+        "Once",
+        "Once a b a",
+    ]

@@ -23,7 +23,7 @@ from twist.potential import each_once
 def read_texts(path: Path, prompt: str) -> list[str]:
     """The lines of a file that are not empty; InputError for fewer than two, or another prompt."""
     with reading(path, "cannot be read as texts", "give a whole text in each line, as UTF-8"):
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # with or without its mark
         texts = [line.replace("\\n", "\n") for line in lines if line.strip()]
         if len(texts) < 2:
             raise ValueError(f"it holds {len(texts)} texts, at least 2 are needed")
@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
             if setup.log_toxicity is not None:
                 scores["toxicity"] = each_once(setup.log_toxicity, texts).double().exp()  # [N]
             samples = Samples(texts, scores, list(range(len(texts))))
-            rows[str(path)] = describe(samples, setup.encode(texts), setup.exact_vectors)
+            name = f"./{path}" if str(path) in rows else str(path)  # a file may be called Base
+            rows[name] = describe(samples, setup.encode(texts), setup.exact_vectors)
         print(aligned(rows, columns(rows, results)))
 
 

@@ -11,7 +11,7 @@ TABLE = (
     ("phi > 0", "phi_positive", ".3f"),
     ("similarity", "similarity", ".3f"),
     ("energy", "energy", ".3f"),
-    ("KL(sigma||q)", "kl_target_proposal", ".2f"),
+    ("KL", "kl_target_proposal", ".2f"),
     ("log Z", "log_z", ".2f"),
     ("log Z-hat", "log_z_hat_mean", ".2f"),
     ("(spread)", "log_z_hat_std", ".2f"),
@@ -28,9 +28,9 @@ def named_rows(results: dict) -> dict[str, dict]:
 
 
 def columns(rows: dict[str, dict], results: dict) -> list[tuple[str, str, str]]:
-    """The informative part of TABLE: with toxicity alone, log phi only repeats it."""
+    """The informative part of TABLE: of the classifier alone, log phi only repeats toxicity."""
     shown = {key for row in rows.values() for key in row}
-    if results.get("potential", ["toxicity"]) == ["toxicity"]:
+    if results.get("potential", ["toxicity"]) in (["toxicity"], ["nontoxicity"]):
         shown.discard("log_phi")
     if all(row.get("phi_positive", 1) == 1 for row in rows.values()):
         shown.discard("phi_positive")

@@ -106,7 +106,8 @@ class RunConfig(PublishedOptions, PooledOptions, EvaluationOptions):
         try:
             return torch.Generator(name).device
         except (RuntimeError, AssertionError) as error:
-            fault = f"--device {self.device} is not available ({str(error).splitlines()[0]})"
+            reason = shortened(str(error).splitlines()[0])
+            fault = f"--device {self.device} is not available ({reason})"
             raise InputError(f"{fault}; use --device cpu") from error
 
     def rule(self) -> dict[str, Any]:
@@ -255,6 +256,8 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
 def saved_config(run: Path) -> RunConfig:
     """The options in the config.json of a run's directory; InputError where they do not fit."""
     path = Path(run) / "config.json"
+    if Path(run).is_dir() and not path.exists():
+        raise InputError(f"{run}: no run has begun there; delete it, or name another directory")
     raw = read_json(path)
     with reading(path, "holds no options of a run", "name a directory that main.py wrote"):
         return build({item.name: raw[item.name] for item in dataclasses.fields(RunConfig)})

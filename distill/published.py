@@ -41,7 +41,13 @@ from twist.potential import seen_from
 class PublishedOptions:
     particles: int = option(50, "K, particles of a run; 100 with --preset paper", 1)
     resampling: str = option("systematic", "resampling scheme", choices=SCHEMES)
-    ess_threshold: float = option(0.0, "resample where ESS / K is lower; 0: only at the end", 0, 1)
+    ess_threshold: float = option(
+        0.0,
+        "resample where ESS / K is lower; 0: only at the end; default .5 where the potential has a "
+        "prefix part, because only that tells good beginnings from bad ones before the end",
+        0,
+        1,
+    )
     effective_potential: bool = option(True, "use phi^(m), so that sigma stays the target")
     student: str = option("full", "what is fine-tuned", choices=("full", "lora"))
     ctl_updates: int = option(150, "gradient steps for each twist", 1)

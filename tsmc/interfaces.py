@@ -18,6 +18,8 @@ LogPotential = Callable[[Tensor, Tensor], Tensor]
 
 log_p = log p(s_{1:T}) is passed because effective potentials divide by it (eq. 8).
 """
+LogPrefix = Callable[[Tensor], Tensor]
+"""log_prefix(tokens [N, t]) -> log f_t [N] of unfinished sequences, t < T; None means f = 1."""
 Report = Callable[..., None]
 """report(**figures) is called before each step of a training loop."""
 

@@ -77,7 +77,7 @@ def draw_population(
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
         given = (sigma.model, twist, sigma.log_potential, particles, generator, size)
-        return vars(tsmc(*given, **options))
+        return vars(tsmc(*given, log_prefix=sigma.log_prefix, **options))
 
     population = Population(**phases.draw(phase, m, runs, draw, particles))
     if not population.is_alive().any():

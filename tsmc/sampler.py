@@ -6,8 +6,12 @@ For t = 1..T, with log psi(s_{1:0}) = 0:
                 t = T:  log w_T = log p(s_T) + log phi(s_{1:T}) - log q_T(s_T) - log psi(s_{1:T-1})
     resample    ancestors from the weights gathered since the last resampling
 
-The particles then follow pi_t, proportional to p psi (eq. 4), and at T sigma (eq. 2). Whenever the
-cumulative log weights are resampled, log Z-hat gains their log-mean-exp. Z-hat is an unbiased
+A potential that says something about beginnings has a prefix part f_t(s_{1:t}), with which psi f_t
+takes the place of psi in every weight but not in q_t: log w_t gains log f_t - log f_{t-1}, and f_0
+= f_T = 1. f must be positive wherever a continuation has phi > 0.
+
+The particles then follow pi_t, proportional to p psi f_t (eq. 4), and at T sigma (eq. 2). Whenever
+the cumulative log weights are resampled, log Z-hat gains their log-mean-exp. Z-hat is an unbiased
 estimate of Z_sigma under any scheme and threshold (docs/method.md derives both).
 
 With a reference this is conditional SMC (Andrieu et al. 2010; Zhao et al. 2024): particle 0 takes
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
-from tsmc.interfaces import Decoder, LanguageModel, LogPotential, Twist, call_potential
+from tsmc.interfaces import Decoder, LanguageModel, LogPotential, LogPrefix, Twist, call_potential
 from tsmc.proposal import DRAWN, Extension, propose, wait
 from tsmc.resampling import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise
 
@@ -40,6 +44,7 @@ class Sigma:
 
     model: LanguageModel
     log_potential: LogPotential
+    log_prefix: LogPrefix | None = None  # log f_t of beginnings
 
 
 @dataclass
@@ -78,7 +83,7 @@ class Step:
     """What an observer sees of step t before its resampling takes effect; it changes nothing."""
 
     tokens: Tensor  # [R, K, t]
-    log_psi: Tensor  # [R, K]
+    log_psi: Tensor  # [R, K] log psi, or log psi f_t; where f_t = 0, log psi
     log_w: Tensor  # [R, K] incremental weights of this step
     log_weights: Tensor  # [R, K]
     ess: Tensor  # [R]
@@ -152,6 +157,7 @@ def tsmc(
     ess_threshold: float = 1.0,
     observer: Callable[[Step], None] | None = None,
     reference: Tensor | None = None,
+    log_prefix: LogPrefix | None = None,
 ) -> Population:
     """R = runs independent populations of K = particles sequences.
 
@@ -162,7 +168,7 @@ def tsmc(
     check_sizes(model, runs, particles, ess_threshold, reference)
     decoder = model.decoder(runs * particles)
     log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})
-    log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t})
+    log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t}), or log psi f_t
     log_phi = torch.zeros_like(log_p)  # [R, K] known at t = T
     log_weights = torch.zeros_like(log_p)  # [R, K]
     log_z = log_p.new_zeros(runs)  # [R]
@@ -181,6 +187,10 @@ def tsmc(
             log_phi = call_potential(log_potential, *given).view_as(log_p)
         log_w = reweight(step, log_psi, log_phi if is_last else None)  # [R, K]
         log_psi = step.log_psi
+        if log_prefix is not None and not is_last:
+            log_f = call_potential(log_prefix, tokens.flatten(0, 1)).view_as(log_p)  # log f_t
+            log_w = log_w + log_f
+            log_psi = log_psi + log_f.masked_fill(log_f == -torch.inf, 0.0)  # of psi f_t
         log_weights = log_weights + log_w
         ess = effective_sample_size(log_weights)  # [R]
         evidence = log_z + log_mean_exp(log_weights)  # [R]

@@ -8,6 +8,7 @@ so the more runs, the nearer are draws by W to sigma. Without a pair p^(0) propo
 particles, T tokens.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +18,17 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tinystories.fast import pack
+from tsmc.categorical import uniforms
+from tsmc.estimate import Estimate
 from tsmc.interfaces import BaseModel
 from tsmc.proposal import sequence_log_probs
-from tsmc.resampling import systematic
+from tsmc.rejection import log_mean_with_error
+from tsmc.resampling import invert, systematic
 from tsmc.runs import Phases, draw_population
 from tsmc.sampler import Population, Step
 from tsmc.trace import Trace
 from twist.pair import Pair
-from twist.potential import TextPotential, each_once, seen_from
+from twist.potential import TextPotential, check_prefix, each_once, seen_from
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,27 @@ class Drawn:
         if not weights.any():
             return []
         generator = generator or torch.Generator().manual_seed(self.seed)
-        places = torch.multinomial(weights, count, replacement=True, generator=generator)
+        places = invert(weights[None], uniforms(1, count, generator).double())[0]
         return [self.row(k) for k in places.tolist()]
+
+    def evidence(self) -> Estimate:
+        """log Z-hat of all runs together, with its error over runs."""
+        runs = self.population.log_z
+        return Estimate(*log_mean_with_error(runs), len(runs) - 1.0)
+
+    def probability(self, event: Callable[[str], bool]) -> Estimate:
+        """P(event(text)) under sigma: the share of the weight, with its error over runs.
+
+        `half_width()` is half of its 95 % interval. InputError where every weight is zero.
+        """
+        shares = self.log_weights.exp().view_as(self.population.log_weights)  # [R, K]
+        if not shares.any():
+            raise InputError("every weight is zero, so nothing can be estimated; draw more")
+        holds = torch.tensor([float(bool(event(text))) for text in self.texts]).view_as(shares)
+        value = (shares * holds).sum().item()
+        residuals = (shares * (holds - value)).sum(1)  # [R] of the ratio of two means
+        error = math.sqrt(len(shares)) * residuals.std().item() if len(shares) > 1 else math.inf
+        return Estimate(value, error, len(shares) - 1.0)
 
 
 def sample(
@@ -80,10 +103,16 @@ def sample(
     """R = runs populations of K = particles of sigma, proportional to p^(0) phi with p^(0) = model.
 
     `scores` are further functions of N texts that give N numbers; `phases` says how many rows are
-    drawn at a time, and where; `rule` has options of `tsmc`. InputError where all weights are zero.
+    drawn at a time, and where; `rule` has options of `tsmc`, whose threshold is 0.5 where the
+    potential has a prefix part, else 0. InputError where all weights are zero.
     """
-    pair = pair or Pair(model, None)
+    for name, number in (("particles", particles), ("runs", runs), ("seed", seed)):
+        if type(number) is not int or number < (name != "seed"):
+            raise InputError(f"{name} is {number!r}; give a whole number of at least 1 (a seed: 0)")
     phases = phases or Phases(seed, model.output_embeddings.device)
+    if pair is None:
+        pair = Pair(model, None)
+        check_prefix(model.packed(), potential, phases.stream("prefix"))
     sigma = seen_from(pair.model, model, potential)
     twist = None if pair.twist is None else pack(pair.twist)
     trace = Trace()
@@ -92,7 +121,8 @@ def sample(
         if step.tokens.shape[-1] > len(trace.steps):  # in the first chunk of runs
             trace(step)
 
-    rule = {"resample": systematic, "ess_threshold": 0.0, "observer": observe} | rule
+    threshold = 0.0 if potential.log_prefix is None else 0.5
+    rule = {"resample": systematic, "ess_threshold": threshold, "observer": observe} | rule
     population = draw_population(phases, "sample", None, sigma, twist, particles, runs, **rule)
     tokens = population.tokens.flatten(0, 1)  # [R K, T]
     texts = potential.texts(tokens)

@@ -8,27 +8,31 @@ phi^(m) = p^(0) phi. Ready factors have log phi [N] at most 0:
 
     power             log phi = beta log score(text)
     keyword, regex    log phi = 0 where the continuation holds the word or pattern, else -strength
+    without           log phi = 0 where the continuation does not hold the word, else -strength
     first_sentence    log phi = -strength |words of the continuation's first sentence - wanted|
 
-At strength infinity, the default, a factor is hard: a text that misses has phi = 0. The last three
+At strength infinity, the default, a factor is hard: a text that misses has phi = 0. The last four
 read the continuation alone, whose two ends count as ends of words, even where its last token leaves
-a word unfinished. N texts, T tokens, P tokens of the prompt.
+a word unfinished. The last two have a prefix part log f_t as well (`tsmc/sampler.py`), which is
+what log phi of every continuation of a beginning contains: there only finished words and sentences
+count. N texts, T tokens, P tokens of the prompt.
 """
 
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from tinystories.decoder import NO_END
 from tinystories.errors import InputError
 from tsmc.categorical import widest
-from tsmc.interfaces import BaseModel, LanguageModel, LogPotential
-from tsmc.proposal import sequence_log_probs
+from tsmc.interfaces import BaseModel, LanguageModel, LogPotential, LogPrefix
+from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.sampler import Sigma
 from twist.adapter import Adapted
 
@@ -43,6 +47,8 @@ class Factor:
 
     log_phi: Callable[..., Any]  # of what it reads -> N numbers log phi, at most 0 for rejection
     reads: str = "texts"
+    log_prefix: Callable[..., Any] | None = None  # of the same, unfinished -> N numbers log f_t
+    name: str = "the potential"  # in messages
 
 
 def as_log_phi(values: Any, read: Sequence) -> Tensor:
@@ -103,17 +109,39 @@ class TextPotential:
 
     def of_texts(self, texts: list[str], tokens: Tensor | None = None) -> Tensor:
         """log phi [N] float64 on the CPU; InputError for a factor that reads tokens without any."""
-        start = len(self.decode([self.prompt])[0])
         log_phi = torch.zeros(len(texts), dtype=torch.float64)
         for factor in self.factors:
-            if factor.reads != "tokens":
-                read = texts if factor.reads == "texts" else [text[start:] for text in texts]
-                log_phi = log_phi + each_once(factor.log_phi, read)
-            elif tokens is not None:
-                log_phi = log_phi + as_log_phi(factor.log_phi(tokens), tokens)
-            else:
-                raise InputError("the potential reads tokens, not texts; score texts without it")
+            log_phi = log_phi + self.apply(factor.log_phi, factor.reads, texts, tokens)
         return log_phi
+
+    def apply(
+        self, function: Callable, reads: str, texts: list[str], tokens: Tensor | None
+    ) -> Tensor:
+        """A function of a factor on what it reads [N], called once for equal texts."""
+        if reads != "tokens":
+            start = len(self.decode([self.prompt])[0]) if reads == "continuations" else 0
+            return each_once(function, [text[start:] for text in texts])
+        if tokens is None:
+            raise InputError("the potential reads tokens, not texts; score texts without it")
+        return as_log_phi(function(tokens), tokens)
+
+    @property
+    def log_prefix(self) -> LogPrefix | None:
+        """log f_t [N] of tokens [N, t]: the sum of the prefix parts; None where there are none."""
+        if all(factor.log_prefix is None for factor in self.factors):
+            return None
+
+        def log_f(tokens: Tensor) -> Tensor:
+            parts = [self.prefix_of(factor, tokens) for factor in self.factors if factor.log_prefix]
+            return sum(parts).to(tokens.device, widest(tokens.device))
+
+        return log_f
+
+    def prefix_of(self, factor: Factor, tokens: Tensor) -> Tensor:
+        """log f_t [N] of one factor, without a last character that is not yet whole."""
+        texts = [] if factor.reads == "tokens" else self.texts(tokens)
+        texts = [text.rstrip("\ufffd") for text in texts]
+        return self.apply(factor.log_prefix, factor.reads, texts, tokens)
 
 
 def power(log_score: Callable[[list[str]], Tensor], beta: float) -> Factor:
@@ -150,12 +178,27 @@ def keyword(word: str, strength: float = math.inf) -> Factor:
     return regex(rf"(?i)(?<!\w){re.escape(word)}(?!\w)", strength)
 
 
+def without(word: str, strength: float = math.inf) -> Factor:
+    """The continuation does not hold the word as a whole, in capitals or not."""
+    start = rf"(?i)(?<!\w){re.escape(word)}"
+
+    def log_phi(pattern: str, continuations: list[str]) -> list[float]:
+        hits = [float(re.search(pattern, text) is not None) for text in continuations]
+        return log_phi_of_misses(hits, strength)
+
+    whole, finished = rf"{start}(?!\w)", rf"{start}(?=\W)"
+    return Factor(partial(log_phi, whole), "continuations", partial(log_phi, finished))
+
+
+def count_words(text: str) -> int:
+    """Parts between spaces that hold a letter or digit."""
+    return sum(re.search(r"\w", part) is not None for part in text.split())
+
+
 def words_of_first_sentence(text: str) -> int:
     """Words before the first . ! or ? that ends a sentence; 0 where no sentence ends."""
     end = END_OF_SENTENCE.search(text)
-    if end is None:
-        return 0
-    return sum(re.search(r"\w", part) is not None for part in text[: end.start()].split())
+    return 0 if end is None else count_words(text[: end.start()])
 
 
 def first_sentence(words: int, strength: float = math.inf) -> Factor:
@@ -165,7 +208,53 @@ def first_sentence(words: int, strength: float = math.inf) -> Factor:
         distances = [abs(words_of_first_sentence(text) - words) for text in continuations]
         return log_phi_of_misses(distances, strength)
 
-    return Factor(log_phi, reads="continuations")
+    def log_prefix(beginnings: list[str]) -> list[float]:
+        """A sentence has ended once a space follows; before, it may only be too long already."""
+        distances = []
+        for text in beginnings:
+            end = END_OF_SENTENCE.search(text)
+            is_over = end is not None and end.end() < len(text)
+            most = abs if is_over else partial(max, 0)
+            distances.append(most(count_words(text[: end.start()] if is_over else text) - words))
+        return log_phi_of_misses(distances, strength)
+
+    return Factor(log_phi, "continuations", log_prefix)
+
+
+def wrong_beginning(potential: TextPotential, factor: Factor, tokens: Tensor) -> str:
+    """What is wrong with the prefix part of a factor on texts [N, T], "" where nothing is found."""
+    log_phi = potential.apply(factor.log_phi, factor.reads, potential.texts(tokens), tokens)  # [N]
+    for t in range(1, tokens.shape[1]):
+        begun = tokens[:, :t]  # [N, t]
+        log_f = potential.prefix_of(factor, begun)  # [N]
+        kills = (log_f == -torch.inf) & (log_phi > -torch.inf)  # [N]
+        differs = torch.zeros_like(kills)
+        for n in range(t, len(tokens), tokens.shape[1]):  # other texts at each length
+            alone = potential.prefix_of(factor, begun[n : n + 1])[0]
+            differs[n] = not torch.isclose(alone, log_f[n], 1e-3, 1e-3)
+        for is_wrong, fault in (
+            (kills, "is -inf for {}, which can be continued to a text with phi > 0"),
+            (differs, "of {} is another number alone than in a batch"),
+        ):
+            if is_wrong.any():
+                text = potential.texts(begun[is_wrong])[0]
+                return fault.format(repr(text[-80:]))
+    return ""
+
+
+@torch.no_grad()
+def check_prefix(model: LanguageModel, potential: TextPotential, generator: Generator) -> None:
+    """InputError where a prefix part is wrong on some of 200 texts of the model.
+
+    It must depend on its text alone, and be finite wherever phi can still be positive.
+    """
+    if potential.log_prefix is None:
+        return
+    tokens = sample_proposal(model, None, 200, generator).tokens  # [N, T]
+    for factor in potential.factors:
+        fault = factor.log_prefix and wrong_beginning(potential, factor, tokens)
+        if fault:
+            raise InputError(f"{factor.name}: its prefix part {fault}; correct the function")
 
 
 def base_potential(log_phi: Callable[[Tensor], Tensor]) -> LogPotential:
@@ -186,8 +275,10 @@ def seen_from(
 ) -> Sigma:
     """sigma as p^(m) = model sees it: through phi^(m) (eq. 8), which is phi if p^(m) is p^(0).
 
-    Without `is_effective` phi stays as it is, and the target drifts with p^(m).
+    Without `is_effective` phi stays as it is, and the target drifts with p^(m). The prefix part of
+    phi stays what it is in any case: Z-hat is unbiased for every f that is positive where phi is.
     """
+    log_prefix = getattr(log_phi, "log_prefix", None)
     if model is base or not is_effective:
-        return Sigma(model.packed(), base_potential(log_phi))
-    return Sigma(model.packed(), effective_potential(log_phi, base.packed()))
+        return Sigma(model.packed(), base_potential(log_phi), log_prefix)
+    return Sigma(model.packed(), effective_potential(log_phi, base.packed()), log_prefix)

@@ -19,13 +19,13 @@ from distill.options import MOST, option
 from distill.pooled import PooledOptions
 from distill.published import PublishedOptions
 from eval.run.command import OneLineParser
+from eval.scorers.potentials import CLASSIFIED, has_prefix
 from tinystories.checkpoint import read_json, reading
 from tinystories.errors import InputError, shortened
 from tinystories.hub import checkpoint_directory
 from tsmc.resampling import SCHEMES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CLASSIFIED = {"toxicity", "nontoxicity"}
 POCKET = Path(__file__).resolve().parents[2] / "checkpoints" / "pocket"
 AS_PUBLISHED = {"learner": "published", "resampling": "multinomial", "ess_threshold": 1.0}
 
@@ -72,8 +72,9 @@ class RunConfig(PublishedOptions, PooledOptions, EvaluationOptions):
     )
     potential: tuple[str, ...] = option(
         ("toxicity",),
-        "phi: toxicity, nontoxicity, keyword:WORD, regex:PATTERN, first-sentence:WORDS (~C before "
-        "the colon: a miss costs C nats) or FILE.py:NAME, a function of texts; repeated: a product",
+        "phi: toxicity, nontoxicity, keyword:WORD, regex:PATTERN, without:WORD, "
+        "first-sentence:WORDS (~C before the colon: a miss costs C nats) or FILE.py:NAME, a "
+        "function of texts; repeated: a product",
     )
     beta: float = option(10.0, "strength of the classifier: phi = p(toxic | s)^beta", 0)
     toxicity: bool = option(False, "a column of p(toxic | s), whatever the potential is")
@@ -116,7 +117,7 @@ class RunConfig(PublishedOptions, PooledOptions, EvaluationOptions):
 
     def has_classifier(self) -> bool:
         """Whether phi is a power of the toxicity classifier's score, or of its opposite."""
-        return bool(CLASSIFIED & set(self.potential))
+        return not set(CLASSIFIED).isdisjoint(self.potential)
 
     def reads_classifier(self) -> bool:
         """Whether the toxicity classifier is needed; otherwise it is not loaded."""
@@ -247,7 +248,8 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
             raise InputError(f"--as-published sets {flag} itself; leave one of them out")
         values |= AS_PUBLISHED
     preset = PRESETS.get(values.get("preset", "pocket"), Preset())  # `build` refuses other names
-    config = build({"particles": preset.particles} | values)
+    threshold = 0.5 if has_prefix(values.get("potential", ())) else 0.0
+    config = build({"particles": preset.particles, "ess_threshold": threshold} | values)
     if arguments is None:
         refuse_unread(config, given)
     return config, None

@@ -27,7 +27,7 @@ from tinystories.decoder import NO_END
 from tinystories.errors import InputError
 from tinystories.tokenizer import tokenizing
 from tsmc.rejection import ExactSamples
-from twist.potential import TextPotential
+from twist.potential import TextPotential, check_prefix
 
 REMAKE = "make it anew with python -m eval.pocket target"
 SAMPLES = "samples.safetensors"
@@ -42,25 +42,22 @@ class Setup:
     base: Conditional  # p^(0) after the prompt
     potential: TextPotential
     log_toxicity: Callable[[list[str]], Tensor] | None  # a column of the table, if phi reads it
-    encode: similarity.SimilarityScorer
+    encode: similarity.SimilarityScorer | None = None  # embeds texts, for the table
     exact: ExactSamples | None = None  # exact samples of sigma, if there are any
     exact_vectors: Tensor | None = None  # [N, D] embeddings of the exact samples
 
 
-def load_setup(config: RunConfig) -> Setup:
-    """The networks on the run's device, and the shipped samples of sigma if they fit."""
+def load_sigma(config: RunConfig) -> Setup:
+    """The language model and what its potential reads, on the run's device."""
     device = config.torch_device()
-    dtype = DTYPES[config.dtype]
     network, tokenizer = tinystories.load(config.checkpoint("lm"), device)
     scorer = load_classifier(config) if config.reads_classifier() else None
-    encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
-    encode = similarity.SimilarityScorer(tinystories.pack(encoder.to(dtype)), its_tokenizer)
     with tokenizing("the language model"):
         ids = torch.tensor(tokenizer.encode(config.prompt).ids, dtype=torch.long, device=device)
     end = NO_END if not config.end else tokenizer.token_to_id(config.end)
     if end is None:
         raise InputError(f"--end {config.end}: is not one of the tokenizer's tokens; name one")
-    base = Conditional(network.to(dtype), ids, config.length, end)
+    base = Conditional(network.to(DTYPES[config.dtype]), ids, config.length, end)
 
     def decode(rows: list[list[int]]) -> list[str]:
         with tokenizing("the language model"):
@@ -68,7 +65,17 @@ def load_setup(config: RunConfig) -> Setup:
 
     potential = TextPotential(make_factors(config.potential, config.beta, scorer), decode, ids, end)
     potential(ids.repeat(config.length)[None, : config.length])  # fails before files are written
-    setup = Setup(tokenizer, config.prompt, base, potential, scorer, encode)
+    return Setup(tokenizer, config.prompt, base, potential, scorer)
+
+
+def load_setup(config: RunConfig) -> Setup:
+    """`load_sigma`, the sentence encoder, and the shipped samples of sigma if they fit."""
+    setup, device = load_sigma(config), config.torch_device()
+    base = setup.base
+    check_prefix(base.packed(), setup.potential, torch.Generator(device).manual_seed(config.seed))
+    encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
+    packed = tinystories.pack(encoder.to(DTYPES[config.dtype]))
+    setup.encode = similarity.SimilarityScorer(packed, its_tokenizer)
     directory = PRESETS[config.preset].target
     if directory is not None and not config.lm and not config.toxicity_model:
         exact = load_target(directory, sigma_key(config), base.vocab_size)

@@ -1,7 +1,8 @@
 """The potential that `--potential` names (docs/options.md); several are multiplied.
 
 Everything after the first colon belongs to a pattern. A user's function gets N texts, or what its
-attribute `reads` says, and returns log phi, N numbers below infinity, in whatever form.
+attribute `reads` says, and returns log phi, N numbers below infinity, in whatever form. Its
+attribute `prefix`, if it has one, is a function of the same, unfinished, that returns log f_t.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,43 @@ from torch import Tensor
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.checkpoint import digest_of
 from tinystories.errors import InputError, reason_of
-from twist.potential import READS, Factor, as_log_phi, first_sentence, keyword, power, regex
+from twist.potential import (
+    READS,
+    Factor,
+    as_log_phi,
+    first_sentence,
+    keyword,
+    power,
+    regex,
+    without,
+)
 
-READY = {"keyword": keyword, "regex": regex, "first-sentence": first_sentence}
-FORMS = "toxicity, nontoxicity, keyword:WORD, regex:PATTERN, first-sentence:WORDS or FILE.py:NAME"
+READY = {"keyword": keyword, "regex": regex, "without": without, "first-sentence": first_sentence}
+CLASSIFIED = ("toxicity", "nontoxicity")
+FORMS = f"{', '.join(CLASSIFIED)}, keyword:WORD, regex:PATTERN, without:WORD, first-sentence:WORDS "
+FORMS += "or FILE.py:NAME"
 
 
 def make_factors(potential: Sequence[str], beta: float, scorer: ToxicityScorer) -> list[Factor]:
     """The factors that the values of --potential name; InputError if one is not understood."""
-    classifier = {"toxicity": scorer, "nontoxicity": scorer.log_nontoxic}
     factors = []
     for spec in potential:
-        if spec in classifier:
-            factors.append(power(classifier[spec], beta))
+        if spec in CLASSIFIED:
+            score = scorer if spec == "toxicity" else scorer.log_nontoxic
+            factors.append(power(score, beta))
         else:
-            factors.append(user_factor(spec) if user_file(spec) else ready_factor(spec))
+            factors.append(rule(spec))
     return factors
+
+
+def rule(spec: str) -> Factor:
+    """The factor of a value of --potential that needs no classifier."""
+    return user_factor(spec) if user_file(spec) else ready_factor(spec)
+
+
+def has_prefix(potential: Sequence[str]) -> bool:
+    """Whether a factor has a prefix part; InputError where one is not understood."""
+    return any(rule(spec).log_prefix is not None for spec in potential if spec not in CLASSIFIED)
 
 
 def ready_factor(spec: str) -> Factor:
@@ -101,12 +123,17 @@ def user_factor(spec: str) -> Factor:
     with users_code(spec, path):
         function = run_file(path, digest_of(path))[name]
         reads = getattr(function, "reads", "texts")
+        prefix = getattr(function, "prefix", None)
         if not callable(function) or reads not in READS:
             raise TypeError(f"{name} must be a function, and its `reads` one of {', '.join(READS)}")
+        if not (prefix is None or callable(prefix)):
+            raise TypeError(f"{name}.prefix must be a function that returns log f")
 
-    def log_phi(batch: list[str] | Tensor) -> Tensor:
-        with users_code(spec, path):
+    def guarded(function: Callable, part: str, batch: list[str] | Tensor) -> Tensor:
+        with users_code(f"{spec}{part}", path):
             given = copy.copy(batch)  # the function may change it
             return as_log_phi(function(given), batch)
 
-    return Factor(log_phi, reads)
+    log_prefix = None if prefix is None else functools.partial(guarded, prefix, ".prefix")
+    log_phi = functools.partial(guarded, function, "")
+    return Factor(log_phi, reads, log_prefix, f"--potential {spec}")

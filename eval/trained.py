@@ -20,12 +20,22 @@ from tinystories.errors import InputError, listed
 from tsmc import Phases
 from tsmc.interfaces import BaseModel
 from twist.drawn import Drawn, sample
-from twist.pair import ADAPTER, TWIST, load_pair
+from twist.pair import ADAPTER, TWIST, Pair, load_pair
 
 
 def read_network(directory: Path, base: BaseModel) -> torch.nn.Module:
     """A fine-tuned p^(m) as main.py writes it, on the device and in the type of p^(0)."""
     return tinystories.load(directory)[0].to(base.output_embeddings)
+
+
+def draw(setup: Setup, pair: Pair | None, config: RunConfig, particles: int, runs: int) -> Drawn:
+    """R = runs populations of K = particles of a pair; without one p^(0) proposes."""
+    scores = {}
+    if setup.log_toxicity is not None:
+        scores["toxicity"] = lambda texts: setup.log_toxicity(texts).exp()
+    phases = Phases(config.seed, config.torch_device(), config.rows)
+    sizes = (particles, runs, config.seed)
+    return sample(setup.base, setup.potential, pair, *sizes, scores, phases, **config.rule())
 
 
 class TrainedRun:
@@ -69,12 +79,7 @@ class TrainedRun:
         """R = runs populations of K = particles; equal options give equal texts."""
         setup = self.setup(config)
         pair = load_pair(self.path, setup.base, read_network)
-        scores = {}
-        if setup.log_toxicity is not None:
-            scores["toxicity"] = lambda texts: setup.log_toxicity(texts).exp()
-        phases = Phases(config.seed, config.torch_device(), config.rows)
-        sizes = (particles, runs, config.seed)
-        return sample(setup.base, setup.potential, pair, *sizes, scores, phases, **config.rule())
+        return draw(setup, pair, config, particles, runs)
 
     def sample(
         self, prompt: str = "", particles: int = 50, runs: int = 8, length: int = 0, seed: int = 0

@@ -77,7 +77,8 @@ class Drawn:
     def probability(self, event: Callable[[str], bool]) -> Estimate:
         """P(event(text)) under sigma: the share of the weight, with its error over runs.
 
-        `half_width()` is half of its 95 % interval. InputError where every weight is zero.
+        `half_width()` is half of its 95 % interval. Where the event holds for none or for all of
+        the texts, 1 / ESS stands for the error. InputError where every weight is zero.
         """
         shares = self.log_weights.exp().view_as(self.population.log_weights)  # [R, K]
         if not shares.any():
@@ -86,7 +87,9 @@ class Drawn:
         value = (shares * holds).sum().item()
         residuals = (shares * (holds - value)).sum(1)  # [R] of the ratio of two means
         error = math.sqrt(len(shares)) * residuals.std().item() if len(shares) > 1 else math.inf
-        return Estimate(value, error, len(shares) - 1.0)
+        if holds.min() == holds.max():
+            error = 1 / self.ess
+        return Estimate(value, error, max(1.0, len(shares) - 1.0))
 
 
 def sample(

@@ -213,9 +213,10 @@ def first_sentence(words: int, strength: float = math.inf) -> Factor:
         distances = []
         for text in beginnings:
             end = END_OF_SENTENCE.search(text)
-            is_over = end is not None and end.end() < len(text)
-            most = abs if is_over else partial(max, 0)
-            distances.append(most(count_words(text[: end.start()] if is_over else text) - words))
+            if end is not None and end.end() < len(text):
+                distances.append(abs(count_words(text[: end.start()]) - words))
+            else:  # one that never ends has no words
+                distances.append(min(max(0, count_words(text) - words), words))
         return log_phi_of_misses(distances, strength)
 
     return Factor(log_phi, "continuations", log_prefix)

@@ -21,8 +21,8 @@ from eval.bench.contestants import Networks, score_in_order
 from eval.bench.limit import Way
 from eval.run.command import one_line_errors
 from eval.run.options import DTYPES, DistillConfig, OneLineParser, RunConfig
-from eval.table import align
 from eval.scorers.encoder import Runner
+from eval.table import align
 from tinystories import Conditional
 from tinystories.fast import keep_freed_memory, pack
 from tsmc import sample_proposal, tsmc

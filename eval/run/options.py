@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,11 @@ def build(values: dict[str, Any]) -> RunConfig:
     )
 
 
+def default_threshold(potential: Iterable[str]) -> float:
+    """The share of K under which runs resample; without a prefix part only at the end."""
+    return 0.5 if has_prefix(potential) else 0.0
+
+
 def refuse_unread(config: RunConfig, given: dict[str, Any]) -> None:
     """InputError for an option on the command line that this run would not read."""
     for learner, kind in (("published", PublishedOptions), ("pooled", PooledOptions)):
@@ -248,8 +253,9 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[RunConfi
             raise InputError(f"--as-published sets {flag} itself; leave one of them out")
         values |= AS_PUBLISHED
     preset = PRESETS.get(values.get("preset", "pocket"), Preset())  # `build` refuses other names
-    threshold = 0.5 if has_prefix(values.get("potential", ())) else 0.0
-    config = build({"particles": preset.particles, "ess_threshold": threshold} | values)
+    defaults = {"particles": preset.particles}
+    defaults["ess_threshold"] = default_threshold(values.get("potential", ()))
+    config = build(defaults | values)
     if arguments is None:
         refuse_unread(config, given)
     return config, None

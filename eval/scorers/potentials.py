@@ -13,7 +13,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def rule(spec: str) -> Factor:
     return user_factor(spec) if user_file(spec) else ready_factor(spec)
 
 
-def has_prefix(potential: Sequence[str]) -> bool:
+def has_prefix(potential: Iterable[str]) -> bool:
     """Whether a factor has a prefix part; InputError where one is not understood."""
     return any(rule(spec).log_prefix is not None for spec in potential if spec not in CLASSIFIED)
 

@@ -1,72 +1,128 @@
-"""Samples of a trained pair (p, psi): `python -m tsmc runs/pocket "Once upon a time, there was a"`.
+"""Weighted samples of the target, of a trained pair (p, psi) or without any training.
+
+    python -m tsmc runs/pocket "Once upon a time, there was a"
+    python -m tsmc --potential without:girl "Once upon a time, there was a"
 
     weight    share of the weight of all particles of all runs, by which the texts are drawn
-    log phi   the potential
-    toxicity  p(toxic | text), whatever the potential is
+    log phi   the potential; toxicity, where it is read, is p(toxic | text)
 
-log Z-hat estimates the evidence of the target; ESS is that of the weights at the last token,
-averaged over the runs. Options whose default is not named are the run's own.
+Without RUN the language model itself proposes. log Z-hat estimates the evidence of the target; ESS
+is that of the weights at the last token, averaged over the runs. 1 / sum W^2 says how many
+independent samples all texts together are worth. Options whose default is not named are the run's
+own, or those of main.py.
 """
 
 import argparse
 import json
+import math
+from functools import partial
 from pathlib import Path
 
 from eval.run.command import one_line_errors, say
-from eval.run.options import OneLineParser, check
+from eval.run.options import OneLineParser, RunConfig, build, check, default_threshold
 from eval.run.run import finite_or_null
-from eval.trained import TrainedRun
+from eval.run.setup import Setup, load_sigma
+from eval.trained import TrainedRun, draw
 from eval.viewer import genealogy
 from tinystories.checkpoint import write_text
 from tinystories.errors import printable
 from tsmc import SCHEMES
+from twist import Drawn
 
-OPTIONS = ("prompt", "particles", "length", "seed", "resampling", "ess_threshold", "potential")
+SHOWN = ("prompt", "length", "seed", "resampling", "ess_threshold", "potential")
+OPTIONS = (*SHOWN, "device", "lm")
+FEW = 10  # independent samples below which weights are said to have collapsed
 
 
 def as_text(record: dict) -> str:
-    """Estimates, then a line for every sample."""
+    """Estimates, what to think of them, then a line for every sample."""
     sizes = f"K = {record['particles']}, T = {record['length']}, seed {record['seed']}"
     rule = f"{record['resampling']} resampling, ESS threshold {record['ess_threshold']:g}"
     ess = f"ESS {record['ess']:.1f} of {record['particles']}"
+    evidence = f"log Z-hat {record['log_z_hat']:.2f} +- {record['log_z_half_width']:.2f}"
+    worth = f"1 / sum W^2 {record['pooled_ess']:.1f}"
+    source = "p proposes" if record["run"] is None else f"generation {record['generation']}"
     lines = [
         printable(record["prompt"]),
-        f"generation {record['generation']}, {record['runs']} runs of {sizes}, {rule}",
-        f"log Z-hat {record['log_z_hat']:.2f}   {ess}   distinct texts {record['distinct']}",
+        f"{source}, {record['runs']} runs of {sizes}, {rule}",
+        f"{evidence}   {ess}   {worth}   distinct texts {record['distinct']}",
+        *record["remarks"],
     ]
-    if record["prompt"] != record["trained_on"]:
-        lines.append("p and psi were trained on another prompt: the proposal may be a poor one")
-    nothing = "All weights are zero; use more particles or another prompt."
-    lines.append("weight  log phi  toxicity  text" if record["samples"] else nothing)
+    has_toxicity = "toxicity" in record["weighted"][0]
+    lines.append(f"weight  log phi  {'toxicity  ' if has_toxicity else ''}text")
     for row in record["samples"]:
-        numbers = f"{row['weight']:6.3f}  {row['log_phi']:7.2f}  {row['toxicity']:8.3f}"
-        lines.append(f"{numbers}  {printable(row['text'])}")
+        toxicity = f"{row['toxicity']:8.3f}  " if has_toxicity else ""
+        numbers = f"{row['weight']:6.3f}  {row['log_phi']:7.2f}  {toxicity}"
+        lines.append(numbers + printable(row["text"]))
     return "\n".join([*lines, ""])
 
 
-def sample(args: argparse.Namespace) -> None:
-    """Print what each generation draws, then write its page and its picture."""
-    check("--samples", args.samples, low=1)
+def remarks(drawn: Drawn, config: RunConfig, trained: RunConfig | None) -> list[str]:
+    """What the numbers do not say by themselves, a line each."""
+    lines = []
+    for name in ("prompt", "potential"):
+        if trained is not None and getattr(config, name) != getattr(trained, name):
+            lines.append(f"p and psi were trained on another {name}: the proposal may be poor")
+    if drawn.ess < FEW:
+        worth = f"The weights have collapsed: all texts are worth {drawn.ess:.1f} samples"
+        remedy = "raise --particles, soften the potential, or train (main.py)"
+        lines.append(f"{worth}; {remedy}")
+    log_phi = drawn.scores["log_phi"]
+    if trained is None and log_phi.isneginf().any() and (log_phi[log_phi > -math.inf] == 0).all():
+        evidence = drawn.evidence()
+        low, high = (math.exp(-evidence.quantile(share)) for share in (0.975, 0.025))
+        rate = f"About 1 in {math.exp(-evidence.value):.3g} texts of the model satisfies it"
+        lines.append(f"{rate} (95 %: {low:.3g} to {high:.3g})")
+    return lines
+
+
+def record_of(drawn: Drawn, samples: int) -> dict:
+    """What is printed of one generation, beside the options."""
+    return {
+        "log_z_hat": drawn.log_z_hat,
+        "log_z_half_width": drawn.evidence().half_width(),
+        "log_z_hat_of_runs": drawn.population.log_z.tolist(),
+        "ess": drawn.population.ess.mean().item(),
+        "pooled_ess": drawn.ess,
+        "samples": drawn.samples(samples),
+        "distinct": len(set(drawn.texts)),
+        "weighted": [drawn.row(k) for k in range(len(drawn.texts))],
+    }
+
+
+def draw_all(args: argparse.Namespace) -> tuple[RunConfig, Setup, RunConfig | None, dict]:
+    """The options, what is fixed, a run's own options, and a function for each generation."""
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    if args.run is None:
+        config = build({"ess_threshold": default_threshold(args.potential)} | given)
+        setup = load_sigma(config)
+        sizes = (args.particles or 200, args.runs)
+        return config, setup, None, {None: partial(draw, setup, None, config, *sizes)}
     trained = [TrainedRun(args.run, m, args.device) for m in dict.fromkeys(args.generation)]
-    config = trained[0].options(**{name: getattr(args, name) for name in OPTIONS})
-    say(f"loading the networks of {args.run}")
+    config = trained[0].options(**given)
     setup = trained[0].setup(config)
-    about = {"run": str(args.run), "runs": args.runs, "trained_on": trained[0].config.prompt}
-    about |= {name: getattr(config, name) for name in OPTIONS}
+    draws = {}
+    for one in trained:
+        one.setup = trained[0].setup  # the networks are loaded once
+        draws[one.generation] = partial(one.draw, config, args.particles or 50, args.runs)
+    return config, setup, trained[0].config, draws
+
+
+def sample(args: argparse.Namespace) -> None:
+    """Print what p, or each generation of a run, draws; then write its page and its picture."""
+    check("--samples", args.samples, low=1)
+    say("loading the networks" + (f" of {args.run}" if args.run else ""))
+    config, setup, trained, draws = draw_all(args)
+    about = {"run": args.run, "runs": args.runs}
+    about |= {name: getattr(config, name) for name in SHOWN}
     populations = {}
-    for pair in trained:
-        drawn = pair.draw(config, setup, args.runs)
-        record = about | {
-            "generation": pair.generation,
-            "log_z_hat": drawn.log_z_hat,
-            "log_z_hat_of_runs": drawn.population.log_z.tolist(),
-            "ess": drawn.population.ess.mean().item(),
-            "samples": drawn.samples(args.samples),
-            "distinct": len(set(drawn.texts)),
-            "weighted": [drawn.row(k) for k in range(len(drawn.texts))],
-        }
+    for m, draw_one in draws.items():
+        drawn = draw_one()
+        about["particles"] = drawn.population.log_weights.shape[1]
+        record = about | {"generation": m, "remarks": remarks(drawn, config, trained)}
+        record |= record_of(drawn, args.samples)
         print(json.dumps(finite_or_null(record)) if args.json else as_text(record), flush=True)
-        populations[pair.generation] = drawn
+        populations[m] = drawn
     if args.html:
         log_z = setup.exact and setup.exact.log_z
         write_text(args.html, genealogy.page(populations, about, setup.tokenizer, log_z))
@@ -74,21 +130,29 @@ def sample(args: argparse.Namespace) -> None:
     if args.picture:
         from eval.viewer.picture import draw_genealogy  # matplotlib takes a second to load
 
-        log_phi = drawn.log_phi[: config.particles]  # of the first run
+        log_phi = drawn.scores["log_phi"][: about["particles"]]  # of the first run
         draw_genealogy(drawn.trace, log_phi, setup.tokenizer, args.picture)
         say(f"wrote {args.picture}")
+
+
+def is_prompt(args: argparse.Namespace) -> bool:
+    """Whether the only positional argument is a prompt, because --potential can do without RUN."""
+    if args.run is None or args.prompt is not None or args.potential is None:
+        return False
+    is_path = Path(args.run).is_dir() or ("/" in args.run and " " not in args.run)
+    return not is_path
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to samples; bad input ends with one line and exit code 2."""
     raw = argparse.RawDescriptionHelpFormatter
-    usage = "python -m tsmc RUN [PROMPT] [OPTIONS]"
+    usage = "python -m tsmc (RUN | --potential SPEC) [PROMPT] [OPTIONS]"
     parser = OneLineParser("python -m tsmc", usage, __doc__, formatter_class=raw)
     add = parser.add_argument
-    add("run", type=Path, nargs="?", help="directory that main.py wrote")
+    add("run", nargs="?", help="directory that main.py wrote")
     add("prompt", nargs="?", help="opening to continue")
     add("--generation", type=int, nargs="+", metavar="M", default=[None], help="default: the last")
-    add("--particles", type=int, metavar="K", default=50, help="particles (default: 50)")
+    add("--particles", type=int, metavar="K", help="particles (default: 50; without RUN 200)")
     add("--runs", type=int, metavar="R", default=8, help="runs, pooled by Z-hat (default: 8)")
     add("--samples", type=int, metavar="N", default=10, help="samples to draw (default: 10)")
     add("--length", type=int, metavar="T", help="tokens of a continuation")
@@ -96,14 +160,21 @@ def main(arguments: list[str] | None = None) -> None:
     add("--resampling", choices=tuple(SCHEMES), help="resampling scheme")
     add("--ess-threshold", type=float, metavar="SHARE", help="resample where ESS < SHARE of K")
     add("--potential", action="append", help="as in main.py --help; repeat it for a product")
+    add("--lm", help="language model, without RUN; as in main.py --help")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
     add("--json", action="store_true", help="print a JSON object for each generation")
     add("--html", type=Path, metavar="FILE", help="write a page of the first run's particles")
     add("--picture", type=Path, metavar="FILE", help="draw those of the last M given, as PNG")
     with one_line_errors("python -m tsmc", "lower --particles"):
         args = parser.parse_intermixed_args(arguments)
-        if args.run is None:
+        if is_prompt(args):
+            args.run, args.prompt = None, args.run
+        if args.run is None and args.potential is None:
             parser.error(f"no run is named: {usage}")
+        if args.run is not None and args.lm is not None:
+            parser.error("--lm is for sampling without RUN; leave one of them out")
+        if args.run is None and args.generation != [None]:
+            parser.error("--generation is one of RUN; leave it out or name RUN")
         sample(args)
 
 

@@ -55,8 +55,12 @@ def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
     ranks = [round(share * (len(parent) - 1)) for share in (0, 0.25, 0.5, 0.75, 1)]
     return {
         "nodes": steps,
-        "log_phi": drawn.log_phi[member].tolist(),  # of the nodes of the last step
-        "toxicity": drawn.toxicity[member].tolist(),
+        "scores": {  # of the nodes of the last step
+            name: drawn.scores[name][member].tolist()
+            for name in ("log_phi", "toxicity")
+            if name in drawn.scores
+        },
+        "pooled_ess": drawn.ess,
         "log_w": log_w[:, ranks].tolist(),
         "ess": first["ess"].tolist(),
         "log_z_hat": first["log_z"].tolist(),

@@ -8,16 +8,16 @@ import torch
 from worlds import generator, table_world
 
 from eval.run.options import POCKET
-from eval.trained import Drawn
 from eval.viewer import explainer, picture
 from eval.viewer.genealogy import TEMPLATE, page
 from tinystories.tokenizer import read_tokenizer
 from tsmc import SCHEMES, Trace, tsmc
 from tsmc.resampling import normalise
+from twist import Drawn
 
 K, T = 7, 4
 ABOUT = {"run": "r", "runs": 1, "prompt": "Hello", "length": T, "particles": K, "seed": 0}
-ABOUT |= {"resampling": "x", "ess_threshold": 0.7}
+ABOUT |= {"resampling": "x", "ess_threshold": 0.7, "potential": ["y"]}
 HTML = TEMPLATE.read_text(encoding="utf-8")
 
 
@@ -27,10 +27,9 @@ def draws(seed: int = 0, scheme: str = "multinomial", ess_threshold: float = 0.7
     trace = Trace()
     rule = (SCHEMES[scheme], ess_threshold, trace)
     population = tsmc(model, twist, potential, K, generator(seed), 1, *rule)
-    log_phi, toxicity = population.log_phi[0], torch.arange(K) / K
+    scores = {"log_phi": population.log_phi[0], "toxicity": torch.arange(K) / K}
     weights = population.shares().flatten().log()
-    log_z_hat = population.log_mean_z()
-    return Drawn([], log_phi, log_phi, toxicity, weights, log_z_hat, population, trace)
+    return Drawn([], scores, weights, population.log_mean_z(), population, trace, seed)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +66,10 @@ def test_a_node_is_a_prefix_with_its_particles(tokenizer, ess_threshold):
             wanted = [len(own), *one, shares[own].sum().item(), sum(k in own for k in lines)]
             assert node[2:] == pytest.approx(wanted, abs=0.0051)
     ends = [words.index(text) for text in texts]
-    assert data["log_phi"] == pytest.approx(drawn.log_phi[ends].tolist(), abs=0.0051)
-    assert len(data["toxicity"]) == len(ends)
+    assert data["scores"]["log_phi"] == pytest.approx(
+        drawn.scores["log_phi"][ends].tolist(), abs=0.0051
+    )
+    assert len(data["scores"]["toxicity"]) == len(ends)
     assert data["ess"] == pytest.approx(trace.ess[:, 0].tolist(), rel=0.01)
     assert data["log_z_hat"] == pytest.approx(trace.log_z[:, 0].tolist(), abs=1e-3)
     assert data["log_z_hat"][-1] == pytest.approx(drawn.log_z_hat, abs=1e-3)
@@ -94,11 +95,13 @@ def test_texts_cannot_leave_their_script_element(tokenizer):
 def test_what_is_not_finite_is_null(tokenizer):
     drawn = draws()
     last = drawn.trace.steps[-1]
-    for values in (last["log_w"], last["log_z"], drawn.log_phi):
+    for values in (last["log_w"], last["log_z"], drawn.scores["log_phi"]):
         values[:] = -torch.inf
     data = population_of(drawn, tokenizer)
     assert data["log_w"][-1] == [None] * 5 and data["log_z_hat"][-1] is None
-    assert set(data["log_phi"]) == {None} and all(node[4] is None for node in data["nodes"][-1])
+    assert set(data["scores"]["log_phi"]) == {None} and all(
+        node[4] is None for node in data["nodes"][-1]
+    )
 
 
 def test_the_picture_follows_the_best_sample_and_shows_phi(tokenizer, tmp_path, monkeypatch):
@@ -106,7 +109,7 @@ def test_the_picture_follows_the_best_sample_and_shows_phi(tokenizer, tmp_path, 
     figures = []
     monkeypatch.setattr(picture, "save_figure", lambda figure, path: figures.append(figure))
     lines = drawn.trace.lineages()[:, 0]  # [T, K]
-    log_phi = drawn.log_phi[: lines.shape[1]]
+    log_phi = drawn.scores["log_phi"][: lines.shape[1]]
     picture.draw_genealogy(drawn.trace, log_phi, tokenizer, tmp_path / "picture.png")
     axes, bars = figures[0].axes
     best = log_phi[lines[-1]].argmax().item()

@@ -45,7 +45,10 @@ class Drawn:
 
     @property
     def ess(self) -> float:
-        """1 / sum W^2: how many independent samples the weighted texts are worth; 0 if all died."""
+        """1 / sum W^2: how many independent samples the texts are worth at most; 0 if all died.
+
+        Texts of one run that has resampled before the end share beginnings, which it ignores.
+        """
         squares = self.log_weights.exp().square().sum().item()
         return 1 / squares if squares else 0.0
 
@@ -72,7 +75,7 @@ class Drawn:
     def evidence(self) -> Estimate:
         """log Z-hat of all runs together, with its error over runs."""
         runs = self.population.log_z
-        return Estimate(*log_mean_with_error(runs), len(runs) - 1.0)
+        return Estimate(*log_mean_with_error(runs), max(1.0, len(runs) - 1.0))
 
     def probability(self, event: Callable[[str], bool]) -> Estimate:
         """P(event(text)) under sigma: the share of the weight, with its error over runs.

@@ -7,8 +7,8 @@
     log phi   the potential; toxicity, where it is read, is p(toxic | text)
 
 Without RUN the language model itself proposes. log Z-hat estimates the evidence of the target; ESS
-is that of the weights at the last token, averaged over the runs. 1 / sum W^2 says how many
-independent samples all texts together are worth. Options whose default is not named are the run's
+is that of the weights at the last token, averaged over the runs. 1 / sum W^2 is how many
+independent samples all texts together are worth at most: copies share beginnings. Options whose default is not named are the run's
 own, or those of main.py.
 """
 
@@ -39,7 +39,9 @@ def as_text(record: dict) -> str:
     sizes = f"K = {record['particles']}, T = {record['length']}, seed {record['seed']}"
     rule = f"{record['resampling']} resampling, ESS threshold {record['ess_threshold']:g}"
     ess = f"ESS {record['ess']:.1f} of {record['particles']}"
-    evidence = f"log Z-hat {record['log_z_hat']:.2f} +- {record['log_z_half_width']:.2f}"
+    evidence = f"log Z-hat {record['log_z_hat']:.2f}"
+    if math.isfinite(record["log_z_half_width"]):
+        evidence += f" +- {record['log_z_half_width']:.2f}"
     worth = f"1 / sum W^2 {record['pooled_ess']:.1f}"
     source = "p proposes" if record["run"] is None else f"generation {record['generation']}"
     lines = [

@@ -20,9 +20,9 @@ import torch
 from tokenizers import Tokenizer
 
 from eval.run.run import finite_or_null
-from eval.trained import Drawn
 from tsmc.resampling import normalise
 from tsmc.sampler import Step
+from twist import Drawn
 
 TEMPLATE = Path(__file__).with_name("genealogy.html")
 
@@ -51,15 +51,12 @@ def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
         )
         steps.append([list(values) for values in nodes])
         parent = node[first["ancestors"][t]]
+    scored = [name for name in ("log_phi", "toxicity") if name in drawn.scores]
     log_w = first["log_w"].sort().values  # [T, K]
     ranks = [round(share * (len(parent) - 1)) for share in (0, 0.25, 0.5, 0.75, 1)]
     return {
         "nodes": steps,
-        "scores": {  # of the nodes of the last step
-            name: drawn.scores[name][member].tolist()
-            for name in ("log_phi", "toxicity")
-            if name in drawn.scores
-        },
+        "scores": {name: drawn.scores[name][member].tolist() for name in scored},  # at T
         "pooled_ess": drawn.ess,
         "log_w": log_w[:, ranks].tolist(),
         "ess": first["ess"].tolist(),
@@ -68,7 +65,9 @@ def population_data(drawn: Drawn, tokenizer: Tokenizer) -> dict:
     }
 
 
-def page(drawn: dict[int, Drawn], about: dict, tokenizer: Tokenizer, log_z: float | None) -> str:
+def page(
+    drawn: dict[int | None, Drawn], about: dict, tokenizer: Tokenizer, log_z: float | None
+) -> str:
     """The page of one or more generations; `about` holds the options, log_z is exact if known."""
     populations = [{"generation": m} | population_data(drawn[m], tokenizer) for m in drawn]
     data = {"about": about, "log_z_sigma": log_z, "populations": populations}

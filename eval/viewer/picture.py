@@ -1,4 +1,4 @@
-"""The genealogy of one run as a picture: `python -m tsmc RUN --particles 24 --picture FILE.png`.
+"""The genealogy of one run as a picture: `python -m tsmc ... --particles 24 --picture FILE`.
 
 Each dot is a particle after step t, the larger the larger its weight; lines lead to the particles
 that continue it, and at the end to the final samples. Blue particles have descendants among these,
@@ -42,7 +42,8 @@ def draw_genealogy(trace: Trace, log_phi: Tensor, tokenizer: Tokenizer, path: Pa
         axes.text(t + 1, particles, token, fontsize=9, rotation=45, color=SAMPLE)
     steps = range(1, length + 2)
     axes.plot(steps, [line[best] for line in lineages], color=SAMPLE, lw=1.6, zorder=2)
-    axes.set(xlabel="step t, then the samples", ylabel="particle", xticks=steps[:-1])
+    axes.set(xlabel="step t, then the samples", ylabel="particle")
+    axes.set_xticks(steps[:-1] if length <= 25 else steps[4:-1:5])
     axes.set(xlim=(0.5, length + 1.5), ylim=(-1, particles))
     colours = [ALIVE if k in lineages[-2] else DYING for k in range(particles)]
     bars.barh(range(particles), phi.numpy(), color=colours)

@@ -8,8 +8,8 @@
 
 Without RUN the language model itself proposes. log Z-hat estimates the evidence of the target; ESS
 is that of the weights at the last token, averaged over the runs. 1 / sum W^2 is how many
-independent samples all texts together are worth at most: copies share beginnings. Options whose default is not named are the run's
-own, or those of main.py.
+independent samples all texts together are worth at most: copies share beginnings. Options whose
+default is not named are the run's own, or those of main.py.
 """
 
 import argparse

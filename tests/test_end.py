@@ -1,5 +1,7 @@
 """Texts that end: a world with an absorbing token, enumerated; no loss sees behind the end."""
 
+from functools import partial
+
 import pytest
 import torch
 from worlds import bias, generator, mutant, table_world, tiny_gpt_neo
@@ -48,6 +50,16 @@ def test_p_and_q_sum_to_one_over_finished_and_unfinished_texts():
 def test_the_evidence_is_unbiased_where_texts_end(scheme, threshold):
     model, twist, log_phi = world()
     assert bias(model, twist, log_phi, 2, scheme, threshold) < 1e-10
+
+
+def test_the_evidence_is_unbiased_where_texts_end_and_beginnings_are_judged():
+    model, twist, log_phi = world()
+    judged = mutant(sampler)
+    judged.tsmc = partial(
+        judged.tsmc, log_prefix=lambda tokens: -0.7 * (tokens == 0).sum(-1).double()
+    )
+    for threshold in (0.9, 1.0):
+        assert bias(model, twist, log_phi, 2, "multinomial", threshold, module=judged) < 1e-10
 
 
 BROKEN = [

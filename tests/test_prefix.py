@@ -71,8 +71,9 @@ def test_conditional_runs_stay_exact(ess_threshold):
 
 MUTANTS = {
     "f leaves no trace in the weights": ("log_w = log_w + log_f", "pass"),
-    "f is not divided out": ("log_psi = log_psi + log_f.masked_fill", "log_f.masked_fill"),
+    "f is not divided out": (" - log_f  # [R, K]", "  # [R, K]"),
     "f = 0 is divided out": (".masked_fill(log_f == -torch.inf, 0.0)", ""),
+    "f is not reordered": ("log_f = log_f[run, ancestors]", "pass"),
     "f counts at T too": ("log_prefix is not None and not is_last", "log_prefix is not None"),
     "f comes from the wrong place": ("log_w = log_w + log_f", "log_w = log_w + log_f.flip(1)"),
 }

@@ -168,7 +168,8 @@ def tsmc(
     check_sizes(model, runs, particles, ess_threshold, reference)
     decoder = model.decoder(runs * particles)
     log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})
-    log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t}), or log psi f_t
+    log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t})
+    log_f = torch.zeros_like(log_p)  # [R, K] log f_t(s_{1:t}) of a prefix part
     log_phi = torch.zeros_like(log_p)  # [R, K] known at t = T
     log_weights = torch.zeros_like(log_p)  # [R, K]
     log_z = log_p.new_zeros(runs)  # [R]
@@ -182,15 +183,15 @@ def tsmc(
         step = extend(model, decoder, twist, tokens, log_psi, given[..., t], generator)
         tokens = torch.cat([tokens, step.tokens[..., None]], -1)
         log_p = log_p + step.log_p
+        rows = tokens.flatten(0, 1)  # [R K, t]
         if is_last:
-            given = (tokens.flatten(0, 1), log_p.flatten())
-            log_phi = call_potential(log_potential, *given).view_as(log_p)
-        log_w = reweight(step, log_psi, log_phi if is_last else None)  # [R, K]
+            log_phi = call_potential(log_potential, rows, log_p.flatten()).view_as(log_p)
+        log_w = reweight(step, log_psi, log_phi if is_last else None) - log_f  # [R, K]
         log_psi = step.log_psi
         if log_prefix is not None and not is_last:
-            log_f = call_potential(log_prefix, tokens.flatten(0, 1)).view_as(log_p)  # log f_t
+            log_f = call_potential(log_prefix, rows).view_as(log_p)
             log_w = log_w + log_f
-            log_psi = log_psi + log_f.masked_fill(log_f == -torch.inf, 0.0)  # of psi f_t
+            log_f = log_f.masked_fill(log_f == -torch.inf, 0.0)  # the weight is zero for good
         log_weights = log_weights + log_w
         ess = effective_sample_size(log_weights)  # [R]
         evidence = log_z + log_mean_exp(log_weights)  # [R]
@@ -206,6 +207,7 @@ def tsmc(
             tokens = tokens[run, ancestors]
             log_p = log_p[run, ancestors]
             log_psi = log_psi[run, ancestors]
+            log_f = log_f[run, ancestors]
             decoder.extend(tokens[..., -1].flatten(), (particles * run + ancestors).flatten())
     if not bool((log_z < torch.inf).all()):
         raise InputError("log Z-hat is NaN or infinite; check log phi and log psi for NaN")

@@ -15,6 +15,7 @@ import signal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is quiet while the libraries load
+    import eval  # noqa: F401 (it prepares the environment of a command, before torch is loaded)
 
 # isort: split
 from pathlib import Path

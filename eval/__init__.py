@@ -1,5 +1,20 @@
-"""What is made with the method: runs, scores, the study, pages, benchmarks, pocket checkpoints."""
+"""What is made with the method: runs, scores, the study, pages, benchmarks, pocket checkpoints.
 
+A command, started as `python -m eval...` or main.py, lets the threads of OpenMP sleep soon when
+they wait for each other: by default they spin, which on a busy machine stops the ones that work.
+OpenMP reads these variables when torch is loaded. An import leaves the environment as it is.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve() == Path(__file__).parents[1] / "main.py":
+    soon = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # GNU's turns, others' milliseconds
+    if not {*soon, "OMP_WAIT_POLICY", "OMP_NUM_THREADS"} & os.environ.keys():  # the user's choice
+        os.environ |= soon
+
+# isort: split
 from eval.trained import TrainedRun as load_run
 
 __all__ = ["load_run"]

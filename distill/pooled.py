@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from distill.options import option
@@ -40,8 +39,6 @@ from twist.adapter import Adapted, Adapter
 from twist.pair import Pair
 from twist.pool import Pool, Round, draw_round, tempered, truncated
 from twist.surrogate import fit_surrogate
-
-IGNORED = -100  # as a label: the token is left out of the loss
 
 
 @dataclass(frozen=True)
@@ -167,18 +164,37 @@ def fit_adapter(
 ) -> None:
     """Minimise eq. 7 in place for rows `batches` [U, n] of tokens [N, T].
 
-    p^(0) = base is not trained, so the states of each sequence that occurs are computed once.
+    p^(0) = base is not trained, so the states of each sequence that occurs are computed once, and
+    a step computes the logits of q once for the S prefixes s_{1:t-1} that differ in its batch.
     """
     distinct, places = batches.unique(return_inverse=True)
     tokens = tokens[distinct]  # [M, T]
-    states = hidden_states(base.packed(), tokens)  # [M, T, D]
-    labels = tokens.masked_fill(~counted(tokens, base.end), IGNORED)  # [M, T]
+    states = hidden_states(base.packed(), tokens).flatten(0, 1)  # [M T, D]
+    prefixes = first_places(tokens)  # [M, T]
+    is_counted = counted(tokens, base.end)  # [M, T]
 
     def loss(rows: Tensor) -> Tensor:
-        logits = adapter(states[rows]).flatten(0, 1)  # [n T, V]
-        return F.cross_entropy(logits, labels[rows].flatten(), ignore_index=IGNORED)
+        some = is_counted[rows]  # [n, T]
+        chosen, place = prefixes[rows][some].unique(return_inverse=True)  # [S]
+        log_q = adapter(states[chosen]).log_softmax(-1)  # [S, V]
+        return -log_q[place, tokens[rows][some]].mean()
 
     self_distill(loss, optimizer, places, report)
+
+
+def first_places(tokens: Tensor) -> Tensor:
+    """For each s_{1:t-1} of tokens [M, T], its first place [M, T] in tokens.flatten()."""
+    rows, length = tokens.shape
+    number = torch.zeros_like(tokens[:, 0])  # [M] of the prefix among those that differ
+    places = []
+    for t in range(length):
+        first = torch.full_like(number, rows).scatter_reduce(
+            0, number, torch.arange(rows, device=tokens.device), "amin"
+        )
+        places.append(first[number] * length + t)
+        pairs = number * (tokens.max() + 1) + tokens[:, t]
+        number = pairs.unique(return_inverse=True)[1]
+    return torch.stack(places, 1)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from distill.published import Published
 from eval.figures import draw_figures
 from eval.run import processes
 from eval.run.command import one_line_errors, say
-from eval.run.evaluate import evaluate_ends, finish_generation
+from eval.run.evaluate import evaluate_ends, finish_generation, plan
 from eval.run.options import RunConfig, read_config
 from eval.run.run import Run
 from eval.run.setup import Setup, identity, load_setup
@@ -37,6 +37,7 @@ from tinystories.fast import keep_freed_memory
 def self_distilled_tsmc(run: Run, setup: Setup, config: RunConfig) -> dict:
     """Algorithm 1; returns the rows of its table."""
     learner = make_learner(run, setup, config)
+    run.progress.plan = plan(learner, setup, config)
     results = evaluate_ends(run, setup, config)
     pair = learner.line_1()  # (p^(0), psi^(0))
     finish_generation(run, setup, config, 0, pair, results)

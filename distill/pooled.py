@@ -80,6 +80,24 @@ class Pooled:
         self.scale = scale
         self.pool = Pool()
 
+    def plan(self, m: int) -> dict[str, float]:
+        """The phases of generation m and their work, about that of drawing so many sequences."""
+        options = self.options
+        update = 0.4 * options.pool_batch_size
+        *climb, last = options.ladder()
+        plan = {}
+        if m == 0:
+            for step, count in enumerate(climb, 1):
+                plan[f"ladder {step} sampling"] = float(count)
+                plan |= self.plan_of_fit(f"ladder {step}", update * options.pool_first_updates)
+        plan["sampling"] = float(options.pool_draws if m else last)
+        return plan | self.plan_of_fit("distillation", update * options.pool_updates)
+
+    def plan_of_fit(self, phase: str, work: float) -> dict[str, float]:
+        """The phases of a fit."""
+        surrogate = {f"{phase} surrogate": 0.0} if self.options.surrogate else {}
+        return surrogate | {phase: work}
+
     def line_1(self) -> Pair:
         """psi^(0) = q^(0) / p^(0), kept as q^(0): the last step of the ladder."""
         *climb, last = self.options.ladder()

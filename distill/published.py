@@ -77,6 +77,16 @@ class Published:
         self.options = options
         self.phases = phases
 
+    def plan(self, m: int) -> dict[str, float]:
+        """The phases of generation m and their work, about that of drawing so many sequences."""
+        options = self.options
+        learning = {"twist learning": 2.0 * options.ctl_updates * options.ctl_batch_size}
+        if m == 0:
+            return learning
+        sampling = {"sampling": float(options.particles * options.distill_runs)}
+        updates = {"distillation": 2.0 * options.distill_updates * options.distill_batch_size}
+        return sampling | updates | learning
+
     def line_1(self) -> Pair:
         """psi^(0) by CTL on p^(0)."""
         return self.line_4(self.base, 0)

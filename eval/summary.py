@@ -2,14 +2,19 @@
 
 Each number of the table is a mean over runs +- half of its 95 % interval (Student's t); in the last
 row, of the change within each run from generation 0 to the last one. The runs share their exact
-samples of sigma, whose error (`kl_half_width`) the intervals of KL leave out.
+samples of sigma, whose error (`kl_half_width`) the intervals of KL leave out. The seconds below are
+those of the phases, from seconds.json.
 """
 
+import itertools
+import re
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 from eval.run.command import OneLineParser, one_line_errors
+from eval.run.run import SECONDS, read_seconds
 from eval.table import aligned, columns, named_rows, read_results
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
@@ -55,12 +60,23 @@ def summarise(runs: list[dict]) -> str:
     return aligned({name: [rows[name] for rows in named] for name in named[0]}, shown, interval)
 
 
+def seconds_line(directories: list[Path]) -> str:
+    """Seconds of each kind of phase in all generations together, mean over runs that have them."""
+    runs = [read_seconds(path) for path in directories if (path / SECONDS).exists()]
+    totals = Counter()
+    for row in itertools.chain(*runs):
+        totals[re.sub(r"^ladder.*", "ladder", row["phase"])] += row["seconds"] / len(runs)
+    parts = [f"{phase} {seconds:.0f}" for phase, seconds in totals.items()]
+    return f"\nSeconds: {', '.join(parts)}; in all {totals.total():.0f}" if parts else ""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print the summary of the runs named on the command line."""
     with one_line_errors("eval.summary"):
         parser = OneLineParser(prog="eval.summary", description=__doc__.splitlines()[0])
         parser.add_argument("runs", nargs="+", type=Path, help="runs that differ in their seeds")
-        print(summarise(read_runs(parser.parse_args(arguments).runs)))
+        directories = parser.parse_args(arguments).runs
+        print(summarise(read_runs(directories)) + seconds_line(directories))
 
 
 if __name__ == "__main__":

@@ -201,5 +201,5 @@ def test_other_options_are_refused(halfway):
 def test_a_failed_step_names_its_phase(tmp_path):
     arguments = [*UNPOOLED, "--ctl-learning-rate", 1, "--ctl-updates", 400]
     line = refusal(*arguments, "--out", tmp_path / "run")
-    assert "generation 0  twist learning: " in line and "lower the learning rate" in line
+    assert "generation 0, twist learning: " in line and "lower the learning rate" in line
     assert not (tmp_path / "run" / "resume" / "0-twist-learning.safetensors").exists()

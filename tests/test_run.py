@@ -86,15 +86,20 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 
 
 def test_progress_keeps_every_step_and_refuses_what_is_not_finite(capsys):
-    progress = Progress("2/9  twist learning", {"phase": "twist learning"}, 3, True)
+    progress = Progress(True)
+    progress.plan = {("base samples", None): 10.0, ("twist learning", 0): 30.0, ("other", 0): 50.0}
+    progress.begin(("twist learning", 0), 3)
     for ess in (1.0, 2.0, 3.0):
         progress(loss=torch.tensor(0.5), ess=ess)
     with pytest.raises(InputError, match="step 4: loss is nan; lower the learning rate"):
         progress(loss=torch.tensor(torch.nan))
-    progress.bar.close()
     assert [record["ess"] for record in progress.records] == [1.0, 2.0, 3.0]
-    assert progress.records[2] == {"phase": "twist learning", "step": 3, "loss": 0.5, "ess": 3.0}
-    assert "2/9  twist learning: 100%" in capsys.readouterr().err
+    place = {"phase": "twist learning", "generation": 0}
+    assert progress.records[2] == place | {"step": 3, "loss": 0.5, "ess": 3.0}
+    progress.start -= 60.0  # the phase takes a minute, so what is left takes 50 / 30 as long
+    assert round(progress.end()) == 60
+    line = "phase 2 of 3, generation 0, twist learning, 60 s, loss 0.5, ess 3, about 100 s left\n"
+    assert capsys.readouterr().err == line
 
 
 def fake_run(path: Path, seed: int, kl: float, **options) -> Path:

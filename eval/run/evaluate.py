@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import tinystories
+from distill.pooled import Pooled
+from distill.published import Published
 from eval import metrics
 from eval.run.options import RunConfig
+from eval.run.progress import Place
 from eval.run.run import Run
 from eval.run.setup import Setup, save_target, sigma_key
 from tinystories.errors import InputError
@@ -21,6 +24,9 @@ from tsmc.sampler import Population, Sigma
 from twist.pair import Pair, save_pair
 from twist.potential import seen_from
 
+ENOUGH = 200  # exact samples of the target
+TARGET = ("target by rejection", None)
+
 
 def draw_model(run: Run, phase: str, m: int | None, model: LanguageModel, count: int) -> Tensor:
     """Independent samples [N, T] of a bare model for the table, N = count."""
@@ -31,13 +37,36 @@ def draw_model(run: Run, phase: str, m: int | None, model: LanguageModel, count:
     return run.draw(phase, m, count, draw)["tokens"]
 
 
-def draw_target(run: Run, setup: Setup, config: RunConfig) -> ExactSamples | None:
-    """Exact samples of sigma, drawn by rejection and kept in the run; None where there are none."""
+def plan(learner: Published | Pooled, setup: Setup, config: RunConfig) -> dict[Place, float]:
+    """The phases of a run in their order, and about how many sequences could be drawn in each."""
+    phases: dict[Place, float] = {("base samples", None): config.eval_base_samples}
+    if setup.exact is None and config.eval_target_proposals:
+        phases[TARGET] = config.eval_target_proposals
+    for m in range(config.generations + 1):
+        phases |= {(phase, m): work for phase, work in learner.plan(m).items()}
+        phases["evaluation", m] = 2.0 * config.eval_runs * config.eval_particles
+        if config.learner == "published" and m:
+            phases["bare model", m] = config.eval_base_samples
+    return phases
+
+
+def draw_target(
+    run: Run, setup: Setup, config: RunConfig, base_log_phi: Tensor
+) -> ExactSamples | None:
+    """Exact samples of sigma, drawn by rejection and kept in the run; None where there are none.
+
+    log phi [N] of base samples tells, before they are drawn, how many proposals are needed.
+    """
     proposals = config.eval_target_proposals
     if proposals == 0:
         return None
+    rate = base_log_phi.exp().mean().item()
+    proposals = min(proposals, math.ceil(ENOUGH / rate) if rate > 0 else proposals)
+    run.progress.plan[TARGET] = proposals
+    expected = f"about {proposals * rate:.0f} exact samples of the target"
+    run.say(f"drawing {proposals} base samples for {expected}", is_progress=True)
     draw = partial(draw_accepted, setup.base.packed(), setup.potential)
-    drawn = run.draw("target by rejection", None, proposals, draw)
+    drawn = run.draw(*TARGET, proposals, draw)
     exact = exact_samples(drawn)
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
@@ -51,18 +80,17 @@ def draw_target(run: Run, setup: Setup, config: RunConfig) -> ExactSamples | Non
 def evaluate_ends(run: Run, setup: Setup, config: RunConfig) -> dict:
     """The results with their rows Target and Base: where sigma and p^(0) stand."""
     results = {"prompt": setup.prompt, "potential": list(config.potential)}
-    if setup.exact is None:
-        setup.exact = draw_target(run, setup, config)
     base = setup.base.packed()
     tokens = draw_model(run, "base samples", None, base, config.eval_base_samples)
-    run.say("scoring the base samples", is_progress=True)
+    samples = metrics.score(tokens, setup.potential, setup.log_toxicity)
+    check_base_rate(run, config, samples.scores["log_phi"])
+    if setup.exact is None:
+        setup.exact = draw_target(run, setup, config, samples.scores["log_phi"])
     if setup.exact is not None:
         particles = config.eval_runs * config.eval_particles
-        results["target"], samples = evaluate_target(setup, particles)
-        run.add_samples(samples.rows("target"))
-    samples = metrics.score(tokens, setup.potential, setup.log_toxicity)
+        results["target"], exact = evaluate_target(setup, particles)
+        run.add_samples(exact.rows("target"))
     results["base"] = metrics.describe(samples, setup.encode(samples.texts), setup.exact_vectors)
-    check_base_rate(run, config, samples.scores["log_phi"])
     run.add_samples(samples.rows("base"))
     return results | {"generations": []}
 
@@ -123,7 +151,7 @@ def evaluate_generation(
     if row["log_z_hat_std"] <= metrics.WIDEST:
         row["log_z_half_width"] = log_z_half_width
     if setup.exact is not None:
-        terms = metrics.kl_terms(sigma.model, twist, setup.base, setup.exact)
+        terms = metrics.kl_terms(sigma.model, twist, setup.base.packed(), setup.exact)
         kl = metrics.kl_target_proposal(terms, setup.exact)
         row |= {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
     return row, samples
@@ -145,7 +173,6 @@ def finish_generation(
     if pair.model is not setup.base and pair.twist is not None:  # then p^(m) is not q
         tokens = draw_model(run, "bare model", m, sigma.model, config.eval_base_samples)
         bare = metrics.mean_scores(metrics.score(tokens, setup.potential, setup.log_toxicity))
-    run.say(f"scoring the samples of generation {m}", is_progress=True)
     row, samples = evaluate_generation(setup, sigma, twist, m, population)
     if bare is not None:
         row["model"] = bare

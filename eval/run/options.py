@@ -57,7 +57,7 @@ class EvaluationOptions:
     eval_runs: int = option(40, "independent TSMC runs whose particles are pooled", 2)
     eval_base_samples: int = option(2000, "samples of the bare p^(m)", 2)
     eval_target_proposals: int = option(
-        100_000, "draws for exact samples if not shipped; 0: none", 0
+        100_000, "most draws for 200 exact samples, if none are shipped; 0: none", 0
     )
 
 

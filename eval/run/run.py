@@ -17,7 +17,6 @@ import json
 import math
 import os
 import platform
-import sys
 from pathlib import Path
 
 import filelock
@@ -25,17 +24,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
-from tqdm import tqdm
 
 from eval.run import processes
 from eval.run.command import say
 from eval.run.options import RunConfig
+from eval.run.progress import Place, Progress, name_of
 from tinystories import checkpoint
 from tinystories.errors import InputError
 from tsmc.interfaces import Report
 from tsmc.runs import Compute, Draw, Phases, chunk_sizes, joined
 
-LOCK = ".lock"
+LOCK, SECONDS = ".lock", "seconds.json"
 
 
 def digest_of_phase(tensors: dict[str, Tensor], records: str) -> str:
@@ -63,28 +62,6 @@ def read_phase(path: Path, identity: str) -> tuple[dict[str, Tensor], list[dict]
         return tensors, json.loads(metadata["records"])
 
 
-class Progress:
-    """A report (`tsmc.interfaces.Report`) that shows a phase's steps and keeps their figures."""
-
-    def __init__(self, title: str, place: dict, total: int, is_shown: bool):
-        """`title` is shown; `place` opens each record: the names of phase and generation."""
-        self.place = place
-        self.records: list[dict] = []
-        interval = 0.1 if sys.stderr.isatty() else 5.0  # seconds
-        self.bar = tqdm(total=total, desc=title, mininterval=interval, disable=not is_shown)
-
-    def __call__(self, **figures: float | Tensor) -> None:
-        """Record the figures of one step; InputError for NaN."""
-        numbers = {name: float(value) for name, value in figures.items()}
-        step = len(self.records) + 1
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                raise InputError(f"step {step}: {name} is {value}; lower the learning rate")
-        self.records.append({**self.place, "step": step, **numbers})
-        self.bar.set_postfix({name: f"{numbers[name]:.3g}" for name in numbers}, refresh=False)
-        self.bar.update()
-
-
 class Run(Phases):
     """The phases of a run in its directory, which is locked inside the `with` block."""
 
@@ -96,6 +73,8 @@ class Run(Phases):
         super().__init__(config.seed, config.torch_device(), config.rows)
         self.is_quiet = config.quiet
         self.writes = processes.rank() == 0
+        self.progress = Progress(self.writes and not self.is_quiet)
+        self.seconds: list[dict] = []  # of each phase, in seconds.json
         self.records: list[dict] = []  # the lines of metrics.jsonl
         self.samples: list[dict] = []  # the lines of samples.jsonl
         self.phases: list[Path] = []
@@ -122,6 +101,8 @@ class Run(Phases):
             checkpoint.write_json(self.path / "config.json", dataclasses.asdict(config) | made_by)
         else:
             self.compare_with(made_by)
+            if (self.path / SECONDS).exists():
+                self.seconds = read_seconds(self.path)
         for folder in ("", "resume", "target", "figures", "generation-*"):
             for partial in self.path.glob(f"{folder}/.*{checkpoint.PARTIAL}".lstrip("/")):
                 partial.unlink(missing_ok=True)
@@ -168,34 +149,32 @@ class Run(Phases):
         place = "start" if m is None else str(m)
         name = f"{place}-{phase.replace(' ', '-')}"
         path = self.path / "resume" / f"{name}.safetensors"
-        title = phase if m is None else f"generation {m}  {phase}"
         self.phases.append(path)
         identity = hashlib.sha256(f"{name} {self.identity}".encode()).hexdigest()
         if processes.first(path.exists()):
             tensors, records = read_phase(path, identity)
         else:
-            names = {"phase": phase, "generation": m}
-            generator = self.stream(phase, m)
-            tensors, records = self.computed(title, names, steps, compute, generator)
+            tensors, records = self.computed((phase, m), steps, compute)
             if self.writes:
                 write_phase(path, tensors, identity, records)
+                checkpoint.write_json(self.path / SECONDS, {"phases": self.seconds})
         self.log(records)
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def computed(
-        self, title: str, place: dict, steps: int, compute: Compute, generator: torch.Generator
+        self, place: Place, steps: int, compute: Compute
     ) -> tuple[dict[str, Tensor], list[dict]]:
         """What process 0 computes in a phase, on the CPU, and its records."""
-        is_shown = self.writes and not self.is_quiet
-        progress = Progress(title, place, steps, is_shown)
+        self.progress.begin(place, steps)
         try:
-            tensors = compute(generator, progress)
+            tensors = compute(self.stream(*place), self.progress)
         except InputError as error:
-            raise InputError(f"{title}: {error}") from error
-        finally:
-            progress.bar.close()
+            self.progress.clear()
+            raise InputError(f"{name_of(place)}: {error}") from error
         tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-        return processes.first(tensors), progress.records
+        seconds = round(self.progress.end(), 2)
+        self.seconds.append({"phase": place[0], "generation": place[1], "seconds": seconds})
+        return processes.first(tensors), self.progress.records
 
     def draw(
         self, phase: str, m: int | None, total: int, draw: Draw, particles: int = 1
@@ -235,6 +214,7 @@ class Run(Phases):
     def say(self, line: str, is_progress: bool = False) -> None:
         """A line on standard error, of one process; with --quiet, progress is left out."""
         if self.writes and not (is_progress and self.is_quiet):
+            self.progress.clear()
             say(line)
 
     def finish(self, results: dict) -> None:
@@ -246,6 +226,18 @@ class Run(Phases):
                 path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something of the user's is in the folder
                 (self.path / "resume").rmdir()
+
+
+def read_seconds(run: Path) -> list[dict]:
+    """The phases that a run has computed, with the seconds of each; InputError for a bad file."""
+    path = run / SECONDS
+    raw = checkpoint.read_json(path)
+    with checkpoint.reading(path, "holds no seconds of phases", "delete it"):
+        names = {"phase": str, "generation": int | None, "seconds": float}
+        rows = [{name: row[name] for name in names} for row in raw["phases"]]
+        if not all(isinstance(row[name], names[name]) for row in rows for name in names):
+            raise TypeError("an entry is of another type")
+        return rows
 
 
 def new_directory(config: RunConfig) -> Path:

@@ -2,9 +2,9 @@
 
 import torch
 
+from distill.published import PublishedOptions
 from eval.bench import __main__ as bench
 from eval.bench import contestants, limit
-from eval.run.options import DistillConfig
 from tinystories import GPTNeo, GPTNeoConfig
 from twist.mlp import TwistMLP
 
@@ -13,7 +13,7 @@ def test_every_race_runs(monkeypatch, capsys):
     monkeypatch.setattr(bench, "QUICK_PARTICLES", (3,))
     monkeypatch.setattr(contestants, "TEXTS", 5)
     monkeypatch.setattr(limit, "SIDE", 64)
-    monkeypatch.setattr(bench, "DistillConfig", lambda: DistillConfig(batch_size=2))
+    monkeypatch.setattr(bench, "PublishedOptions", lambda: PublishedOptions(distill_batch_size=2))
     size, records = bench.bench_size, []
     monkeypatch.setattr(bench, "bench_size", lambda *options: records.extend(size(*options)))
     bench.main(["--quick", "--size", "pocket", "--dtype", "bfloat16"])

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from distill.finetune import parameter_groups
-from distill.self_distill import Batch, model_loss
+from distill.published import PublishedOptions
 from eval.bench import contestants, limit
 from eval.bench.contestants import Networks, score_in_order
 from eval.bench.limit import Way
-from eval.run.command import one_line_errors
-from eval.run.options import DTYPES, DistillConfig, OneLineParser, RunConfig
+from eval.run.command import OneLineParser, one_line_errors
+from eval.run.options import DTYPES, RunConfig
 from eval.scorers.encoder import Runner
 from eval.table import align
 from tinystories import Conditional
@@ -88,13 +88,13 @@ def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> Way:
 
 
 def race_distillation(networks: Networks, repeats: int) -> list[dict]:
-    """A gradient step on the default batch."""
-    student, prompt, rows = networks.lm, networks.prompt, DistillConfig().batch_size
+    """A gradient step on a batch of the published learner."""
+    student, prompt, rows = networks.lm, networks.prompt, PublishedOptions().distill_batch_size
     model = Conditional(student, prompt, LENGTH)
     tokens = torch.randint(student.config.vocab_size, (rows, LENGTH), device=prompt.device)
     ids = torch.cat([prompt.expand(rows, -1), tokens], 1)  # [B, P + T]
     labels = nn.functional.pad(tokens, (len(prompt), 0), value=-100)  # the prompt is not learned
-    step = training_step(student, lambda: model_loss(model, Batch(tokens, None, rows)))
+    step = training_step(student, lambda: -model.log_probs(tokens)[0].mean())
     flops = 3 * limit.sampling_flops(student, None, rows, len(prompt), LENGTH)  # backward is 2
 
     def theirs(twin: nn.Module) -> Way:

@@ -59,6 +59,8 @@ def read_network(directory: Path, base: BaseModel) -> nn.Module:
     network = copy.deepcopy(base.network)
     with reading(directory / MODEL, "does not fit the model", REMEDY):
         network.load_state_dict(tensors)
+        if not all(parameter.isfinite().all() for parameter in network.parameters()):
+            raise ValueError("it holds NaN or infinite numbers")
     return network
 
 

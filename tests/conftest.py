@@ -17,11 +17,9 @@ from main import main
 
 torch.set_num_threads(1)
 SMALL = [
-    *("--generations", "1", "--pool-first-draws", "60", "--pool-first-rounds", "2"),
-    *("--pool-first-updates", "3", "--pool-draws", "40", "--particles", "10"),
-    *("--distill-updates", "3", "--distill-batch-size", "8", "--value-updates", "4"),
-    *("--value-batch-size", "10", "--eval-runs", "3", "--eval-particles", "6"),
-    *("--eval-base-samples", "40", "--quiet"),
+    *("--generations", "1", "--particles", "10", "--ctl-updates", "3", "--ctl-batch-size", "20"),
+    *("--distill-runs", "4", "--distill-updates", "3", "--distill-batch-size", "8"),
+    *("--eval-runs", "3", "--eval-particles", "6", "--eval-base-samples", "40", "--quiet"),
 ]
 """Options of a run of main.py that takes a few seconds."""
 

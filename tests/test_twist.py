@@ -1,18 +1,17 @@
-"""The MLP twist, and the files of twists and adapters."""
+"""The MLP twist, and the files of a pair (p^(m), psi^(m))."""
 
 import pytest
 import torch
 from networks import randomise
 from safetensors.torch import load_file, save_file
-from torch import nn
-from worlds import generator, tiny_gpt_neo
+from worlds import generator, tiny_conditional
 
 from tinystories.checkpoint import read_metadata
 from tinystories.errors import InputError
-from twist.adapter import Adapter
+from tsmc.exact import Tree
+from twist.adapter import Adapted, Adapter
 from twist.mlp import TwistMLP
-from twist.saved import TWISTS, load_pair, save_pair
-from twist.value import ValueTwist
+from twist.pair import Pair, load_pair, save_pair
 
 
 def test_a_fresh_twist_is_one_everywhere_and_chosen_tokens_equal_the_full_output():
@@ -23,53 +22,51 @@ def test_a_fresh_twist_is_one_everywhere_and_chosen_tokens_equal_the_full_output
     torch.testing.assert_close(twist.of_tokens(hidden, tokens), expected)
 
 
-class LinearTwist(nn.Linear):
-    like = classmethod(lambda kind, tensors, network: kind(*reversed(tensors["weight"].shape)))
+BASE = tiny_conditional(0)
+FILES = {  # what a generation of each learner consists of
+    "published, m = 0": {"twist.safetensors"},
+    "published, m = 1": {"twist.safetensors", "model.safetensors"},
+    "pooled": {"adapter.safetensors"},
+    "pooled without surrogate": {"adapter.safetensors"},
+}
+KINDS = pytest.mark.parametrize("kind", FILES)
 
 
-TWISTS["linear"] = LinearTwist  # all that the library has to know of an architecture
-
-
-def pair(kind: str):
-    """p^(0), an adapter of it and a twist of random weights, and states that they read."""
-    base, source = tiny_gpt_neo(7), generator(0)
-    is_value = "value" in kind
-    memory = torch.linspace(-1, 1, 7) if is_value else None
-    adapter = Adapter(base, memory, is_value, 6, source)
-    own = adapter if kind == "value with adapter" else None
-    twist = LinearTwist(8, 7) if kind == "linear" else TwistMLP(8, 6, 7, source)
-    twist = ValueTwist(8, 5, 7, source, memory, own) if is_value else twist
+def pair_of(kind: str) -> Pair:
+    """A pair of random weights."""
+    if kind.startswith("published"):
+        twist = randomise(TwistMLP(8, 6, 7, generator(0)), 4)
+        return Pair(BASE if kind.endswith("0") else tiny_conditional(1), twist)
+    scores = torch.linspace(-1, 1, 7) if kind == "pooled" else None
+    adapter = Adapter(BASE.output_embeddings, scores, 6, generator(0))
     randomise(adapter.shift, 3)
-    randomise(twist.network if is_value else twist, 4)
-    return base, adapter, twist, torch.randn(3, 8 + is_value, generator=source)
-
-
-KINDS = pytest.mark.parametrize("kind", ["MLP", "linear", "value", "value with adapter"])
+    return Pair(Adapted(BASE, adapter), None)
 
 
 @KINDS
+@torch.no_grad()
 def test_a_pair_survives_its_files(tmp_path, kind):
-    base, adapter, twist, hidden = pair(kind)
-    save_pair(tmp_path, adapter, None, twist)
-    p, psi = load_pair(tmp_path, 1, base)
-    assert torch.equal(psi(hidden), twist(hidden)) and torch.equal(p(hidden), adapter(hidden))
-    assert load_pair(tmp_path, 0, base)[0] is base
-    save_pair(tmp_path, adapter, None, LinearTwist(8, 7))
-    if "value" in kind:
-        with pytest.raises(InputError, match=": does not fit twist"):
-            load_pair(tmp_path, 1, base)
+    pair = pair_of(kind)
+    save_pair(tmp_path, pair, BASE)
+    assert {path.name for path in tmp_path.iterdir()} == FILES[kind]
+    again = load_pair(tmp_path, BASE)
+    assert (again.model is BASE) == (pair.model is BASE)
+    assert (again.twist is None) == (pair.twist is None)
+    log_q, wanted = (Tree(one.model).prefix_log_q(one.twist)[-1] for one in (again, pair))
+    assert torch.equal(log_q, wanted)
+    assert (log_q - Tree(BASE).prefix_log_q()[-1]).abs().max() > 0.1
 
 
 @KINDS
 def test_a_pair_whose_files_are_damaged_is_refused_in_one_line(tmp_path, kind):
-    """Each tensor left out, of another shape or not finite; one too many; the file cut anywhere."""
-    base, adapter, twist, _ = pair(kind)
-    save_pair(tmp_path, adapter, None, twist)
+    """Each tensor left out, of another shape or not finite; one too many; the file cut or gone."""
+    save_pair(tmp_path, pair_of(kind), BASE)
 
-    def refused() -> bool:
+    def is_refused() -> bool:
         with pytest.raises(InputError) as error:
-            load_pair(tmp_path, 1, base)
-        return str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+            load_pair(tmp_path, BASE)
+        message = str(error.value)
+        return message.startswith(str(tmp_path)) and path.name in message and "\n" not in message
 
     for path in sorted(tmp_path.iterdir()):
         tensors, content, metadata = load_file(path), path.read_bytes(), read_metadata(path)
@@ -78,14 +75,13 @@ def test_a_pair_whose_files_are_damaged_is_refused_in_one_line(tmp_path, kind):
             longer, wrong = torch.cat([value, value[:1]]), torch.full_like(value, torch.nan)
             for changed in ({name: longer}, {name: wrong}, {name: value[None]}, {}):
                 save_file(others | changed, path, metadata)
-                assert refused(), (path.name, name, changed)
+                assert is_refused(), (path.name, name, changed)
         save_file(tensors | {"more": torch.zeros(2)}, path, metadata)
-        assert refused()
+        assert is_refused()
         for size in (0, 7, 100, len(content) - 1):
             path.write_bytes(content[:size])
-            assert refused(), size
+            assert is_refused(), size
+        path.unlink()
+        assert is_refused()
         path.write_bytes(content)
-    load_pair(tmp_path, 1, base)
-    save_file(tensors, path)  # of version 0.6
-    with pytest.raises(InputError, match="not of this version"):
-        load_pair(tmp_path, 1, base)
+    load_pair(tmp_path, BASE)

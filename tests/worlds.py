@@ -12,6 +12,7 @@ import types
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import tsmc.categorical
@@ -102,6 +103,12 @@ def tiny_gpt_neo(vocab_size: int, seed: int = 0, **changes) -> GPTNeo:
 def tiny_conditional(seed: int) -> Conditional:
     """A random GPT-Neo of 7 tokens after a prompt, four tokens to come, float32."""
     return Conditional(tiny_gpt_neo(7, seed), torch.tensor([1, 2]), 4)
+
+
+def rare_potential(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
+    """log phi [N] = 8 log sigmoid(sum of a number for each token): small under `tiny_conditional`."""
+    scores = torch.linspace(-3, 2, 7)
+    return 8 * F.logsigmoid(scores[tokens].sum(1))
 
 
 def gpt_neo_world(vocab_size: int, length: int, seed: int = 0):

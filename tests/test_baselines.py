@@ -1,4 +1,4 @@
-"""DPO and GRPO as whole runs in a world that can be enumerated; guards, costs."""
+"""DPO and GRPO as whole runs in a world that can be enumerated; guards."""
 
 import copy
 import importlib
@@ -11,9 +11,7 @@ from worlds import ListedPotential, Recorded, generator, gpt_neo_world, tiny_con
 from distill.dpo import dpo
 from distill.finetune import BaselineConfig, Student
 from distill.grpo import grpo
-from eval.paper.cost import baseline_cost
 from tinystories.errors import InputError
-from tinystories.gpt_neo import GPTNeo
 from tsmc.exact import Tree
 
 BASELINES = {"dpo": dpo, "grpo": grpo}
@@ -40,15 +38,17 @@ def world():
 @both
 def test_the_policy_gains_reward_and_the_base_stays(name, lora):
     base, potential = world()
-    before = copy.deepcopy(base.model.state_dict())
+    before = copy.deepcopy(base.network.state_dict())
     options = config(learning_rate=3e-2 if lora else 1e-2)
     policy, figures = train(name, base, potential, options, lora)
     with torch.no_grad():
         levels = [Tree(model).prefix_log_q()[-1] for model in (base, policy)]
     gain = [log_p.exp() @ potential.log_phi for log_p in levels]
     assert gain[1] > gain[0] + 0.5
-    assert all(torch.equal(tensor, before[key]) for key, tensor in base.model.state_dict().items())
-    after = policy.model.state_dict()
+    assert all(
+        torch.equal(tensor, before[key]) for key, tensor in base.network.state_dict().items()
+    )
+    after = policy.network.state_dict()
     assert after.keys() == before.keys(), "LoRA is merged"
     changed = {key.split(".", 2)[-1] for key in after if (after[key] != before[key]).any()}
     assert changed == {"attn.q_proj.weight", "attn.v_proj.weight"} if lora else len(changed) > 10
@@ -86,7 +86,9 @@ def test_gradient_in_parts_is_that_of_the_whole_batch(name, lora, monkeypatch):
         monkeypatch.setattr(importlib.import_module(f"distill.{name}"), "ROWS", rows)
         options = config(0.5, updates=2, batch_size=22)
         policy, figures = train(name, base, potential, options, lora)
-        trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+        trained = [
+            parameter for parameter in policy.network.parameters() if parameter.requires_grad
+        ]
         losses = torch.tensor([row["loss"] for row in figures]).double()
         results.append([losses, *(parameter.grad for parameter in trained)])
     assert len(results[0]) > 4
@@ -104,30 +106,7 @@ def test_a_reward_that_is_not_finite_stops_the_run(name, bad):
 
 @with_and_without_lora
 def test_a_model_that_is_not_finite_is_not_returned(lora):
-    student = Student(tiny_conditional(0).model, 1e-2, 0.0, lora, generator(0))
+    student = Student(tiny_conditional(0).network, 1e-2, 0.0, lora, generator(0))
     student.parameters[1].data[0] = torch.nan
     with pytest.raises(InputError, match=r"not finite; lower the learning rate$"):
         student.finish()
-
-
-@both
-def test_cost_is_what_the_model_is_asked_for(name, monkeypatch):
-    """Positions after the prompt that pass the network, three times where there is a gradient."""
-    base, potential = world()
-    hidden, units, scored = GPTNeo.hidden, [], []
-
-    def counted(self, ids, cache=None):
-        if cache.length > 0:  # after the prompt
-            units.append(ids.numel() * (3 if torch.is_grad_enabled() else 1))
-        return hidden(self, ids, cache)
-
-    def log_phi(tokens):
-        scored.append(len(tokens))
-        return potential(tokens)
-
-    monkeypatch.setattr(GPTNeo, "hidden", counted)
-    options = config(updates=3, batch_size=11)
-    train(name, base, log_phi, options)
-    cost = baseline_cost(name, options)
-    assert cost.scored == sum(scored) == 33
-    assert cost.units(length=3) == sum(units)

@@ -12,7 +12,7 @@ from tsmc.bounds import BoundsProblem, bidirectional_bounds
 from tsmc.estimate import Estimate, difference, mean_estimate, student_quantile
 from tsmc.exact import Target
 from tsmc.rejection import draw_accepted, exact_samples, log_mean_with_error
-from tsmc.runs import in_chunks
+from tsmc.runs import Phases
 from tsmc.sampler import Sigma
 
 
@@ -126,7 +126,7 @@ def test_rejection_gives_exact_samples_and_the_evidence_from_all_chunks():
     def draw(size, source) -> dict:
         return draw_accepted(model, potential, size, source)
 
-    result = exact_samples(in_chunks(draw, 20000, 3000, generator))
+    result = exact_samples(Phases(rows=3000).draw("rejection", None, 20000, draw))
     assert abs(result.log_z - target.log_z) < 4 * result.log_z_std_error < 0.1
     counts = worlds.sequence_numbers(result.tokens, 2).bincount(minlength=8)
     assert worlds.chi_square_p_value(counts, target.log_sigma[-1].exp()) > 1e-3

@@ -6,7 +6,7 @@ from worlds import generator, hard_potential, learn, table_world
 
 from tinystories.errors import InputError
 from tsmc.exact import TableModel, TableTwist, Target, all_sequences
-from tsmc.proposal import sample_proposal, token_log_probs
+from tsmc.proposal import sample_proposal
 from twist.ctl import ctl_loss, negative_log_weights, positive_log_weights, weigh
 from twist.potential import effective_potential
 
@@ -56,7 +56,9 @@ def test_weights_belong_to_the_same_sigma_in_every_generation(number):
     sequences = all_sequences(3, 3)
     batch = sample_proposal(model, twist, len(sequences), generator(0))
     batch.tokens = sequences
-    batch.log_p, batch.log_q = token_log_probs(model, twist, sequences)
+    batch.log_p, logits, hidden = model.log_probs(sequences)
+    log_q = (logits + twist(hidden)).log_softmax(-1)  # [N, T, V]
+    batch.log_q = log_q.gather(-1, sequences[..., None]).squeeze(-1)
     found = positive_log_weights(batch, potential) + batch.log_q.sum(-1)
     torch.testing.assert_close(found, joint, rtol=0, atol=1e-10)
 

@@ -182,7 +182,7 @@ def test_the_shared_prompt_changes_neither_probabilities_nor_gradients(
     torch.testing.assert_close(log_p, wanted, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(shared_logits, logits, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(model.head(hidden), logits, rtol=1e-10, atol=1e-10)
-    if model.model is not plain:
+    if model.network is not plain:
         assert not log_p.requires_grad, "a packed copy has no gradient"
         return
     factors = torch.randn(4, length, generator=source)

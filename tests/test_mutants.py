@@ -13,7 +13,6 @@ import tinystories.decoder
 import tsmc.proposal
 import tsmc.sampler
 from tsmc.exact import TableModel, Target
-from tsmc.proposal import token_log_probs
 from tsmc.trace import Trace
 from twist.potential import effective_potential
 
@@ -64,13 +63,20 @@ def sample_size(sampler) -> float:
 def given_tokens(proposal) -> float:
     """Largest error of the log-probs of sequences, a third of whose tokens are given."""
     model, twist, _ = table_world(3, 4, seed=1)
-    source = generator(0)
+    source, decoder, steps = generator(0), model.decoder(40), []
     given = torch.randint(3, (40, 4), generator=source)
     given[torch.rand(40, 4, generator=source) > 1 / 3] = proposal.DRAWN
-    batch = proposal.sample_proposal(model, twist, 40, source, given=given)
-    log_p, log_q = token_log_probs(model, twist, batch.tokens)
-    errors = [batch.log_p - log_p, batch.log_q - log_q, (batch.tokens - given)[given >= 0]]
-    assert len(batch.tokens.unique(dim=0)) > 10  # of 81 sequences
+    for t in range(4):
+        uniform = torch.rand(40, 1, generator=source).double()
+        steps.append(proposal.propose(model, decoder, twist, uniform, given[:, t]))
+        decoder.extend(steps[-1].tokens)
+    tokens = torch.stack([step.tokens for step in steps], 1)
+    assert len(tokens.unique(dim=0)) > 10  # of 81 sequences
+    log_p, logits, hidden = model.log_probs(tokens)
+    log_q = (logits + twist(hidden)).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    errors = [(tokens - given)[given >= 0]]
+    for t, step in enumerate(steps):
+        errors += [step.log_p - log_p[:, t], step.log_q - log_q[:, t]]
     return max(error.abs().max().item() for error in errors)
 
 
@@ -129,7 +135,6 @@ MUTANTS = {  # name: the check that notices it, what is replaced, by what
     "reference's tokens drawn anew": (conditional, "given[:, 0] = reference", "pass"),
     "reference's token of another step": (conditional, "given[..., t]", "given[..., 0]"),
     "given tokens drawn": (given_tokens, "given == DRAWN", "given == given"),
-    "given tokens of another step": (given_tokens, "given[:, t]", "given[:, 0]"),
     "probability of the drawn token": (given_tokens, "place = tokens", "place = 0 * tokens"),
     "states not those of rows": (shared_rows, "states)[state_of]", "states)[0 * state_of]"),
     "slice of other rows": (shared_rows, "self.state_of[rows]", "self.state_of.roll(1)[rows]"),

@@ -1,7 +1,5 @@
 """The sampler against enumeration: unbiased evidence and samples over all paths, and edge cases."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 import worlds
@@ -12,7 +10,7 @@ from tsmc import interfaces
 from tsmc.exact import TableTwist, Target, Tree
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.resampling import SCHEMES
-from tsmc.runs import in_chunks, require_alive, sample_runs
+from tsmc.runs import Phases, draw_population
 from tsmc.sampler import Sigma, tsmc
 from tsmc.trace import Trace
 from twist.mlp import TwistMLP
@@ -140,17 +138,6 @@ def test_proposal_draws_carry_their_own_probabilities():
     torch.testing.assert_close(batch.log_psi, log_psi)
 
 
-@pytest.mark.parametrize("cuts", [(0, 21), (0, 9, 21), (0, 6, 6, 18, 21)])
-def test_rows_drawn_in_parts_are_those_drawn_at_once(cuts):
-    model, strong, _ = worlds.gpt_neo_world(5, 3, seed=2)
-    options = (model, lambda hidden: strong(hidden) / 5, 21)
-    whole = sample_proposal(*options, generator(3), True)
-    assert len(whole.tokens.unique(dim=0)) > 12, "rows that are mixed up show"
-    parts = [sample_proposal(*options, generator(3), True, slice(*cut)) for cut in pairwise(cuts)]
-    for name, values in vars(whole).items():
-        torch.testing.assert_close(torch.cat([getattr(part, name) for part in parts]), values)
-
-
 @pytest.mark.parametrize("limit", [1, 60, 85, 10**6])
 def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeypatch, limit):
     model, strong, potential = worlds.gpt_neo_world(5, 3, seed=2)
@@ -230,30 +217,35 @@ def test_the_reference_stays_and_has_offspring():
 
 
 def test_runs_in_chunks_are_those_of_the_sampler_chunk_by_chunk():
-    world = table_world(3, 4)
-    model, twist, potential = world
-    options = {"resample": SCHEMES["systematic"], "ess_threshold": 0.7}
-
-    def draw(size, source) -> dict:
-        return vars(sample_runs(Sigma(model, potential), twist, 5, size, source, **options))
-
-    sizes = enumerate([4, 4, 2])
-    parts = [tsmc(*world, 5, generator(number), size, **options) for number, size in sizes]
-    for name, values in in_chunks(draw, 10, 4, generator).items():
+    world, phases = table_world(3, 4), Phases(seed=0, rows=20)
+    sigma = Sigma(world[0], world[2])
+    rule = {"resample": SCHEMES["systematic"], "ess_threshold": 0.7}
+    whole = draw_population(phases, "x", 1, sigma, world[1], 5, 10, **rule)  # 4, 4 and 2 runs
+    streams = [phases.stream("x", 1, number) for number in range(3)]
+    sizes = zip(streams, (4, 4, 2), strict=True)
+    parts = [tsmc(*world, 5, source, size, **rule) for source, size in sizes]
+    for name, values in vars(whole).items():
         assert torch.equal(values, torch.cat([getattr(part, name) for part in parts])), name
-    assert len(in_chunks(draw, 3, 0, generator)["log_z"]) == 3, "at least one at a time"
+    one_at_a_time = draw_population(Phases(rows=1), "x", 1, sigma, world[1], 5, 3)
+    assert len(one_at_a_time.log_z) == 3, "at least one run at a time"
     with pytest.raises(InputError, match="sample of size 0"):
-        in_chunks(draw, 0, 4, generator)
+        draw_population(phases, "x", 1, sigma, world[1], 5, 0)
 
 
 def test_runs_that_die_are_left_out_and_refused_where_all_did():
     model, _, _ = table_world(2, 3)
     sigma = Sigma(model, hard_potential(2, 3, {}))
     with pytest.raises(InputError, match="all 6 runs of 2 particles ended with weight zero"):
-        require_alive(sample_runs(sigma, None, 2, 6, generator(0)))
+        draw_population(Phases(), "x", None, sigma, None, 2, 6)
     sigma = Sigma(model, hard_potential(2, 3, {3: 0.0}))
-    population = require_alive(sample_runs(sigma, None, 2, 60, generator(0)))
+    population = draw_population(Phases(), "x", None, sigma, None, 2, 60)
     living = population.is_alive()
     assert 0 < living.sum() < 60
     assert (population.alive().samples == torch.tensor([0, 1, 1])).all()
     assert len(population.alive().log_z) == living.sum()
+
+
+def test_streams_of_other_names_seeds_and_generations_are_others():
+    names = [("a", 0), ("a", 1), ("a", None), ("b", 0), ("a", 0, 0)]
+    seeds = {Phases(seed).stream(*name).initial_seed() for seed in (0, 1) for name in names}
+    assert len(seeds) == 10 and Phases(0).stream("a", 0).initial_seed() in seeds

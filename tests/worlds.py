@@ -106,7 +106,7 @@ def tiny_conditional(seed: int) -> Conditional:
 
 
 def rare_potential(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
-    """log phi [N] = 8 log sigmoid(sum of a number for each token): small under `tiny_conditional`."""
+    """log phi [N] = 8 log sigmoid(sum of a number for each token), small under random texts."""
     scores = torch.linspace(-3, 2, 7)
     return 8 * F.logsigmoid(scores[tokens].sum(1))
 

@@ -8,7 +8,7 @@ import pytest
 
 import main
 from eval.run.command import one_line_errors
-from eval.run.options import every_option, flag_of, make_parser, read_config
+from eval.run.options import GROUPS, declared, flag_of, make_parser, read_config
 from tinystories.errors import InputError, listed, printable
 
 MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
@@ -60,7 +60,7 @@ def test_the_help_names_every_option_on_two_screens(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     text = make_parser("All about it.").format_help()
     shown = re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)
-    options = [flag_of(name, item.default is not True) for _, name, item in every_option()]
+    options = [flag_of(item.name) for kind in GROUPS.values() for item in declared(kind)]
     assert shown == ["--resume", *options] and text.count("\n") < 100
 
 
@@ -68,11 +68,11 @@ REFUSED = {
     "--particels 5": "did you mean --particles?",
     "--beta=--": "--beta is []",
     "--preset pockets": "--preset is 'pockets'; give one of pocket, paper",
-    "--no-effective-potential": "has no effect without --no-pooling",
-    "--particles 5": "--particles has no effect without --no-pooling",
-    "--as-published --value-updates 5": "--value-updates has no effect without --pooling",
-    "--no-surrogate --no-memory": "--no-memory has no effect without --surrogate",
-    "--distill-learning-rate 0.1": "has no effect without --student full",
+    "--pool-draws 5": "--pool-draws has no effect without --learner pooled",
+    "--no-surrogate": "--no-surrogate has no effect without --learner pooled",
+    "--learner pooled --ctl-updates 5": "--ctl-updates has no effect without --learner published",
+    "--as-published --ess-threshold 0.5": "--as-published sets --ess-threshold itself",
+    "--as-published --resampling residual": "--as-published sets --resampling itself",
     "--beta 5 --potential regex:a": "--beta has no effect without --potential toxicity",
 }
 
@@ -86,10 +86,14 @@ def test_an_option_that_would_not_count_is_refused(monkeypatch, capsys, line, wo
 
 
 def test_what_presets_set_and_what_counts_is_accepted(monkeypatch):
-    for line in ("--preset paper", "--as-published --particles 5", "--pool-draws 5"):
+    lines = ["", "--preset paper", "--as-published --particles 5", "--ctl-updates 5"]
+    lines += ["--learner pooled --pool-draws 5 --ess-threshold 0.5 --no-surrogate"]
+    for line in lines:
         monkeypatch.setattr(sys, "argv", ["main.py", *line.split()])
         read_config(None, "")
-    read_config(["--particles", "5"], "")  # a program's own
+    read_config(["--pool-draws", "5"], "")  # a program's own
+    found = [read_config(line.split(), "")[0].particles for line in lines[:3]]
+    assert found == [50, 100, 5]
 
 
 def test_what_is_printed_stays_in_its_line():

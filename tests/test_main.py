@@ -1,16 +1,13 @@
 """The main job at a small scale: its files, its options, and all bad input that it must refuse."""
 
-import dataclasses
 import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import JOBS, POOLED, UNPOOLED, products, refusal, run_main
-from torch import nn
+from jobs import JOBS, POOLED, PUBLISHED, products, refusal, run_main
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import main
@@ -18,13 +15,11 @@ import tinystories
 from eval import load_run
 from eval.run.evaluate import finish_generation
 from eval.run.options import POCKET, read_config, saved_config
-from eval.trained import load_generation
+from eval.trained import read_network
 from tinystories.checkpoint import read_tensors
 from tinystories.errors import InputError
-from tinystories.fast import pack
-from tsmc.resampling import effective_sample_size
-from twist.mlp import TwistMLP
-from twist.pool import Pool, Round
+from tsmc.proposal import proposal_log_probs
+from twist.pair import Pair, load_pair
 
 
 def read(path: Path) -> dict | list[dict]:
@@ -44,13 +39,13 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
         assert row["kl_target_proposal"] > 0 and row["num_sequences"] == 18
         assert 1 <= row["ess"] <= 6 and 1 / 6 <= row["distinct"] <= 1
     config = read(finished_run / "config.json")
-    assert config["seed"] == 0 and config["value"]["updates"] == 4 and "torch" in config["versions"]
+    assert config["seed"] == 0 and config["ctl_updates"] == 3 and "torch" in config["versions"]
     assert set(config["networks"]) == {"lm", "toxicity_model", "similarity_model"}
     metrics = read(finished_run / "metrics.jsonl")
     phases = {f"{record['generation']} {record['phase']} {record['step']}" for record in metrics}
-    assert len(phases) == len(metrics) == 27
-    assert {"None base samples 1", "0 sampling 2 1", "0 ladder 1 3", "0 twist learning 3"} < phases
-    assert {"1 surrogate 1", "1 distillation 3", "1 value learning 4", "1 bare model 1"} < phases
+    assert len(phases) == len(metrics) == 14
+    assert {"None base samples 1", "0 twist learning 3", "0 evaluation 1"} < phases
+    assert {"1 sampling 1", "1 distillation 3", "1 twist learning 3", "1 bare model 1"} < phases
     samples = read(finished_run / "samples.jsonl")
     assert sum(row["source"] == "generation 1" for row in samples) == 18
     assert all(row["text"].startswith("Once upon a time, there was a") for row in samples)
@@ -60,94 +55,61 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
     assert not (finished_run / "resume").exists()
 
 
-def run_and_load(options: list, out: Path) -> list[nn.Module]:
-    """Make a run and assert that its generations load as they were; returns each p, then psi."""
-    found = []
+def run_and_load(options: list, out: Path) -> list[Pair]:
+    """Make a run and assert that its generations load as they were; returns its pairs."""
+    pairs = []
 
-    def finish(run, setup, m: int, p: nn.Module, psi: nn.Module, results: dict) -> None:
-        finish_generation(run, setup, m, p, psi, results)
+    def finish(run, setup, config, m: int, pair: Pair, results: dict) -> None:
+        finish_generation(run, setup, config, m, pair, results)
+        again = load_pair(out / f"generation-{m}", setup.base, read_network)
         tokens = torch.arange(40, 60).view(4, 5)
-        sigma, twist = load_generation(setup, out / f"generation-{m}", m, torch.device("cpu"))
-        with torch.no_grad():
-            log_p, _, hidden = setup.sigma(p, psi).model.log_probs(tokens)
-            assert torch.equal(sigma.model.log_probs(tokens)[0], log_p)
-            assert torch.equal(twist(hidden), pack(psi)(hidden))
-        found.extend([p, psi])
+        found, wanted = (proposal_log_probs(one.model, one.twist, tokens) for one in (again, pair))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        pairs.append(pair)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "finish_generation", finish)
         run_main([*options, "--out", out])
     drawn = load_run(out).sample(particles=3, runs=2)
     assert len(drawn.texts) == 6 and drawn.log_z_hat < 0
-    return found
+    return pairs
 
 
 def tensors_of(generation: Path) -> set[str]:
-    """Names of what a generation has saved; those of an adapter or twist without their layers."""
+    """Names of what a generation has learned, without the layers of an MLP."""
     names = {name for path in generation.glob("[at]*.safetensors") for name in read_tensors(path)}
     return {re.sub(r"(first|second|last)\.\w+", "mlp", name) for name in names}
 
 
-ABLATIONS = {
-    "--dtype bfloat16": {"memory", "network.mlp", "scores", "shift.mlp"},
-    "--pool-first-rounds 1": {"memory", "network.mlp", "scores", "shift.mlp"},
-    "--no-memory": {"network.mlp", "scores", "shift.mlp"},
-    "--no-surrogate": {"network.mlp", "shift.mlp"},
-    "--no-learn-value": {"memory", "network.mlp", "scores", "shift.mlp"},
-    "--no-effective-potential": {"memory", "network.mlp", "scores", "shift.mlp"},
-    "--no-pooling": {"mlp", "shift.mlp"},
+VARIANTS = {  # options, and what a generation's twist or adapter consists of
+    "LoRA": ([*PUBLISHED, "--student", "lora"], {"mlp"}),
+    "drifting": ([*PUBLISHED, "--no-effective-potential"], {"mlp"}),
+    "narrow": ([*PUBLISHED, "--dtype", "bfloat16"], {"mlp"}),
+    "pooled": (POOLED, {"scores", "shift.mlp"}),
+    "pooled, narrow": ([*POOLED, "--dtype", "bfloat16"], {"scores", "shift.mlp"}),
+    "one round": ([*POOLED, "--pool-first-rounds", "1"], {"scores", "shift.mlp"}),
+    "no surrogate": ([*POOLED, "--no-surrogate"], {"shift.mlp"}),
 }
 
 
-@pytest.mark.parametrize("flags", ABLATIONS)
-def test_every_part_can_be_left_out(tmp_path, flags):
-    base, first, adapter, psi = run_and_load([*POOLED, *flags.split()], tmp_path / "run")
-    generations = [tmp_path / "run" / f"generation-{m}" for m in range(2)]
-    assert tensors_of(generations[1]) == ABLATIONS[flags]
-    assert tinystories.load(generations[0])[0].wte.weight.equal(base.wte.weight)
-    assert not (generations[1] / "config.json").exists()
-    assert adapter.shift.last.weight.any()
-    if flags == "--no-pooling":
-        return
-    assert first.adapter.shift.last.weight.any() and psi.adapter is None
-    if flags == "--no-learn-value":
-        assert not (first.network.last.weight.any() or psi.network.last.weight.any())
-
-
-def test_line_1_climbs_from_round_to_round(monkeypatch):
-    """Rounds come from p^(0) until one has a weight, then from what learned from all before."""
-    proposals, learned = [], []
-
-    def add_round(run, setup, q, samples: Pool, m: int, count: int, r: int) -> None:
-        proposals.append(q)
-        log_phi = torch.full((count,), -torch.inf) if r == 1 else torch.linspace(-9, 0, count)
-        samples.rounds.append(Round(torch.zeros(count, 3), log_phi.double(), log_phi.double()))
-
-    def fit_adapter(run, setup, phase: str, samples: Pool, m: int, updates: int, start) -> str:
-        alive = (samples.log_weights() > -torch.inf).sum()
-        is_tempered = effective_sample_size(samples.log_weights()) >= 0.7 * alive
-        learned.append((len(samples.tokens()), start, updates, is_tempered.item()))
-        return phase
-
-    monkeypatch.setattr(main, "add_round", add_round)
-    monkeypatch.setattr(main, "fit_adapter", fit_adapter)
-    sizes = ["--pool-first-draws", "35", "--pool-first-rounds", "4", "--pool-first-ess", "0.7"]
-    config, _ = read_config([*sizes, "--pool-first-updates", "5"], "")
-    setup = SimpleNamespace(model="p^(0)")
-    samples = main.first_samples(SimpleNamespace(config=config), setup)
-    assert proposals == ["p^(0)", "p^(0)", "ladder 2", "ladder 3"]
-    assert learned == [(18, None, 5, True), (27, "ladder 2", 5, True)]
-    assert [len(one.tokens) for one in samples.rounds] == [9, 9, 9, 8]
-    no_pool = SimpleNamespace(config=dataclasses.replace(config, pooling=False))
-    assert main.first_samples(no_pool, setup).rounds == []
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_learns_and_loads_as_it_was(tmp_path, name):
+    options, tensors = VARIANTS[name]
+    first, second = run_and_load(options, tmp_path / "run")
+    for m, pair in enumerate((first, second)):
+        directory = tmp_path / "run" / f"generation-{m}"
+        assert tensors_of(directory) == tensors
+        assert (pair.twist is None) == ("shift.mlp" in tensors)
+        learned = pair.model.adapter.shift if pair.twist is None else pair.twist
+        assert learned.last.weight.any()
+        is_fine_tuned = m == 1 and pair.twist is not None
+        assert (directory / "config.json").exists() == is_fine_tuned
 
 
 @pytest.mark.parametrize("student", ["full", "lora"])
-@pytest.mark.parametrize("job", JOBS)
-def test_a_fine_tuned_generation_loads_here_and_in_transformers(tmp_path, job, student):
-    base, *_ = run_and_load([*JOBS[job], "--student", student], tmp_path / "run")
+def test_a_fine_tuned_generation_loads_in_transformers(tmp_path, student):
+    run_main([*PUBLISHED, "--student", student, "--out", tmp_path / "run"])
     directory = tmp_path / "run" / "generation-1"
-    assert tensors_of(directory) == ({"mlp"} if job == "unpooled" else {"memory", "network.mlp"})
     model, tokenizer = tinystories.load(directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     text = "Once upon a time, there was a little girl who was mean."
@@ -156,7 +118,7 @@ def test_a_fine_tuned_generation_loads_here_and_in_transformers(tmp_path, job, s
     with torch.no_grad():
         ours, expected = model(ids), theirs(ids).logits
         assert (ours - expected).abs().max() <= 2e-5 * expected.abs().max()
-    before, after = base.state_dict(), model.state_dict()
+    before, after = tinystories.load(POCKET / "lm")[0].state_dict(), model.state_dict()
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     wanted = "(q|v)_proj.weight" if student == "lora" else "wte|wpe|proj|fc|ln_"
     assert changed and changed == {name for name in after if re.search(wanted, name)}
@@ -186,7 +148,7 @@ def test_a_prompt_and_a_length_of_ones_own(tmp_path):
 
 
 def test_bfloat16_is_the_type_of_what_is_sampled(tmp_path):
-    run_main([*UNPOOLED, "--dtype", "bfloat16", "--out", tmp_path / "run"])
+    run_main([*PUBLISHED, "--dtype", "bfloat16", "--out", tmp_path / "run"])
     saved = read_tensors(tmp_path / "run" / "generation-1" / "model.safetensors")
     base = read_tensors(POCKET / "lm" / "model.safetensors")
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
@@ -197,11 +159,14 @@ def test_bfloat16_is_the_type_of_what_is_sampled(tmp_path):
 
 
 def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
+    """The classifier is neither loaded nor shown where phi does not read it."""
     (tmp_path / "own.py").write_text("def short(texts):\n    return [-len(t) / 50 for t in texts]")
     factors = ["regex: n", "keyword~3:named", f"{tmp_path / 'own.py'}:short"]
     options = [word for factor in factors for word in ("--potential", factor)]
-    run_main([*POOLED, *options, "--out", tmp_path / "run"])
-    assert "log phi  phi > 0" in capsys.readouterr().out
+    nowhere = ["--toxicity-model", tmp_path / "nowhere"]
+    run_main([*POOLED, *options, *nowhere, "--out", tmp_path / "run"])
+    printed = capsys.readouterr().out
+    assert "log phi  phi > 0" in printed and "toxicity" not in printed
     for row in read(tmp_path / "run" / "samples.jsonl"):
         text = row["text"].removeprefix("Once upon a time, there was a")
         log_phi = -len(row["text"]) / 50 - 3 * ("named" not in text)
@@ -210,13 +175,14 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
     assert results["potential"] == factors
     rates = [row["phi_positive"] for row in results["generations"]]
     assert results["target"]["phi_positive"] == 1 > results["base"]["phi_positive"] < min(rates)
+    assert "toxicity_model" in refusal(*POOLED, *options, *nowhere, "--toxicity").replace("-", "_")
 
 
 @pytest.mark.parametrize(
     ("options", "end"),
     [
         (POOLED, "none of the 50 sequences drawn has phi > 0; draw more, or soften the potential"),
-        (UNPOOLED, "0 of 20 .*too few to learn from; soften .*, or leave out --no-pooling$"),
+        (PUBLISHED, "0 of 20 .*too few to learn from; soften .*, or add --learner pooled$"),
     ],
 )
 def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys, options, end):
@@ -229,22 +195,15 @@ def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys, opt
 
 
 def test_as_published_and_without_exact_samples(tmp_path, capsys):
-    options = ["--as-published", "--eval-target-proposals", 0]
-    base, first, model, psi = run_and_load([*POOLED, *options], tmp_path / "run")
-    assert type(model) is type(base) and type(psi) is type(first) is TwistMLP
+    options = [*PUBLISHED, "--as-published", "--eval-target-proposals", 0]
+    run_and_load(options, tmp_path / "run")
     config = saved_config(tmp_path / "run")
-    assert (config.resampling, config.ess_threshold, config.moves) == ("multinomial", 1.0, 0)
-    assert config.student == "full" and not (config.pooling or config.learn_value)
+    rule = (config.learner, config.resampling, config.ess_threshold)
+    assert rule == ("published", "multinomial", 1.0)
     said = capsys.readouterr().out
     assert "Generation 1" in said and "Target" not in said and "KL" not in said
-    for flags in (["--ess-threshold", "0.5"], ["--student", "lora"], ["--pooling"]):
-        with pytest.raises(InputError, match=f"--as-published sets {flags[0]} itself"):
-            read_config(["--as-published", *flags], "")
-
-
-def test_an_option_goes_before_its_preset():
-    assert read_config(["--preset", "paper"], "")[0].particles == 100
-    assert read_config(["--preset", "paper", "--particles", "7"], "")[0].particles == 7
+    with pytest.raises(InputError, match="--as-published sets --learner itself"):
+        read_config(["--as-published", "--learner", "pooled"], "")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
     samples = read(finished_run / "samples.jsonl")
     assert sum(row["source"] == "generation 1" for row in samples) == 18
     assert all(row["text"].startswith("Once upon a time, there was a") for row in samples)
-    for name in ("similarity-toxicity", "twist-learning", "toxicity-histogram"):
+    for name in ("similarity-toxicity", "learning", "toxicity-histogram"):
         assert (finished_run / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in finished_run.rglob(".*")] == [".lock"]
     assert not (finished_run / "resume").exists()
@@ -169,7 +169,7 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
     assert "log phi  phi > 0" in printed and "toxicity" not in printed
     for row in read(tmp_path / "run" / "samples.jsonl"):
         text = row["text"].removeprefix("Once upon a time, there was a")
-        log_phi = -len(row["text"]) / 50 - 3 * ("named" not in text)
+        log_phi = -len(row["text"]) / 50 - 3 * (re.search(r"\bnamed\b", text) is None)
         assert row["log_phi"] == (pytest.approx(log_phi, abs=1e-5) if " n" in text else None)
     results = read(tmp_path / "run" / "results.json")
     assert results["potential"] == factors

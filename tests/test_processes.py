@@ -9,74 +9,41 @@ import torch
 from jobs import JOBS, POOLED, Moment, ended, run_main, start, start_together
 from safetensors.torch import load_file, save_file
 
-from distill.finetune import Student
-from distill.self_distill import adapter_loss, batches_of, model_loss
 from eval.run import processes
 from eval.run.options import RunConfig
 from eval.run.run import Run
-from eval.run.setup import load_setup
-from tsmc.proposal import sample_proposal
-from twist.adapter import Adapter
-from twist.ctl import batches_from_proposal, ctl_loss
-from twist.mlp import TwistMLP
+from tsmc.runs import Phases
 
 
-def shares(folder: Path) -> None:
-    """Gradients and draws of which each process computes its part; process 0 saves them."""
+def numbers(folder: Path) -> None:
+    """Draws of one and of three chunks, and a phase of process 0, which saves them."""
     processes.join(torch.device("cpu"))
-    setup = load_setup(RunConfig(length=5, beta=0.3))
-    model, base = setup.model, setup.base
-    found = {}
-    for batch_size in (7, 1):  # of a single sequence, one of two processes has none
-        generator = torch.Generator().manual_seed(0)
-        psi = TwistMLP(model.config.hidden_size, 16, base.vocab_size, generator)
-        torch.nn.init.normal_(psi.last.weight, generator=generator)
-        processes.share_gradients(psi)
-        sizes = (batch_size + 1, generator, processes.share(batch_size + 1), processes.all_rows)
-        draw_batch = batches_from_proposal(setup.sigma(model, psi), psi, *sizes)
-        ctl_loss(psi, draw_batch()).backward()
-        gradients = [parameter.grad.flatten() for parameter in psi.parameters()]
-        found[f"twist learning {batch_size}"] = torch.cat(gradients)
-        samples = sample_proposal(base, None, 9, generator).tokens
-        student = Student(model, 1e-3, 0.0, True, generator)
-        processes.share_gradients(student.network)
-        adapter = Adapter(model, None, False, 16, generator)
-        torch.nn.init.normal_(adapter.shift.last.weight, generator=generator)
-        processes.share_gradients(adapter)
-        sizes = (batch_size, 1, generator, base, processes.share(batch_size))
-        batch = batches_of(samples, torch.ones(9), *sizes)(0)
-        for name, loss, trained in (
-            ("LoRA", model_loss(student.after(base), batch), student.parameters),
-            ("adapter", adapter_loss(adapter, batch), adapter.shift.parameters()),
-        ):
-            loss.backward()
-            gradients = [parameter.grad.flatten() for parameter in trained]
-            found[f"{name} {batch_size}"] = torch.cat(gradients)
-            found[f"loss of {name} {batch_size}"] = torch.tensor(processes.total(loss.detach()))
 
     def draw(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return {"tokens": sample_proposal(base, None, size, generator).tokens}
+        return {"tokens": torch.randn(size, generator=generator)}
 
-    with Run(RunConfig(out=str(folder / "run"), quiet=True), None, {}) as run:
-        for total in (2, 8):  # a single chunk, and three
-            drawn = run.draw(f"draw {total}", 0, total, 3, ("draw",), draw)
-            found[f"drawn {total}"] = drawn["tokens"]
-    if processes.rank() == 0:
-        save_file(found, folder / "found.safetensors")
+    with Run(RunConfig(out=str(folder / "run"), quiet=True, rows=3), None, {}) as run:
+        found = {str(total): run.draw("draw", total, total, draw)["tokens"] for total in (2, 8)}
+        trained = run.once("fit", 0, 1, lambda source, report: draw(5, source))
+        found["fit"] = trained["tokens"]
+    save_file(found, folder / f"found-{processes.rank()}.safetensors")
     processes.leave()
 
 
-def test_gradients_and_samples_do_not_depend_on_the_number_of_processes(tmp_path):
+def test_draws_do_not_depend_on_the_number_of_processes(tmp_path):
+    """All have what is drawn and what process 0 has learned; a plain `Phases` has the same."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    assert ended(*start_together(tmp_path / "two", tmp_path, function=shares)) == [0, 0]
-    shares(tmp_path / "one")
-    one, two = (load_file(tmp_path / name / "found.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys() and len(one["drawn 8"]) == 8
-    for name, value in one.items():
-        scale = value.abs().max().item()
-        assert scale > 0, name
-        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5 * scale)
+    assert ended(*start_together(tmp_path / "two", tmp_path, function=numbers)) == [0, 0]
+    numbers(tmp_path / "one")
+    wanted = load_file(tmp_path / "one" / "found-0.safetensors")
+    for rank in range(2):
+        found = load_file(tmp_path / "two" / f"found-{rank}.safetensors")
+        assert found.keys() == wanted.keys() and all(found[k].equal(wanted[k]) for k in found)
+    plain = Phases(0, rows=3).draw(
+        "draw", 8, 8, lambda size, source: {"tokens": torch.randn(size, generator=source)}
+    )
+    assert torch.equal(plain["tokens"], wanted["8"])
 
 
 def assert_alike(found, expected) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import filelock
 import pytest
-from jobs import JOBS, POOLED, UNPOOLED, Moment, ended, products, refusal, run_main, start
+from jobs import JOBS, PUBLISHED, Moment, ended, products, refusal, run_main, start
 
 import main
 import tinystories
@@ -31,15 +31,15 @@ def wholes(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def whole(wholes) -> Path:
-    return wholes["pooled"]
+    return wholes["published"]
 
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory) -> Path:
     """A run that was killed in its last generation, before it was measured."""
     place = tmp_path_factory.mktemp("halfway")
-    moment = Moment("1-value-learning.safetensors", True)
-    assert ended(start([*POOLED, "--out", place / "run"], place, moment=moment)) == KILLED
+    moment = Moment("1-twist-learning.safetensors", True)
+    assert ended(start([*PUBLISHED, "--out", place / "run"], place, moment=moment)) == KILLED
     return place / "run"
 
 
@@ -58,31 +58,38 @@ def assert_same(run: Path, whole: Path) -> None:
     assert not (run / "resume").exists() and [path.name for path in run.rglob(".*")] == [".lock"]
 
 
-MOMENTS = [
-    Moment("config.json", True),
-    Moment("start-target-by-rejection.safetensors", False),
-    Moment("start-base-samples.safetensors", True),
-    Moment("0-ladder-1.safetensors", True),
-    Moment("0-twist-learning.safetensors", True),
-    Moment("0-value-learning.safetensors", False),
-    Moment("generation-0/model.safetensors", False),
-    Moment("1-sampling.safetensors", True),
-    Moment("1-surrogate.safetensors", True),
-    Moment("1-distillation.safetensors", False),
-    Moment("1-value-learning.safetensors", True),
-    Moment("generation-1/twist.safetensors", False),
-    Moment("1-bare-model.safetensors", True),
-    Moment("results.json", False),
-]
+FIRST = [("config.json", True), ("start-target-by-rejection.safetensors", False)]
+FIRST += [("start-base-samples.safetensors", True)]
+MOMENTS = {  # a file, and whether the kill comes after it
+    "published": [
+        *FIRST,
+        ("0-twist-learning.safetensors", True),
+        ("generation-0/twist.safetensors", False),
+        ("1-sampling.safetensors", True),
+        ("1-distillation.safetensors", False),
+        ("generation-1/model.safetensors", False),
+        ("generation-1/twist.safetensors", False),
+        ("1-bare-model.safetensors", True),
+        ("results.json", False),
+    ],
+    "pooled": [
+        *FIRST,
+        ("0-ladder-1-surrogate.safetensors", True),
+        ("0-ladder-1.safetensors", True),
+        ("0-distillation.safetensors", False),
+        ("generation-0/adapter.safetensors", True),
+        ("1-sampling.safetensors", True),
+        ("generation-1/adapter.safetensors", False),
+        ("1-evaluation.safetensors", True),
+    ],
+}
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_kills_while_files_are_written_change_nothing(tmp_path, wholes, job):
     arguments = [*JOBS[job], "--out", tmp_path / "run"]
-    for moment in MOMENTS:
-        if job == "unpooled" and re.search("value|surrogate|ladder", moment.file):
-            continue
-        assert ended(start(arguments, tmp_path, moment=moment)) == KILLED, moment
+    for moment in MOMENTS[job]:
+        assert ended(start(arguments, tmp_path, moment=Moment(*moment))) == KILLED, moment
         arguments = resume(tmp_path / "run")
     run_main(arguments)
     assert_same(tmp_path / "run", wholes[job])
@@ -90,7 +97,7 @@ def test_kills_while_files_are_written_change_nothing(tmp_path, wholes, job):
 
 def test_a_run_killed_before_its_options_were_written_says_what_can_be_done(tmp_path):
     run = tmp_path / "run"
-    arguments = [*POOLED, "--out", run]
+    arguments = [*PUBLISHED, "--out", run]
     assert ended(start(arguments, tmp_path, moment=Moment("config.json", False))) == KILLED
     assert f"{run / 'config.json'}: no such file" in refusal("--resume", run)
     assert "exists already; choose another" in refusal(*arguments)
@@ -107,10 +114,10 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, copied, whole):
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, copied, whole):
-    """No file may grow beyond a limit: the language model's checkpoint does."""
+    """No file may grow beyond a limit: the fine-tuned model does."""
     assert ended(start(resume(copied), tmp_path, file_limit=5_000_000)) == [2]
     (line,) = (tmp_path / "errors-0").read_text().splitlines()
-    assert f"{copied / 'generation-0' / 'model.safetensors'}: cannot be written" in line
+    assert f"{copied / 'generation-1' / 'model.safetensors'}: cannot be written" in line
     assert "free space" in line and not list(copied.rglob(f"*{PARTIAL}"))
     run_main(resume(copied))
     assert_same(copied, whole)
@@ -136,7 +143,7 @@ def test_all_files_but_the_phases_are_written_anew(copied, whole):
         is_phase = path.parent.name == "resume"
         if path.is_file() and not is_phase and path.name not in ("config.json", ".lock"):
             path.write_bytes(path.read_bytes()[:50])
-    (copied / "resume" / "0-value-learning.safetensors").unlink()
+    (copied / "resume" / "0-twist-learning.safetensors").unlink()
     (copied / "generation-0" / f".model.safetensors.7{PARTIAL}").write_text("half")
     (copied / "generation-0" / ".mine").write_text("stays")
     run_main(resume(copied))
@@ -168,10 +175,10 @@ def test_a_damaged_phase_is_named(copied):
     [
         ({"beta": 0.4}, "resume/start-target-by-rejection.safetensors: .*another phase or run"),
         ({"length": 6.5}, "--length is 6.5; give a value of type int"),
-        ({"pooling": "no"}, "--pooling is 'no'; give a value of type bool"),
+        ({"surrogate": "no"}, "--surrogate is 'no'; give a value of type bool"),
         ({"potential": "toxicity"}, "--potential is 'toxicity'; give a value of type tuple"),
         ({"beta": 10**400}, r"config.json: holds no options of a run \(OverflowError"),
-        ({"ctl": {"updates": 0}}, "--ctl-updates is 0; give at least 1"),
+        ({"ctl_updates": 0}, "--ctl-updates is 0; give at least 1"),
         ({}, "config.json: cannot be read as JSON"),
     ],
 )
@@ -184,7 +191,7 @@ def test_edited_options_are_refused(copied, change, words):
 
 def test_a_network_that_has_changed_is_refused(tmp_path):
     shutil.copytree(POCKET / "lm", tmp_path / "lm")
-    arguments = [*POOLED, "--lm", tmp_path / "lm", "--out", tmp_path / "run"]
+    arguments = [*PUBLISHED, "--lm", tmp_path / "lm", "--out", tmp_path / "run"]
     moment = Moment("start-base-samples.safetensors", True)
     assert ended(start(arguments, tmp_path, moment=moment)) == KILLED
     model, tokenizer = tinystories.load(tmp_path / "lm")
@@ -199,7 +206,7 @@ def test_other_options_are_refused(halfway):
 
 
 def test_a_failed_step_names_its_phase(tmp_path):
-    arguments = [*UNPOOLED, "--ctl-learning-rate", 1, "--ctl-updates", 400]
+    arguments = [*PUBLISHED, "--ctl-learning-rate", 1, "--ctl-updates", 400]
     line = refusal(*arguments, "--out", tmp_path / "run")
     assert "generation 0, twist learning: " in line and "lower the learning rate" in line
     assert not (tmp_path / "run" / "resume" / "0-twist-learning.safetensors").exists()

@@ -12,13 +12,19 @@ from eval import summary
 from eval.run.evaluate import evaluate_target
 from eval.run.options import RunConfig
 from eval.run.run import Progress
-from eval.run.setup import load_setup
-from eval.run.target import TargetKey, load_target, save_target
+from eval.run.setup import load_setup, load_target, save_target
 from tinystories.checkpoint import replacing, write_json, write_text
 from tinystories.errors import InputError
 from tsmc import ExactSamples
 
-KEY = TargetKey("a" * 64, "b" * 64, "Once", 3, 10.0)
+KEY = {
+    "lm": "a" * 64,
+    "toxicity": "b" * 64,
+    "prompt": "Once",
+    "length": 3,
+    "beta": 10.0,
+    "potential": ["toxicity"],
+}
 TOKENS = torch.tensor([[1, 2, 3], [3, 2, 1]])
 TARGET = ExactSamples(TOKENS, torch.tensor([-0.5, -0.25]), 900, -7.5, 0.04)
 
@@ -29,10 +35,10 @@ def test_a_target_survives_its_files_and_serves_its_own_sigma(tmp_path):
     assert torch.equal(again.tokens, TARGET.tokens) and torch.equal(again.log_phi, TARGET.log_phi)
     assert (again.num_proposals, again.log_z, again.log_z_std_error) == (900, -7.5, 0.04)
     for other in ({"beta": 1.0}, {"length": 4}, {"prompt": "Two"}, {"potential": ["regex:a"]}):
-        assert load_target(tmp_path, dataclasses.replace(KEY, **other), 9) is None
+        assert load_target(tmp_path, KEY | other, 9) is None
     for role in ("lm", "toxicity"):
         with pytest.raises(InputError, match=f"stale, it was made for another {role} checkpoint"):
-            load_target(tmp_path, dataclasses.replace(KEY, **{role: "c" * 64}), 9)
+            load_target(tmp_path, KEY | {role: "c" * 64}, 9)
     content = (tmp_path / "samples.safetensors").read_bytes()
     (tmp_path / "samples.safetensors").write_bytes(content[:-1] + b"?")
     with pytest.raises(InputError, match=r"samples\.safetensors: .*another sha256"):

@@ -65,7 +65,7 @@ class Adapter(nn.Module):
 
     def tilt(self, hidden: Tensor) -> Tensor:
         """log psi of every next token [..., V]: what is added to the logits of p^(0)."""
-        return self.products(self.shift(hidden))
+        return self.products(self.shift(hidden).to(self.products.weight.dtype))
 
 
 class Adapted:

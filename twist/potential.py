@@ -123,7 +123,7 @@ class TextPotential:
             return each_once(function, [text[start:] for text in texts])
         if tokens is None:
             raise InputError("the potential reads tokens, not texts; score texts without it")
-        return as_log_phi(function(tokens), tokens)
+        return as_log_phi(function(tokens.clone()), tokens)
 
     @property
     def log_prefix(self) -> LogPrefix | None:

@@ -10,10 +10,14 @@ from networks import randomise
 from worlds import ListedPotential, generator, learn
 
 import docs.any_model
-from docs.any_model import AnyModel, TwistProcessor
+from distill import Phases, Pooled, PooledOptions, Published, PublishedOptions
+from tinystories.any_model import AnyModel, TwistProcessor
 from tinystories.errors import InputError
 from tsmc import Target, sample_proposal, tsmc
-from twist import TwistMLP, positive_log_weights
+from tsmc.exact import Tree
+from twist import Factor, TextPotential, TwistMLP, load_pair, positive_log_weights, sample
+from twist import save_pair as save
+from twist.adapter import Adapted
 
 ROOT = Path(__file__).parents[1]
 V, T, PROMPT = 3, 4, torch.tensor([1, 0, 2])
@@ -70,7 +74,7 @@ def test_generate_draws_from_q(kind):
     model = any_model(kind)
     model.network.generation_config.update(temperature=0.7, top_p=0.8, repetition_penalty=1.5)
     options = {"do_sample": True, "max_new_tokens": T, "output_scores": True}
-    options |= eval(re.search(r"plain = (\{.*\})", docs.any_model.__doc__).group(1))
+    options |= {"top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0}
     options |= {"logits_processor": [TwistProcessor(model.network, PSI)]}
     made = model.network.generate(PROMPT.repeat(5, 1), return_dict_in_generate=True, **options)
     _, logits, hidden = model.log_probs(made.sequences[:, 3:])
@@ -82,20 +86,62 @@ def test_generate_draws_from_q(kind):
 
 @pytest.mark.parametrize(
     ("kind", "changes", "fault"),
-    [("granite", {"logits_scaling": 2.0}, "write `head`"), ("openai-gpt", {}, "keeps no keys")],
+    [("granite", {"logits_scaling": 2.0}, "write `head`"), ("openai-gpt", {}, "cache")],
 )
 def test_networks_whose_numbers_would_be_others_are_refused(kind, changes, fault):
     with pytest.raises(InputError, match=fault):
         any_model(kind, **changes)
 
 
+@each_kind
+@pytest.mark.parametrize("kind_of_learner", ["published", "pooled"])
+def test_algorithm_1_runs_and_its_q_is_the_networks_own(tmp_path, kind, kind_of_learner):
+    """log q of the pair that was saved, from the logits and states of a plain forward pass."""
+    model = any_model(kind)
+    phi = TextPotential(
+        [Factor(lambda texts: [-2.0 * text.count("0") for text in texts])], str_of, PROMPT
+    )
+    if kind_of_learner == "published":
+        sizes = {"ctl_updates": 3, "ctl_hidden_units": 6, "distill_runs": 3, "distill_updates": 2}
+        learner = Published(model, phi, PublishedOptions(particles=4, **sizes), Phases(0))
+    else:
+        sizes = {"pool_first_draws": 40, "pool_first_rounds": 2, "pool_first_updates": 2}
+        sizes |= {"pool_draws": 20, "pool_updates": 3, "pool_hidden_units": 6}
+        learner = Pooled(model, phi, PooledOptions(**sizes), Phases(0))
+    pair = learner.line_4(learner.line_3(learner.line_1(), 1), 1)
+    save(tmp_path, pair, model)
+    pair = load_pair(tmp_path, any_model(kind))
+    drawn = sample(model, phi, pair, particles=5, runs=3, seed=1)
+    tokens = drawn.population.tokens.flatten(0, 1)  # [N, T]
+    network = model.network if isinstance(pair.model, Adapted) else pair.model.network
+    ids = torch.cat([PROMPT.expand(len(tokens), -1), tokens], 1)
+    with torch.no_grad():
+        found = network(ids, output_hidden_states=True)
+        hidden = found.hidden_states[-1][:, 2:-1]  # [N, T, D]
+        is_pooled = isinstance(pair.model, Adapted)
+        log_psi = pair.model.adapter.tilt(hidden) if is_pooled else pair.twist(hidden)
+        log_q = (found.logits[:, 2:-1] + log_psi).log_softmax(-1)
+        log_q = log_q.gather(-1, tokens[..., None]).sum((1, 2))
+        number = torch.tensor([int(text, 3) for text in str_of(tokens.tolist())])
+        tree = Tree(pair.model).prefix_log_q(pair.twist)[-1]
+    torch.testing.assert_close(tree[number], log_q, rtol=0, atol=1e-5)
+    assert drawn.texts == ["102" + text for text in str_of(tokens.tolist())]
+
+
+def str_of(rows: list[list[int]]) -> list[str]:
+    return ["".join(map(str, row)) for row in rows]
+
+
 def test_the_examples_run_and_the_attributes_are_there(finished_run, tmp_path, monkeypatch, capsys):
     for name, place in (("pocket", finished_run), ("checkpoints", ROOT / "checkpoints")):
         (tmp_path / name).symlink_to(place)
     monkeypatch.chdir(tmp_path)
-    code = re.findall(r"^ {4}(.*\n)", docs.any_model.__doc__, re.MULTILINE)
-    exec("".join(code).replace("updates=20", "updates=2"), {})
-    assert re.match(r"tensor\(\[-.*\n.*Once upon a time", capsys.readouterr().out, re.DOTALL)
+    small = PooledOptions(pool_first_draws=60, pool_draws=30, pool_first_updates=2, pool_updates=2)
+    monkeypatch.setattr(docs.any_model, "PooledOptions", lambda **options: small)
+    docs.any_model.main()
+    printed = capsys.readouterr().out
+    assert re.match(r"log Z-hat -\d.*\n(.*Once upon a time, there was a.*){3}", printed, re.DOTALL)
+    assert (tmp_path / "dog-pair" / "adapter.safetensors").exists()
     page, names = (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), {}
     for code in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(code.replace("runs/pocket", "pocket"), names)

@@ -11,8 +11,7 @@ import tinystories
 from eval.pocket import lm, similarity, toxicity
 from eval.pocket.__main__ import main
 from eval.run.options import RunConfig
-from eval.run.setup import sigma_key
-from eval.run.target import load_target
+from eval.run.setup import load_target, sigma_key
 from eval.scorers import similarity as encoder
 from eval.scorers import toxicity as classifier
 from eval.scorers.encoder import EncoderConfig

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import POOLED, refusal, run_main
+from jobs import PUBLISHED, refusal
 from tokenizers import Tokenizer, models
 
-from eval import load_run
 from eval.run.options import POCKET, RunConfig
 from eval.run.run import Run
 from eval.scorers.potentials import user_factor
-from tinystories.checkpoint import read_metadata, read_tensors, write_tensors
 from tinystories.errors import InputError
 from tinystories.tokenizer import tokenizing
 
@@ -40,7 +38,7 @@ def test_a_run_whose_directory_is_another_one_writes_nothing_there(tmp_path, how
         with pytest.raises(InputError, match="moved, deleted or replaced"):
             run.add_samples([{"text": "a"}])
         with pytest.raises(InputError, match="moved, deleted or replaced"):
-            run.once("phase", 0, 1, lambda report: {"x": torch.zeros(1)})
+            run.once("phase", 0, 1, lambda generator, report: {"x": torch.zeros(1)})
         with pytest.raises(InputError, match="moved, deleted or replaced"):
             run.finish({})
     assert sorted(path.name for path in tmp_path.glob("run/*")) == before
@@ -49,7 +47,7 @@ def test_a_run_whose_directory_is_another_one_writes_nothing_there(tmp_path, how
 def test_resuming_and_finishing_remove_only_what_the_run_wrote(tmp_path):
     run = tmp_path / "run"
     with new_run(run) as unfinished:
-        unfinished.once("phase", 0, 1, lambda report: {"x": torch.zeros(1)})
+        unfinished.once("phase", 0, 1, lambda generator, report: {"x": torch.zeros(1)})
     names = [".results.json.original", ".2024-notes.markdown", ".tmpbackup", "resume/my-notes.txt"]
     names += ["notes/.data.csv.123.tsmc-partial", "resume/own.safetensors"]
     for name in names:
@@ -57,7 +55,7 @@ def test_resuming_and_finishing_remove_only_what_the_run_wrote(tmp_path):
         (run / name).write_text("mine")
     (run / "resume" / ".x.safetensors.7.tsmc-partial").write_text("left behind")
     with Run(RunConfig(out=str(run), quiet=True), run, {}) as resumed:
-        resumed.once("phase", 0, 1, lambda report: {"x": torch.ones(1)})
+        resumed.once("phase", 0, 1, lambda generator, report: {"x": torch.ones(1)})
         resumed.finish({})
     assert all((run / name).read_text() == "mine" for name in names)
     assert sorted(os.listdir(run / "resume")) == ["my-notes.txt", "own.safetensors"]
@@ -65,7 +63,7 @@ def test_resuming_and_finishing_remove_only_what_the_run_wrote(tmp_path):
 
 def test_damaged_results_of_an_unfinished_run_cost_it_nothing(tmp_path):
     with new_run(tmp_path / "run") as unfinished:
-        unfinished.once("phase", 0, 1, lambda report: {"x": torch.zeros(1)})
+        unfinished.once("phase", 0, 1, lambda generator, report: {"x": torch.zeros(1)})
     for damaged in ('{"generations": [{"toxicity": "x"}]}', '{"base"'):
         (tmp_path / "run" / "results.json").write_text(damaged)
         assert f"{tmp_path / 'run' / 'results.json'}: " in refusal("--resume", tmp_path / "run")
@@ -92,7 +90,7 @@ def test_a_potential_may_not_change_how_tensors_are_made(tmp_path):
         "    torch.set_grad_enabled(False)\n    return torch.zeros(len(texts))"
     )
     value = user_factor(f"{path}:f").log_phi(["a", "b"])
-    assert type(value) is torch.Tensor and value.dtype == torch.float32
+    assert type(value) is torch.Tensor and value.dtype == torch.float64
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
@@ -109,7 +107,7 @@ def test_many_quick_interrupts_end_a_run_in_one_line(tmp_path):
         import sys
         sys.path.insert(0, {str(POCKET.parents[1])!r})
         from main import main
-        main({[*POOLED, "--pool-first-draws", "100000", "--out", str(tmp_path / "run")]!r})
+        main({[*PUBLISHED, "--ctl-updates", "100000", "--out", str(tmp_path / "run")]!r})
     """)
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "run" / "resume").exists():
@@ -122,14 +120,3 @@ def test_many_quick_interrupts_end_a_run_in_one_line(tmp_path):
     said = process.communicate(timeout=60)[1].strip().splitlines()
     assert process.returncode == 130
     assert len(said) == 1 and "continue with --resume" in said[0], said
-
-
-def test_an_adapter_of_another_run_is_refused(tmp_path):
-    """Both remember, but other scores: nothing else would notice."""
-    run = tmp_path / "run"
-    run_main([*POOLED, "--out", run])
-    path = run / "generation-1" / "adapter.safetensors"
-    tensors = read_tensors(path)
-    write_tensors(path, tensors | {"scores": tensors["scores"] + 1}, **read_metadata(path))
-    with pytest.raises(InputError, match=r"adapter.safetensors: does not fit twist.safetensors"):
-        load_run(run).sample(particles=2, runs=1)

@@ -8,22 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from networks import randomise
 from safetensors.torch import load_file, save_file
 from worlds import generator
 
 import tinystories
 from eval import load_run
 from eval.run.options import POCKET
-from eval.run.setup import load_setup, toxicity
-from eval.trained import load_generation
+from eval.run.setup import toxicity
+from eval.trained import read_network
 from eval.viewer import __main__ as viewer
+from tinystories import Conditional
 from tinystories.checkpoint import read_json, read_metadata, write_json
 from tinystories.errors import InputError
 from tsmc import proposal_log_probs
 from tsmc.proposal import sequence_log_probs
 from tsmc.resampling import log_mean_exp, normalise
-from twist.mlp import TwistMLP
-from twist.saved import save_pair
+from twist.adapter import Adapted, Adapter
+from twist.pair import Pair, load_pair, save_pair
 
 PROMPT = "Once upon a time, there was a"
 OTHER = "The ugly dog said"
@@ -31,18 +33,19 @@ OTHER = "The ugly dog said"
 
 @pytest.fixture(scope="module")
 def run(finished_run, tmp_path_factory) -> Path:
-    """A finished run with noise in all that was learned; generation 2: fine-tuned, and an MLP."""
+    """A finished run with noise in its twists, and a generation 2 that is an adapter."""
     path = shutil.copytree(finished_run, tmp_path_factory.mktemp("runs") / "small")
-    model, tokenizer = tinystories.load(POCKET / "lm")
-    sizes, source = model.config, generator(0)
-    model.wte.weight.data *= 0.9
-    psi = TwistMLP(sizes.hidden_size, 16, sizes.vocab_size, source)
-    save_pair(path / "generation-2", model, tokenizer, psi)
-    for file in path.glob("generation-*/[at]*.safetensors"):
+    source = generator(0)
+    for file in sorted(path.glob("generation-*/twist.safetensors")):
         tensors = load_file(file)
-        for name in sorted(tensors.keys() - {"memory", "scores", "adapter.scores"}):
+        for name in sorted(tensors):
             tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=source)
         save_file(tensors, file, read_metadata(file))
+    base = Conditional(tinystories.load(POCKET / "lm")[0], torch.tensor([1]), 1)
+    scores = torch.randn(base.vocab_size, generator=source)
+    adapter = Adapter(base.output_embeddings, scores, 16, source)
+    randomise(adapter.shift.last, 1).weight.data *= 0.1
+    save_pair(path / "generation-2", Pair(Adapted(base, adapter), None), base)
     return path
 
 
@@ -66,7 +69,8 @@ def test_json_and_table_account_for_every_particle(printed):
     for row in rows:
         assert row["log_phi"] == pytest.approx(10 * math.log(row["toxicity"]), abs=1e-3)
     assert (record["generation"], record["length"], record["seed"]) == (0, 20, 0)
-    for line, row in zip(printed(*options).strip().splitlines()[4:], samples, strict=True):
+    table = printed(*options).strip().partition("weight  log phi  toxicity  text\n")[2]
+    for line, row in zip(table.splitlines(), samples, strict=True):
         *numbers, text = line.split(maxsplit=3)
         wanted = [row[name] for name in ("weight", "log_phi", "toxicity")]
         assert [float(number) for number in numbers] == pytest.approx(wanted, abs=5e-3)
@@ -77,13 +81,13 @@ def test_json_and_table_account_for_every_particle(printed):
 @pytest.mark.parametrize("prompt", [PROMPT, OTHER])
 def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
     trained = load_run(run, m)
-    config = trained.options(prompt=prompt, particles=9, ess_threshold=0.0, rows=18, beta=0.3)
-    setup = load_setup(config)
-    sigma, twist = load_generation(setup, trained.path, m, torch.device("cpu"))
-    drawn = trained.draw(config, setup, runs=4)  # two chunks of two runs
+    config = trained.options(prompt=prompt, ess_threshold=0.0, rows=18, beta=0.3)
+    setup = trained.setup(config)
+    pair = load_pair(trained.path, setup.base, read_network)
+    drawn = trained.draw(config, 9, 4)  # two chunks of two runs
     tokens = drawn.population.tokens.flatten(0, 1)  # [R K, T]
-    log_phi = config.beta * setup.log_toxicity(drawn.texts)
-    log_q = proposal_log_probs(sigma.model, twist, tokens)[1]
+    log_phi = config.beta * setup.log_toxicity(drawn.texts).double()
+    log_q = proposal_log_probs(pair.model, pair.twist, tokens)[1]
     log_p = sequence_log_probs(setup.base, tokens)
     log_w = log_p + log_phi - log_q  # [R K]
     log_z = log_mean_exp(log_w.view(4, 9))
@@ -127,14 +131,14 @@ def test_several_generations_are_what_each_is_alone(printed, tmp_path):
     assert found == ["1", "0"]
 
 
-def test_weights_of_zero_are_said_in_words(run, printed, monkeypatch):
+def test_weights_that_are_all_zero_are_one_line(run, capsys, monkeypatch):
     zero = lambda scorer, texts: torch.full((len(texts),), -torch.inf)  # noqa: E731
     monkeypatch.setattr(toxicity.ToxicityScorer, "__call__", zero)
-    assert "All weights are zero" in printed("--particles", 4)
-    record = json.loads(printed("--json", "--particles", 4), parse_constant=pytest.fail)
-    assert record["log_z_hat"] is None and record["samples"] == [] and record["ess"] == 0
     with pytest.raises(InputError, match="weight zero"):
         load_run(run).sample(particles=4)
+    with pytest.raises(SystemExit):
+        viewer.main([str(run), "--particles", "4"])
+    assert "ended with weight zero; use more particles" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line(capsys, tmp_path, run):
@@ -142,13 +146,13 @@ def test_bad_input_is_one_line(capsys, tmp_path, run):
     config = read_json(other / "config.json")
     write_json(other / "config.json", config | {"networks": config["networks"] | {"lm": "0"}})
     for arguments, words in (
-        ([], "no run is named: python -m tsmc RUN [PROMPT] [OPTIONS]; see python -m tsmc --help"),
+        ([], "no run is named: python -m tsmc "),
         ([tmp_path / "none"], f"{tmp_path / 'none'}: no such directory"),
         ([tmp_path], f"{tmp_path}: holds no saved generation"),
         ([other], f"{other}: lm changed since the run was made; restore"),
         ([run, "--generation", 0, 7, 1], f"generation 7 is not in {run}; it holds 0, 1, 2"),
         ([run, "--runs", 0], "size 0 was asked for; ask for at least one"),
-        ([run, "--particles", 0], "--particles is 0; give at least 1"),
+        ([run, "--particles", 0], "give at least 1"),
         ([run, "word " * 200], "shorten"),
         ([run, "--potential", "luck"], "--potential luck"),
         ([run, "--html", "/dev/null/page.html"], "/dev/null/page.html: cannot be written"),

@@ -10,9 +10,8 @@ import filelock
 import pytest
 import torch
 
-import tinystories
 from eval.run.options import POCKET
-from eval.scorers import similarity, toxicity
+from eval.scorers import toxicity
 from main import main
 
 torch.set_num_threads(1)
@@ -38,18 +37,6 @@ def finished_run(tmp_path_factory, worker_id) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pocket_lm():
-    """The shipped language model and its tokenizer."""
-    return tinystories.load(POCKET / "lm")
-
-
-@pytest.fixture(scope="session")
 def pocket_toxicity():
     """The shipped classifier and its tokenizer."""
     return toxicity.load(POCKET / "toxicity")
-
-
-@pytest.fixture(scope="session")
-def pocket_similarity():
-    """The shipped sentence encoder and its tokenizer."""
-    return similarity.load(POCKET / "similarity")

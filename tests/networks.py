@@ -25,8 +25,6 @@ TEXTS = [
 VOCAB_SIZE, LIMIT = 340, 40  # LIMIT: tokens that the scorers have room for
 LOAD = {"lm": tinystories.load, "toxicity": toxicity.load, "similarity": similarity.load}
 SAVE = {"lm": tinystories.save, "toxicity": toxicity.save, "similarity": similarity.save}
-SCORER = {"toxicity": toxicity.ToxicityScorer, "similarity": similarity.SimilarityScorer}
-PREFIX = {"lm": "transformer.", "toxicity": "roberta.", "similarity": "bert."}
 KIND = {"lm": "gpt2", "toxicity": "roberta", "similarity": "bert"}
 SPECIAL = {
     "gpt2": [END_OF_TEXT],

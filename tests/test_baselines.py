@@ -57,24 +57,6 @@ def test_the_policy_gains_reward_and_the_base_stays(name, lora):
     assert figures[0]["loss"] == pytest.approx(first, abs=1e-12)
 
 
-@both
-def test_a_hard_potential_is_learned_from_samples_of_the_right_model(name):
-    """phi = 1 where token 2 comes first. DPO samples the reference, GRPO the current policy."""
-    base, _ = world()
-    shares = []
-
-    def log_phi(tokens):
-        shares.append((tokens[:, 0] == 2).double().mean())
-        return torch.where(tokens[:, 0] == 2, 0.0, -math.inf)
-
-    policy, _ = train(name, base, log_phi, config())
-    with torch.no_grad():
-        before, after = (Tree(model).log_p[0][0, 2].exp() for model in (base, policy))
-    assert after > before + 0.2
-    expected = before if name == "dpo" else after
-    assert abs(sum(shares[-10:]) / 10 - expected) < 0.08  # four standard errors of 640 samples
-
-
 @with_and_without_lora
 @both
 def test_gradient_in_parts_is_that_of_the_whole_batch(name, lora, monkeypatch):

@@ -42,13 +42,6 @@ def test_inversion_matches_the_cumulative_distribution(size, seed, uniform, is_d
     assert token == 0 or cumulative[token - 1] <= uniform + 1e-6
 
 
-@pytest.mark.parametrize("size", [1, 5, 200])
-def test_a_row_without_possible_tokens_is_defined(size):
-    half = torch.full((3, 1), 0.5).double()
-    tokens, log_normaliser = draw_categorical(torch.full((3, size), -torch.inf), half)
-    assert (tokens == 0).all() and (log_normaliser == -torch.inf).all()
-
-
 @pytest.mark.parametrize(("scale", "shift"), [(1.0, 0.0), (5.0, 300.0), (20.0, -1e4)])
 def test_normaliser_is_logsumexp(scale, shift):
     logits = scale * torch.randn(16, VOCABULARY, generator=generator(0)) + shift

@@ -9,7 +9,7 @@ import pytest
 import main
 from eval.run.command import one_line_errors
 from eval.run.options import GROUPS, declared, flag_of, make_parser, read_config
-from tinystories.errors import InputError, listed, printable
+from tinystories.errors import InputError
 
 MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
 
@@ -94,10 +94,3 @@ def test_what_presets_set_and_what_counts_is_accepted(monkeypatch):
     read_config(["--pool-draws", "5"], "")  # a program's own
     found = [read_config(line.split(), "")[0].particles for line in lines[:3]]
     assert found == [50, 100, 5]
-
-
-def test_what_is_printed_stays_in_its_line():
-    assert printable("a\nb\r\x1b[31m\u202e\x85") == r"a\nb\r\x1b[31m\u202e\x85"
-    assert printable("Zoë 日本 🙂") == "Zoë 日本 🙂"
-    assert listed(f"\n{number}" * 60 for number in range(9)).count(",") == 4
-    assert listed("ba") == "a, b" and len(listed(["x" * 10**6] * 100)) < 500

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 import worlds
-from worlds import generator, gpt_neo_world, table_world
+from worlds import gpt_neo_world, table_world
 
 from tinystories.errors import InputError
 from tsmc import interfaces
-from tsmc.exact import TableModel, TableTwist, Target, Tree, kl_divergence
+from tsmc.exact import TableTwist, Target, kl_divergence
 from tsmc.proposal import proposal_log_probs
 
 WORLDS = [(table_world, 3, 3), (table_world, 2, 1), (table_world, 1, 3)]
@@ -104,19 +104,3 @@ def test_no_sigma_is_an_error(log_phi):
     model, _, _ = table_world(2, 2)
     with pytest.raises(InputError, match="sigma does not exist"):
         Target(model, worlds.ListedPotential(torch.full((4,), log_phi).double(), 2))
-
-
-def test_worlds_that_are_too_large_or_of_the_wrong_shape_are_refused():
-    model = TableModel.random(3, 1, generator(0))
-    model.length = 14
-    with pytest.raises(InputError, match="cannot be enumerated"):
-        Tree(model)
-    with pytest.raises(InputError, match=r"needs \[7, 2\]"):
-        TableModel(torch.zeros(6, 2), 3)
-
-
-def test_exact_samples_follow_sigma():
-    model, _, potential = table_world(3, 2, seed=6)
-    target = Target(model, potential)
-    counts = worlds.sequence_numbers(target.sample(20000, generator(0)), 3).bincount(minlength=9)
-    assert worlds.chi_square_p_value(counts, target.log_sigma[-1].exp()) > 1e-3

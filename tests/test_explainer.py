@@ -124,22 +124,3 @@ def test_the_page_holds_the_rounded_world_of_tiny(engine):
     logits = torch.randn(TINY.N, TINY.V, dtype=torch.float64, generator=generator(0))
     _, log_z = TINY.enumerate_target(TINY.language_model(logits), -TINY.BETA * BROKEN)
     assert f"{found(engine, 'world.logZ'):.2f}" == f"{log_z:.2f}"  # as tiny.py prints it
-    quick = load_tiny()
-    quick.TWIST_STEPS = quick.MODEL_STEPS = quick.RUNS = 1
-    with mock.patch.object(explainer, "load_tiny", lambda: quick):
-        made = explainer.world_data()
-    assert made.keys() == DATA.keys() and len(DATA["generations"]) == TINY.GENERATIONS + 1
-    assert made["generations"][0]["log_p"] == DATA["generations"][0]["log_p"]
-
-
-def test_the_address_gives_settings_and_nothing_else(engine):
-    code = re.search(r"const state = .*?\n}\n", HTML, re.DOTALL).group()
-    code = code.replace("new URLSearchParams(location.hash.slice(1))", "PAIRS")
-    good = {"m": 2, "twist": "optimal", "K": 64, "threshold": 0.3, "seed": 7, "phase": 0}
-    bad = {"m": 4, "twist": "", "K": 5, "threshold": 0.35, "seed": -1, "phase": 25, "__proto__": 1}
-    first = {"m": 0, "twist": "one", "K": 16, "threshold": 1, "seed": 1, "phase": 1}
-    for given, wanted in ((good, good), (bad, first)):
-        pairs = json.dumps([[name, str(value)] for name, value in given.items()])
-        script = f"const LAST = 24, PAIRS = {pairs}; {code} readAddress(); return state"
-        state = found(engine, f"(() => {{ {script} }})()")
-        assert state == wanted | {"chosen": 0}

@@ -13,9 +13,8 @@ from eval.scorers.encoder import EncoderConfig
 from eval.scorers.similarity import SentenceEncoder
 from eval.scorers.toxicity import ToxicityClassifier
 from tinystories import products
-from tinystories.fast import ROWS, pack
-from tinystories.gpt_neo import LinearGELU
-from tinystories.products import SMALLEST, linear, suits_onednn
+from tinystories.fast import pack
+from tinystories.products import linear, suits_onednn
 from twist.adapter import Adapter
 from twist.mlp import TwistMLP
 
@@ -82,38 +81,6 @@ def test_a_packed_network_computes_what_the_plain_one_does(all_by_onednn, make, 
     assert (rounded - exact).abs().mean() < 0.1 * exact.abs().mean()
 
 
-def test_a_packed_copy_has_no_gradient_and_is_packed_again_after_training(all_by_onednn):
-    plain = tiny_gpt_neo(11, seed=6).requires_grad_()
-    twist = randomise(TwistMLP(8, 16, 11, generator(0)), 4).requires_grad_()
-    assert pack(twist).first.weight.data_ptr() == twist.first.weight.data_ptr(), "shared"
-    for network, x in ((plain, IDS), (twist, HIDDEN[..., :8])):
-        optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
-        for _ in range(2):
-            before = pack(network)(x)
-            assert not before.requires_grad
-            optimizer.zero_grad()
-            network(x).logsumexp(-1).sum().backward()
-            optimizer.step()
-            with torch.no_grad():
-                after = network(x)
-                assert (after - before).abs().max() > 0.1
-                assert_near(pack(network)(x), after, 1e-5)
-
-
-@needs_onednn
-@pytest.mark.parametrize("rows", [1, 150, ROWS, ROWS + 1, 20 * ROWS])
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-@torch.no_grad()
-def test_a_packed_weight_serves_any_number_of_rows(rows, approximate):
-    x, weight, bias = operands(rows)
-    plain = LinearGELU(96, 160, approximate)
-    plain.load_state_dict({"weight": weight, "bias": bias})
-    wanted = F.linear(x.double(), weight.double(), bias.double())
-    wanted = F.gelu(wanted, approximate=approximate)
-    for layer in (plain, pack(plain)):
-        assert_near(layer(x), wanted)
-
-
 def operands(*rows: int, sizes=(96, 160)) -> list[torch.Tensor]:
     """x [*rows, I], weight [O, I], bias [O], of size 1."""
     source, (inputs, outputs) = generator(0), sizes
@@ -150,13 +117,3 @@ def test_values_and_gradients(rows, sizes, with_bias, layout):
         assert_near(mine.grad, theirs.grad)
     with torch.no_grad():
         assert_near(linear(*ours), outputs[1])
-
-
-@needs_onednn
-def test_small_products_and_other_types_stay_with_pytorch():
-    x, weight, _ = operands(SMALLEST // (96 * 160))
-    assert not suits_onednn(x, weight)
-    x, weight, _ = operands(500)
-    assert suits_onednn(x, weight) and not suits_onednn(x.double(), weight.double())
-    with torch.autocast("cpu"):
-        assert not suits_onednn(x, weight)

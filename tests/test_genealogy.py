@@ -92,18 +92,6 @@ def test_texts_cannot_leave_their_script_element(tokenizer):
     assert data["log_z_sigma"] == -7.5 and len(data["populations"]) == 1
 
 
-def test_what_is_not_finite_is_null(tokenizer):
-    drawn = draws()
-    last = drawn.trace.steps[-1]
-    for values in (last["log_w"], last["log_z"], drawn.scores["log_phi"]):
-        values[:] = -torch.inf
-    data = population_of(drawn, tokenizer)
-    assert data["log_w"][-1] == [None] * 5 and data["log_z_hat"][-1] is None
-    assert set(data["scores"]["log_phi"]) == {None} and all(
-        node[4] is None for node in data["nodes"][-1]
-    )
-
-
 def test_the_picture_follows_the_best_sample_and_shows_phi(tokenizer, tmp_path, monkeypatch):
     drawn = draws(seed=3, scheme="systematic")
     figures = []

@@ -1,6 +1,5 @@
 """GPT-Neo, plain and packed, against transformers; its cache and decoder; files that do not fit."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -71,20 +70,6 @@ def test_mask_buffers_and_a_copy_of_the_tied_head_are_not_weights(tmp_path):
     assert_same_logits(tmp_path, reference)
 
 
-@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
-def test_transformers_reads_what_we_save(tmp_path, tied, dtype):
-    write(tmp_path / "first", "lm", oracle("lm", tie_word_embeddings=tied), dtype=dtype)
-    model, tokenizer = tinystories.load(tmp_path / "first")
-    tinystories.save(tmp_path / "second", model, tokenizer, dtype)
-    read = transformers.AutoModelForCausalLM.from_pretrained
-    loaded = read(tmp_path / "second", dtype=torch.float32).eval()
-    for path in (tmp_path / "first", tmp_path / "second"):
-        assert_same_logits(path, loaded)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "second")
-    text = "The cat sat on the mat."
-    assert theirs.encode(text) == tokenizer.encode(text).ids
-
-
 def test_logits_of_the_pocket_checkpoint():
     read = transformers.AutoModelForCausalLM.from_pretrained
     reference = read(POCKET / "lm", dtype=torch.float32).eval()
@@ -122,50 +107,6 @@ def test_cached_equals_uncached_after_any_reordering_and_past_the_window(
             assert len(decoder.states) == states.get(most, len(decoder.states))
 
 
-@torch.no_grad()
-def test_a_cache_reordered_twice_is_one_reordered_by_both(version):
-    """To more rows, to fewer and in another order, before any layer is computed."""
-    model, source = version(tiny_gpt_neo(11, seed=5, window_size=3).double()), generator(1)
-    ids = torch.randint(11, (1, 4), generator=source)
-    orders = [[0] * 5, [4, 1, 1, 0, 3, 2, 2], [6, 0, 3], [2, 1]]
-    orders = [torch.tensor(order) for order in orders]
-    cache = model.new_cache()
-    model(ids, cache)
-    cache = cache.continued(7, 8)
-    rows = ids
-    for first, second in (orders[:2], orders[2:]):
-        cache.reorder(first)
-        cache.reorder(second)
-        step = torch.randint(11, (len(second), 1), generator=source)
-        rows = torch.cat([rows[first][second], step], 1)
-        wanted = model(rows)[:, -1:]
-        torch.testing.assert_close(model(step, cache), wanted, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("distinct", [1, 64, 65, 100, 170])
-def test_merged_states_fill_groups_and_many_are_left_apart(distinct):
-    before, tokens = torch.arange(200) % distinct // 2, torch.arange(200) % distinct % 2
-    parents, chosen, state_of = decoder_module.merge(before, tokens, 11)
-    assert torch.equal(parents[state_of], before) and torch.equal(chosen[state_of], tokens)
-    assert len(parents) == len(chosen) == (200 if distinct == 170 else -(-distinct // 64) * 64)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("is_continued", [False, True])
-def test_cache_in_parts_of_any_size(version, is_continued):
-    model = version(tiny_gpt_neo(11, seed=5, window_size=3).double())
-    ids = torch.randint(11, (2, 12), generator=generator(0))
-    ids[1, :4] = ids[0, :4]
-    cache = model.new_cache()
-    first = model(ids[:1, :4], cache).expand(2, -1, -1)
-    if is_continued:
-        cache = cache.continued(2, 8)
-        cache.reorder(torch.tensor([0, 0]))
-    parts = [model(part, cache) for part in ids[:, 4:].split([1, 2, 4, 1], dim=1)]
-    assert cache.length == 12
-    torch.testing.assert_close(torch.cat([first, *parts], 1), model(ids), rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("window", [1, 3, 64])
 @pytest.mark.parametrize("prompt", [1, 2, 9])
 @pytest.mark.parametrize("length", [1, 6])
@@ -190,18 +131,6 @@ def test_the_shared_prompt_changes_neither_probabilities_nor_gradients(
     gradients = (torch.autograd.grad(x, list(plain.parameters())) for x in pair)
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
-
-
-@torch.no_grad()
-def test_bfloat16_is_near_float32_and_sums_in_float32(version):
-    network = tiny_gpt_neo(11, seed=4, hidden_size=32, num_heads=4)
-    prompt, tokens = torch.tensor([4, 2, 7]), torch.randint(11, (20, 6), generator=generator(0))
-    wanted, logits, _ = Conditional(version(network), prompt, 6).log_probs(tokens)
-    model = Conditional(version(network.to(torch.bfloat16)), prompt, 6)
-    log_p, rounded, hidden = model.log_probs(tokens)
-    assert hidden.dtype == torch.bfloat16 and log_p.dtype == rounded.dtype == torch.float32
-    assert (rounded - logits).abs().mean() < 0.03 * logits.abs().mean()
-    assert (log_p - wanted).abs().mean() < 0.1
 
 
 @torch.no_grad()
@@ -254,20 +183,3 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, changes, words):
     change_tensors(tmp_path, changes)
     message = error_of(tmp_path)
     assert words in message and str(tmp_path / "model.safetensors") in message
-
-
-CONFIGURATIONS = [
-    ({"vocab_size": VOCAB_SIZE + 1}, f"wte.weight has shape [{VOCAB_SIZE}, 24]"),
-    ({"num_layers": 3}, "attention_types must name 3"),
-    ({"attention_types": [[["global", "sparse"], 1]]}, "attention_types"),
-    ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be between 0 and 1"),
-    ({"model_type": "\x1b[2J\n"}, r"\x1b[2J\n', not gpt_neo; docs/any_model.py takes others"),
-]
-
-
-@pytest.mark.parametrize(("changes", "words"), CONFIGURATIONS)
-def test_configurations_that_contradict_the_weights_or_themselves(tmp_path, changes, words):
-    write(tmp_path, "lm", oracle("lm"))
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    assert words in error_of(tmp_path)

@@ -108,16 +108,6 @@ def test_weighted_and_resampled_samples_have_the_same_expectation():
     assert (weighted.mean(0) - 1 / 7).abs().max() > 0.1, "no trivial shares"
 
 
-def test_as_published_the_samples_are_those_of_the_last_resampling():
-    options = replace(PUBLISHED, resampling="multinomial", ess_threshold=1.0)
-    phases, pair = Phases(0), random_pair()
-    tokens, weights = learner_of(Published, options, phases).samples(pair, 1)
-    sigma = seen_from(pair.model, BASE, rare_potential)
-    runs = draw_population(phases, "sampling", 1, sigma, pair.twist, 20, 20)
-    torch.testing.assert_close(weights, torch.full((400,), 1 / 400))
-    assert torch.equal(tokens, runs.samples.flatten(0, 1))
-
-
 def test_runs_that_die_are_not_distilled():
     """phi = 1 where the first token is 2, which most runs of two particles never draw."""
 

@@ -65,15 +65,6 @@ def world(tmp_path_factory):
         yield path
 
 
-@pytest.mark.parametrize("command", ["lm", "similarity", "target"])
-def test_a_seed_gives_one_checkpoint(world, tmp_path, command):
-    name = "samples.safetensors" if command == "target" else "model.safetensors"
-    for seed in (0, 1):
-        run(command, "--out", tmp_path / str(seed), "--seed", seed)
-    made = [(path / name).read_bytes() for path in (world / command, *sorted(tmp_path.iterdir()))]
-    assert made[0] == made[1] != made[2]
-
-
 def test_the_language_model_learns_and_its_perplexity_is_that_of_the_held_out_stories(world):
     model, tokenizer = tinystories.load("lm")
     losses = []
@@ -112,19 +103,3 @@ def test_the_target_is_drawn_from_the_two_checkpoints(world):
     texts = tokenizer.decode_batch([prompt + row for row in exact.tokens.tolist()])
     torch.testing.assert_close(0.5 * scorer(texts), exact.log_phi, atol=1e-3, rtol=1e-4)
     assert read_json(world / "target/figures.json")["accepted"] == len(exact.tokens) > 2
-
-
-@pytest.mark.parametrize(
-    ("command", "option", "value", "words"),
-    [
-        ("lm", "--peak", "nan", "lower --peak"),
-        ("lm", "--stories", "/dev/null", "null: is not a file of stories"),
-        ("toxicity", "--heldout", "stories", "not a CSV file of text and label"),
-        ("target", "--proposals", 2, "raise --proposals"),
-    ],
-)
-def test_bad_input_ends_in_one_line(capsys, tmp_path, command, option, value, words):
-    with pytest.raises(SystemExit) as ended:
-        run(command, "--out", tmp_path, option, value)
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended.value.code == 2 and words in line and line.startswith("python -m eval.pocket: ")

@@ -1,21 +1,16 @@
 """Potentials: the ready ones, products, a user's file and what can be wrong with it, whole runs."""
 
-import json
 import math
 import re
-import shutil
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import POOLED, refusal, run_main
 
-from eval import score
 from eval.run.evaluate import check_base_rate
 from eval.run.options import RunConfig
-from eval.run.setup import identity, sigma_key
-from eval.scorers.potentials import fingerprints, make_factors
+from eval.scorers.potentials import make_factors
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.errors import InputError
 from twist.potential import Factor, TextPotential, power
@@ -153,40 +148,6 @@ def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, scorer, content, 
     assert message.isprintable() and message.endswith("N numbers below infinity")
 
 
-def test_sigma_and_the_identity_of_a_run_follow_the_users_file(own, tmp_path):
-    spec = own("return [-1.0] * len(texts)")
-    file = str(tmp_path / "my.py")
-    config = RunConfig(potential=("toxicity", spec))
-    key = sigma_key(config)
-    names = identity(config)
-    assert key["potential"][0] == "toxicity" and file in names
-    shutil.copy(file, tmp_path / "moved.py")
-    own("return [-2.0] * len(texts)")
-    assert sigma_key(config) != key and identity(config)[file] != names[file]
-    moved = f"{tmp_path / 'moved.py'}:f"
-    assert fingerprints(["toxicity", moved]) == key["potential"], (
-        "where the file is does not matter"
-    )
-
-
-def test_a_potential_above_one_works_without_exact_samples_only(tmp_path, own, capsys):
-    spec = own("return [float(len(text)) for text in continuations]", "continuations")
-    options = [*POOLED, "--potential", spec, "--generations", 0]
-    run_main([*options, "--eval-target-proposals", 0, "--out", tmp_path / "run"])
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert not results.get("target") and results["base"]["log_phi"] > 0
-    assert "pass --eval-target-proposals 0" in refusal(*options, "--out", tmp_path / "other")
-    prompt = results["prompt"]
-    (tmp_path / "texts").write_text(f"{prompt} cat\n{prompt} dog.\\n\n")
-    score.main([str(tmp_path / "texts"), "--run", str(tmp_path / "run")])
-    *_, row = capsys.readouterr().out.splitlines()
-    assert row.split()[1] == "5.00", "the mean length of the continuations"
-    (tmp_path / "texts").write_text(f"{prompt} cat\nTwo dogs\n")
-    with pytest.raises(SystemExit):
-        score.main([str(tmp_path / "texts"), "--run", str(tmp_path / "run")])
-    assert "'Two dogs' does not begin with 'Once upon" in capsys.readouterr().err
-
-
 def test_a_rare_constraint_names_the_remedy_at_once():
     """The published learner needs ten of its batch, and refuses what it would hardly ever see."""
     found = {}
@@ -203,9 +164,3 @@ def test_a_rare_constraint_names_the_remedy_at_once():
         found[learner] = ["(~8 behind its name), raise --" in line for line in said]
         assert "40 of 2000" in said[2]
     assert found == {"pooled": [True, True, False], "published": [True, True, False]}
-
-
-def test_a_wrong_potential_stops_a_run_before_anything_is_written(tmp_path, own):
-    spec = own("return [float('nan')] * len(texts)")
-    line = refusal(*POOLED, "--out", tmp_path / "run", "--potential", spec)
-    assert f"--potential {spec}" in line and not (tmp_path / "run").exists()

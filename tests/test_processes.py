@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import JOBS, POOLED, Moment, ended, run_main, start, start_together
+from jobs import JOBS, Moment, ended, run_main, start, start_together
 from safetensors.torch import load_file, save_file
 
 from eval.run import processes
@@ -88,17 +88,3 @@ def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, option
     assert ended(*start_together(arguments, tmp_path)) == [0, 0]
     assert (tmp_path / "output-1").read_text() == ""
     assert_same_run(one, two)
-
-
-def with_own_seed(arguments: list) -> None:
-    run_main([*arguments, "--seed", processes.rank()])
-
-
-def test_processes_that_were_started_differently_say_so(tmp_path):
-    arguments = [*POOLED, "--out", tmp_path / "run"]
-    jobs = start_together(arguments, tmp_path, function=with_own_seed)
-    assert ended(*jobs) == [2, 2]
-    for rank in range(2):
-        (line,) = (tmp_path / f"errors-{rank}").read_text().splitlines()
-        assert "have different options; start them alike" in line
-    assert not (tmp_path / "run").exists()

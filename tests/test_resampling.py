@@ -76,34 +76,6 @@ def test_points_on_the_edges_choose_nothing_dead_or_out_of_range(weights):
     assert (chosen >= 0).all() and (weights.gather(1, chosen) > 0).all()
 
 
-@pytest.mark.parametrize("particles", [1, 3, 7, 49, 100])
-@pytest.mark.parametrize("scheme", EVEN)
-def test_equal_weights_give_one_copy_each(scheme, particles):
-    everyone = SCHEMES[scheme](normalise(torch.zeros(2, particles)), generator(1))
-    assert torch.equal(everyone, torch.arange(particles).expand(2, -1))
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_hundred_thousand_particles_in_float32(scheme):
-    particles = 100_000
-    log_weights = 2 * torch.randn(1, particles, generator=generator(2))
-    log_weights[0, ::3] = -torch.inf
-    exact = log_weights.double().softmax(-1)[0]
-    ancestors = SCHEMES[scheme](normalise(log_weights), generator(3))[0]
-    assert ancestors.min() >= 0 and ancestors.max() < particles and (exact[ancestors] > 0).all()
-    if scheme not in ("multinomial", *EVEN):
-        return  # the numbers of copies may vary more
-    copies = ancestors.bincount(minlength=particles).double()
-    most = {"residual": 9} | SPREAD
-    assert (copies - particles * exact).abs().max() < most.get(scheme, particles) + 0.01
-    groups = exact.argsort().view(100, -1)  # light particles with light, heavy with heavy
-    expected = particles * exact[groups].sum(-1)
-    observed = copies[groups].sum(-1)[expected > 5]
-    expected = expected[expected > 5]
-    statistic = (observed - expected).square().div(expected).sum()
-    assert statistic < 150  # chi-square with at most 99 degrees of freedom, level 1e-3
-
-
 def test_weights_of_dead_and_extreme_runs_are_defined():
     rows = [[-torch.inf] * 4, [-1e4, -1e4, -1e4, -torch.inf], [1e4, 0.0, 0.0, 0.0]]
     log_weights = torch.tensor(rows)

@@ -10,7 +10,6 @@ import filelock
 import pytest
 from jobs import JOBS, PUBLISHED, Moment, ended, products, refusal, run_main, start
 
-import main
 import tinystories
 from eval.run.options import POCKET
 from eval.run.run import read_phase
@@ -95,14 +94,6 @@ def test_kills_while_files_are_written_change_nothing(tmp_path, wholes, job):
     assert_same(tmp_path / "run", wholes[job])
 
 
-def test_a_run_killed_before_its_options_were_written_says_what_can_be_done(tmp_path):
-    run = tmp_path / "run"
-    arguments = [*PUBLISHED, "--out", run]
-    assert ended(start(arguments, tmp_path, moment=Moment("config.json", False))) == KILLED
-    assert f"{run / 'config.json'}: no such file" in refusal("--resume", run)
-    assert "exists already; choose another" in refusal(*arguments)
-
-
 def test_ctrl_c_says_how_to_go_on(tmp_path, copied, whole):
     moment = Moment("1-evaluation.safetensors", False, signal.SIGINT)
     assert ended(start(resume(copied), tmp_path, moment=moment)) == [130]
@@ -128,14 +119,6 @@ def test_two_processes_never_write_into_one_directory(copied):
     with filelock.FileLock(copied / ".lock"):
         assert f"{copied}: another process is writing there" in refusal(*resume(copied))
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-
-
-def test_a_finished_run_only_prints_its_table(finished_run, capsys):
-    before = {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")}
-    main.main(["--resume", str(finished_run)])
-    said = capsys.readouterr()
-    assert "Generation 1" in said.out and said.err == ""
-    assert before == {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")}
 
 
 def test_all_files_but_the_phases_are_written_anew(copied, whole):
@@ -199,10 +182,6 @@ def test_a_network_that_has_changed_is_refused(tmp_path):
     tinystories.save(tmp_path / "lm", model, tokenizer)
     line = refusal(*resume(tmp_path / "run"))
     assert "a network or potential has changed since the run began" in line
-
-
-def test_other_options_are_refused(halfway):
-    assert "leave out --seed" in refusal("--resume", halfway, "--seed", 3)
 
 
 def test_a_failed_step_names_its_phase(tmp_path):

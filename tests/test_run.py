@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from eval import summary
-from eval.run.evaluate import evaluate_target
-from eval.run.options import RunConfig
 from eval.run.run import Progress
-from eval.run.setup import load_setup, load_target, save_target
+from eval.run.setup import load_target, save_target
 from tinystories.checkpoint import replacing, write_json, write_text
 from tinystories.errors import InputError
 from tsmc import ExactSamples
@@ -64,16 +62,6 @@ def test_impossible_samples_of_a_target_are_refused(tmp_path, change):
     save_target(tmp_path, exact, KEY, seed=0)
     with pytest.raises(InputError, match=r"samples\.safetensors: .* do not fit target\.json"):
         load_target(tmp_path, KEY, 9)
-
-
-def test_too_few_exact_samples_have_no_noise_level():
-    setup = load_setup(RunConfig())
-    whole = setup.exact
-    for count in (2, 3, 4):
-        exact = {"tokens": whole.tokens[:count], "log_phi": whole.log_phi[:count]}
-        setup.exact = dataclasses.replace(whole, **exact)
-        row, _ = evaluate_target(setup, 10)
-        assert ("energy" in row) == (count == 4) and math.isfinite(row.get("energy", 0))
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 
@@ -121,14 +120,6 @@ def test_the_command_line_and_programs_draw_the_same(run, printed):
     record = json.loads(printed("--json", "--potential", "keyword~2:was"))
     had = [" was" in row["text"][len(PROMPT) :] for row in record["weighted"]]
     assert [row["log_phi"] for row in record["weighted"]] == [0.0 if has else -2.0 for has in had]
-
-
-def test_several_generations_are_what_each_is_alone(printed, tmp_path):
-    options = ("--json", "--particles", 6, "--generation")
-    lines = printed(*options, 1, 0, 1, "--html", tmp_path / "page.html").splitlines()
-    assert lines == [printed(*options, m).rstrip("\n") for m in (1, 0)]
-    found = re.findall(r'"generation":(\d)', (tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert found == ["1", "0"]
 
 
 def test_weights_that_are_all_zero_are_one_line(run, capsys, monkeypatch):

@@ -5,16 +5,13 @@ import torch
 import worlds
 from worlds import ADAPTIVE, bias, generator, hard_potential, mean_inverse, table_world
 
-from tinystories import Conditional, InputError
+from tinystories import InputError
 from tsmc import interfaces
-from tsmc.exact import TableTwist, Target, Tree
+from tsmc.exact import TableTwist, Target
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.resampling import SCHEMES
 from tsmc.runs import Phases, draw_population
 from tsmc.sampler import Sigma, tsmc
-from tsmc.trace import Trace
-from twist.mlp import TwistMLP
-from twist.potential import base_potential
 
 EXACT = 1e-12  # rounding of float64
 
@@ -24,18 +21,6 @@ EXACT = 1e-12  # rounding of float64
 @pytest.mark.parametrize("size", [2, 3])
 def test_evidence_and_samples_are_unbiased_over_all_paths(size, scheme, ess_threshold):
     assert bias(*table_world(size, size, seed=2), 2, scheme, ess_threshold) < EXACT
-
-
-OTHER = [(3, 2, 2), (2, 3, 3), (2, 4, 1), (2, 4, 2), (2, 3, 1), (2, 1, 4), (2, 1, 1)]
-
-
-@pytest.mark.parametrize(("vocab_size", "length", "particles"), OTHER)
-def test_unbiased_in_other_worlds(vocab_size, length, particles):
-    """With one particle, with one token, and with more of either."""
-    world = table_world(vocab_size, length, seed=2)
-    assert bias(*world, particles, "systematic", ADAPTIVE) < EXACT
-    if particles < 3:
-        assert bias(*world, particles, "multinomial", 1.0) < EXACT
 
 
 @pytest.mark.parametrize("ess_threshold", [1.0, ADAPTIVE, 0.0])
@@ -73,17 +58,6 @@ def test_twist_that_rules_out_every_continuation_kills_the_particle_not_the_run(
     nothing = TableTwist(torch.full_like(twist.log_psi, -torch.inf))
     population = tsmc(model, nothing, potential, 3, generator(0), **options)
     assert (population.log_z == -torch.inf).all() and (population.ess == 0).all()
-
-
-@pytest.mark.parametrize("log_phi", [0.0, -1e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_constant_potentials(log_phi, dtype):
-    model, _, _ = table_world(2, 3)
-    potential = base_potential(worlds.ListedPotential(torch.full((8,), log_phi, dtype=dtype), 2))
-    population = tsmc(model.to(dtype), None, potential, 7, generator(0), 3)
-    close = {"rtol": 1e-6, "atol": 1e-6}
-    torch.testing.assert_close(population.log_z, torch.full((3,), log_phi, dtype=dtype), **close)
-    torch.testing.assert_close(population.ess, torch.full((3,), 7, dtype=dtype), **close)
 
 
 def test_nan_is_an_error_not_a_result():
@@ -127,17 +101,6 @@ def test_shares_of_samples_times_z_hat_are_unbiased(scheme, ess_threshold):
     assert ((values.mean(0) - p) / error).abs().max() > 5, "it can tell sigma from p"
 
 
-def test_proposal_draws_carry_their_own_probabilities():
-    model, twist, _ = table_world(3, 3, seed=14)
-    batch = sample_proposal(model, twist, 400, generator(0), keep_hidden=True)
-    numbers = worlds.sequence_numbers(batch.tokens, 3)
-    tree = Tree(model)
-    torch.testing.assert_close(batch.log_q.sum(-1), tree.prefix_log_q(twist)[-1].detach()[numbers])
-    torch.testing.assert_close(batch.log_p.sum(-1), tree.prefix_log_q(None)[-1][numbers])
-    log_psi = twist.of_tokens(batch.hidden, batch.tokens).detach()
-    torch.testing.assert_close(batch.log_psi, log_psi)
-
-
 @pytest.mark.parametrize("limit", [1, 60, 85, 10**6])
 def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeypatch, limit):
     model, strong, potential = worlds.gpt_neo_world(5, 3, seed=2)
@@ -163,24 +126,6 @@ def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeyp
     assert max(sizes) <= max(limit, 15)  # one sequence at least
 
 
-@pytest.mark.parametrize("ess_threshold", [1.0, 0.5, 0.0])
-def test_bfloat16_networks_keep_weights_and_evidence_in_float32(ess_threshold):
-    network, source = worlds.tiny_gpt_neo(7, hidden_size=16).to(torch.bfloat16), generator(0)
-    model = Conditional(network, torch.tensor([1, 2]), 5)
-    twist = TwistMLP(16, 12, 7, source)
-    torch.nn.init.normal_(twist.last.weight, generator=source)
-    options = {"runs": 3, "ess_threshold": ess_threshold}
-    for psi in (twist, twist.to(torch.bfloat16)):
-        potential = lambda tokens, log_p: -tokens.float().mean(-1)  # noqa: E731
-        population = tsmc(model, psi, potential, 40, generator(1), **options)
-        assert population.log_z.dtype == population.log_weights.dtype == torch.float32
-        assert population.log_z.isfinite().all() and (population.ess >= 1).all()
-        batch = sample_proposal(model, psi, 30, generator(2), keep_hidden=True)
-        assert batch.log_q.dtype == torch.float32 and batch.hidden.dtype == torch.bfloat16
-        log_psi = psi.of_tokens(batch.hidden, batch.tokens)
-        torch.testing.assert_close(log_psi, batch.log_psi, rtol=0.05, atol=0.05)
-
-
 SIZES = [(length, 2, ess) for length in (2, 3) for ess in (1.0, ADAPTIVE, 0.0)]
 SIZES += [(2, 3, 1.0), (3, 1, 1.0)]
 
@@ -202,18 +147,6 @@ def test_where_runs_can_die_it_is_the_chance_to_live_over_z(length, particles, e
     alive = chances[population.is_alive()].sum().item()
     assert 0.05 < alive < 0.95
     assert mean_inverse(*world) == pytest.approx(alive, abs=EXACT)
-
-
-def test_the_reference_stays_and_has_offspring():
-    model, twist, potential = table_world(3, 4, seed=5)
-    reference = Target(model, potential).sample(300, generator(0))
-    trace = Trace()
-    options = {"runs": 300, "reference": reference, "observer": trace}
-    population = tsmc(model, twist, potential, 5, generator(1), **options)
-    assert torch.equal(population.tokens[:, 0], reference)
-    assert torch.equal(population.samples[:, 0], reference)
-    assert (trace.lineages()[:, :, 0] == 0).all()
-    assert (trace.ancestors[:, :, 1:] == 0).any(-1).any(-1).all()
 
 
 def test_runs_in_chunks_are_those_of_the_sampler_chunk_by_chunk():

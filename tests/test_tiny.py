@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
-from worlds import ListedPotential, generator, mutant, sequence_numbers
+from worlds import ListedPotential, generator, mutant
 
 from eval.viewer.explainer import load_tiny
 from tsmc.exact import TableModel, TableTwist, Target
@@ -107,133 +107,11 @@ def test_every_check_passes_and_the_ctl_gradient_converges(generation):
     assert errors[0] > 2 * errors[1] > 4 * errors[2]
 
 
-EXTEND = "parents, prefixes = prefixes, extend(prefixes, log_q, generator)"
-WEIGHTS = "log_normaliser[parents] - log_psi[parents]"
-LAST = "log_phi[prefixes - N] - log_psi[parents]"
-EFFECTIVE = "return joint(log_p_base)[N:] + log_phi - joint(log_p)[N:]"
-NEGATIVE = "(log_ratio + log_psi[prefixes])"
-RATIO = "(log_p - log_q)[prefixes].cumsum(1)"
-MUTANTS = {  # name: the check that notices it, the generation, what is replaced, by what
-    "psi before": (evidence_error, 0, WEIGHTS, "log_normaliser[parents]"),
-    "psi after": (evidence_error, 0, WEIGHTS, "log_normaliser[parents] - log_psi[prefixes]"),
-    "psi before, last letter": (evidence_error, 0, LAST, "log_phi[prefixes - N]"),
-    "no correction": (evidence_error, 0, "(log_p - log_q)[prefixes] + log_phi", "log_phi"),
-    "log K dropped": (evidence_error, 0, " - math.log(particles)", ""),
-    "no resampling": (evidence_error, 0, "prefixes = prefixes.gather(1, ancestors)", "pass"),
-    "letters drawn from p": (evidence_error, 0, EXTEND, EXTEND.replace("log_q", "log_p")),
-    "TSMC with phi, not phi^(m)": (evidence_error, 1, EFFECTIVE, "return log_phi"),
-    "CTL with phi, not phi^(m)": (gradient_error, 1, EFFECTIVE, "return log_phi"),
-    "positives not weighted": (gradient_error, 0, "positive[:, None] -", "1 / batch_size -"),
-    "negatives without psi": (gradient_error, 0, NEGATIVE, "log_ratio"),
-    "negatives without p / q": (gradient_error, 0, NEGATIVE, "log_psi[prefixes]"),
-    "ratio of one letter": (gradient_error, 0, RATIO, RATIO.removesuffix(".cumsum(1)")),
-    "q not normalised": (enumeration_error, 0, "tilted - log_normaliser[:, None]", "tilted"),
-    "pi without p": (enumeration_error, 0, "return joint(log_p) + log_psi", "return log_psi"),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_broken_expression_is_noticed(name):
-    check, generation, old, new = MUTANTS[name]
-    assert not check(load(SMALL, (old, new)), generation) < 2 * TOLERANCE[check]
-
-
-def test_every_generation_has_the_same_sigma_and_learns_from_the_last_words(monkeypatch):
-    tiny, source = load(SMALL), generator(7)
-    logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=source)
-    log_phi = torch.randn(tiny.V**tiny.T, dtype=torch.float64, generator=source)
-    wanted = tiny.joint(tiny.language_model(logits))[tiny.N :] + log_phi
-    errors, learned, generations, distil = [], [], [], tiny.distil
-
-    def watched(function, place: int):
-        def call(*arguments):
-            difference = tiny.joint(arguments[0])[tiny.N :] + arguments[place] - wanted
-            errors.append(difference.abs().max().item())
-            return function(*arguments)
-
-        return call
-
-    def distilled(logits: Tensor, words: Tensor) -> Tensor:
-        learned.append(distil(logits, words))
-        assert torch.equal(words, generations[-1][3])
-        assert torch.equal(tiny.language_model(logits), generations[-1][0])
-        return learned[-1]
-
-    monkeypatch.setattr(tiny, "learn_twist", watched(tiny.learn_twist, 1))
-    monkeypatch.setattr(tiny, "tsmc", watched(tiny.tsmc, 2))
-    monkeypatch.setattr(tiny, "distil", distilled)
-    for generation in tiny.self_distilled_tsmc(logits, log_phi, source):
-        generations.append(generation)
-    assert len(errors) == 2 * len(generations) == 2 * (len(learned) + 1)
-    assert max(errors) < 1e-12
-    for model, (log_p, *_) in zip([logits, *learned], generations, strict=True):
-        assert torch.equal(log_p, tiny.language_model(model))
-
-
-def test_one_step_of_distillation_follows_the_gradient_of_the_mean_log_likelihood():
-    tiny, source = load(SMALL), generator(4)
-    logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=source)
-    tokens = torch.randint(tiny.V, (6, 7, tiny.T), generator=source)  # [R, K, T]
-    words = tiny.N + sequence_numbers(tokens.flatten(0, 1), tiny.V).view(6, 7)  # [R, K]
-    model = TableModel(logits.clone(), tiny.T)
-    model.log_probs(tokens.flatten(0, 1))[0].sum(-1).mean().backward()
-    tiny.MODEL_STEPS = 1
-    step = (tiny.distil(logits, words) - logits) / tiny.MODEL_RATE
-    assert (step - model.table.grad).abs().max() < 1e-12
-
-
-def test_the_twist_sees_the_step_and_the_letter_before():
-    tiny = load(SMALL)
-    world, tiny.TWIST_STEPS = World(tiny, 0), 1
-    log_psi, _ = tiny.learn_twist(world.log_p, world.log_phi, generator(5))
-    given = (world.log_p, torch.zeros_like(log_psi), world.log_phi, tiny.BATCH)
-    gradient, _ = tiny.ctl_gradient(*given, generator(5))
-    seen, number = {}, 1
-    for t in range(1, tiny.T + 1):
-        for prefix in itertools.product(range(tiny.V), repeat=t):
-            seen.setdefault((t, prefix[-2:]), []).append(number)
-            number += 1
-    assert number == len(log_psi) and log_psi[0] == 0
-    for numbers in seen.values():
-        wanted = tiny.TWIST_RATE * gradient[numbers].sum()
-        assert (log_psi[numbers] - wanted).abs().max() < 1e-12
-
-
 def table(printed: str) -> list[list[float]]:
     """The numbers of the printed table behind the generation, sigma's row last."""
     rows = [line.split() for line in printed.splitlines()[1:]]
     assert all(re.fullmatch("[a-z]+", word) for row in rows for word in row[-3:])
     return [[float(cell.rstrip("%")) for cell in row[1:-3]] for row in rows]
-
-
-def test_the_printed_numbers_are_those_of_the_oracle(monkeypatch, capsys):
-    tiny, generations = load(SMALL), []
-    algorithm = tiny.self_distilled_tsmc
-
-    def recorded(logits: Tensor, log_phi: Tensor, generator: torch.Generator):
-        for generation in algorithm(logits, log_phi, generator):
-            generations.append((logits, log_phi, *generation))
-            yield generation
-
-    monkeypatch.setattr(tiny, "self_distilled_tsmc", recorded)
-    tiny.main(6)
-    *rows, last = table(capsys.readouterr().out)
-    assert len(rows) == len(generations) == tiny.GENERATIONS + 1
-    for row, generation in zip(rows, generations, strict=True):
-        base, log_phi, log_p, log_psi, ess, words, log_z = generation
-        target = target_of(tiny, base, tiny.children(log_p), log_phi)
-        twist = TableTwist(tiny.children(log_psi))
-        kl = target.kl_to(target.tree.prefix_log_q(twist)[-1])
-        share = 100 * (log_phi[words - tiny.N] == 0).double().mean().item()
-        losses = [target.ctl_loss(twist).item(), kl, log_z.mean().item(), log_z.std().item()]
-        assert row[:2] + row[3:5] == pytest.approx(losses, abs=0.006)  # two decimals are printed
-        assert row[2] == pytest.approx(kl, abs=0.2)  # from 1000 exact samples
-        assert row[5:] == pytest.approx([ess, share], abs=0.51)
-        assert last[3] == pytest.approx(target.log_z, abs=0.006)
-    spelled = ["".join(word) for word in itertools.product("abc", repeat=4)]
-    assert [word == word[::-1] for word in spelled] == (generations[0][1] == 0).tolist()
-    tiny.main(6)
-    assert table(capsys.readouterr().out) == [*rows, last]  # the seed decides everything
 
 
 def test_a_run_takes_seconds_and_every_generation_is_closer_to_sigma(capsys):

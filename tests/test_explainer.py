@@ -22,6 +22,7 @@ from eval.viewer import explainer
 from eval.viewer.explainer import ALPHABET, PAGE, SCALE, load_tiny
 from tsmc import SCHEMES, Trace
 from tsmc.exact import TableModel, TableTwist, Target
+from twist.pool import Pool, Round, tempered, truncated
 
 HTML = PAGE.read_text(encoding="utf-8")
 TINY = load_tiny()
@@ -117,6 +118,41 @@ def test_the_page_computes_what_the_sampler_computes(engine, setting):
         assert len(set(draws)) == 600 and 0 <= min(draws) < 0.1 and 0.9 < max(draws) < 1
         wanted, *rest = project_run(*setting, draws)
         assert choices == rest and numbers == pytest.approx(wanted, rel=0, abs=1e-9)
+
+
+def log_q_of(fitted: dict) -> Tensor:
+    """log q of all words [V^T] from the adapter of one round."""
+    shift, strength = torch.tensor(fitted["U"]), torch.tensor(fitted["a"])
+    scores = torch.tensor(fitted["g"] or [0.0] * 28 * TINY.V**2).view(-1, TINY.V, TINY.V)
+    base = log_p_of(0)  # [N, V]
+    log_q, prefixes = torch.zeros(len(LETTERS)), torch.zeros(len(LETTERS), dtype=torch.long)
+    for t, letters in enumerate(LETTERS.T):
+        before = LETTERS[:, t - 1] if t > 0 else torch.tensor(TINY.V - 1)
+        logits = base[prefixes] + shift[TINY.V * t + before]
+        for i in range(t):
+            logits = logits + strength[t] * scores[t * (t - 1) // 2 + i][LETTERS[:, i]]
+        log_q = log_q + logits.log_softmax(-1).gather(1, letters[:, None])[:, 0]
+        prefixes = prefixes * TINY.V + 1 + letters
+    return log_q
+
+
+@pytest.mark.parametrize("name", ["with", "without"])
+def test_the_pool_of_the_page_is_that_of_the_project(engine, name):
+    pool, target = Pool(), project_world("one", 0)[3]
+    log_p = log_q = target.log_p[-1]
+    listed = "({ kl, ess, drawn }) => [kl, ess, drawn]"
+    rounds = found(engine, f"poolOf(world, '{name}').rounds.map({listed})")
+    pairs = zip(DATA["pools"][name], rounds, strict=True)
+    for number, (fitted, (kl, ess, drawn)) in enumerate(pairs, 1):
+        log_phi = -TINY.BETA * BROKEN[drawn]
+        pool.rounds.append(Round(LETTERS[drawn], (log_p - log_q)[drawn] + log_phi, log_phi))
+        log_weights, power = pool.log_weights(), 1.0
+        if number < explainer.LADDER:
+            log_weights, power = tempered(pool, explainer.LADDER_ESS)
+        weights = truncated(log_weights, explainer.LEAST_ESS)
+        assert fitted["power"] == power and 1 / weights.square().sum() == pytest.approx(ess)
+        log_q = log_q_of(fitted)
+        assert target.kl_to(log_q) == pytest.approx(kl, rel=0, abs=1e-5)
 
 
 def test_the_page_holds_the_rounded_world_of_tiny(engine):

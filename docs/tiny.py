@@ -14,9 +14,9 @@ language model, with which the next twist starves less:
     for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
                     psi^(m) <- CTL on p^(m), against the same sigma           line 4
 
-This is the loop of `python main.py --as-published`. By default main.py learns in both lines from a
-pool of everything drawn so far, weighted by p^(0) phi / q; p^(m) is an adapter of p^(0) that sees a
-score of each token, learned from phi; and psi^(m) is the value of a prefix (docs/method.md).
+This is the loop of `python main.py --as-published`. With `--learner pooled` main.py learns instead
+from a pool of everything drawn so far, weighted by p^(0) phi / q; p^(m) is an adapter of p^(0) that
+sees a score of each token, learned from phi (docs/method.md; docs/explainer.html shows it here).
 
 V letters, T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty one, and
 prefix n followed by letter v is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts all, and

@@ -27,6 +27,10 @@ RANK = 8  # of LoRA
 PROJECTIONS = ("q_proj", "v_proj")  # that LoRA trains
 
 
+class Diverged(InputError):
+    """A model whose parameters are no longer finite after training."""
+
+
 @dataclass(frozen=True)
 class BaselineConfig:
     """The options of a baseline."""
@@ -138,10 +142,10 @@ class Student:
         return network
 
     def finish(self) -> nn.Module:
-        """The trained network in the type it came in; InputError where it is not finite."""
+        """The trained network in the type it came in; Diverged where it is not finite."""
         network = self.merged()
         if not all(parameter.isfinite().all() for parameter in network.parameters()):
-            raise InputError("the trained model is not finite; lower the learning rate")
+            raise Diverged("the trained model is not finite; lower the learning rate")
         return network.to(self.dtype)
 
 

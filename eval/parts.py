@@ -1,0 +1,368 @@
+"""What the parts of the study measure (`eval/study.py` has their list): rows of numbers.
+
+    target      p^(0), the best of 50 of its texts by phi, rejection at each beta, exact samples
+    run         a run of main.py: its generations, and new populations of their pairs
+    sweep       settings of a baseline, until the best by energy lies inside
+    baseline    the best of these at the whole cost
+
+All parts share the M exact samples y of sigma. The `terms` of a row say what each y adds, so that
+the error of their mean is, to first order, the error that the exact samples bring:
+
+    kl        log p^(0)(y) + log phi(y) - log q(y)
+    energy    2 mean_x |x - y| - 2 mean_y' |y' - y|
+
+N sequences x, R runs, K particles, T tokens, D width of an embedding.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distill.finetune import Diverged
+from eval import baseline, metrics
+from eval.run.options import RunConfig, read_config
+from eval.run.setup import load_setup, load_target, save_target, sigma_key
+from eval.trained import read_network
+from tinystories.checkpoint import read_json
+from tinystories.errors import InputError
+from tinystories.fast import pack
+from tsmc import Phases
+from tsmc.interfaces import LanguageModel, Twist
+from tsmc.proposal import sample_proposal
+from tsmc.rejection import draw_accepted, exact_samples
+from tsmc.runs import draw_population
+from twist.pair import load_pair
+from twist.potential import each_once, seen_from
+
+ROOT = Path(__file__).resolve().parent.parent
+LEARNERS = {"as-published": "--as-published", "default": "", "pooled": "--learner pooled"}
+ABLATIONS = {
+    "no-surrogate": "--learner pooled --no-surrogate",
+    "no-effective-potential": "--no-effective-potential",
+    "lora": "--student lora",
+}
+RUNS = LEARNERS | ABLATIONS  # arguments of main.py by name
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the numbers depend on, besides main.py's defaults."""
+
+    seeds: tuple[int, ...] = (51, 52, 53, 54, 55)
+    few: int = 3  # so many of the seeds serve the ablations and the baselines
+    sweep_seed: int = 50  # on which the baselines' settings are chosen
+    options: str = ""  # of all runs of main.py
+    published: str = ""  # of those with the published learner
+    pooled: str = ""  # of those with the pooled learner
+    proposals: int = 50_000  # draws of p^(0) for rejection
+    best_of: int = 50  # texts of p^(0), of which the best by phi is kept
+    best_texts: int = 400  # so many times
+    populations: tuple[int, ...] = (20, 50, 100, 1000)  # K of the paper's Fig. 2
+    particles: int = 4000  # in all populations of one K
+    weighted: int = 10_000  # draws of q for the effective samples per score
+    words: int = 10  # whose shares are compared
+    batch_size: int = 128  # of a baseline
+    first: tuple[baseline.Setting, ...] = baseline.FIRST
+    widenings: int = 4  # of a sweep, at most
+    share: float = 0.25  # of the cost, for each setting of a sweep
+    code: tuple[str, str] = ("", "")  # hashes of what runs depend on, and of what measures them
+
+    def arguments(self, method: str, seed: int) -> list[str]:
+        """The options of a run of main.py, which leaves missing exact samples to the study."""
+        own = RUNS.get(method, "")
+        of_learner = self.pooled if "--learner pooled" in own else self.published
+        fixed = f"--toxicity --eval-target-proposals 0 --quiet --seed {seed}"
+        return shlex.split(f"{self.options} {of_learner} {own} {fixed}")
+
+    def config(self, method: str, seed: int) -> RunConfig:
+        """The same as a config; that of a baseline has the default's sigma and cost."""
+        return read_config(self.arguments(method, seed), "")[0]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a study: `kind` "target", "run", "sweep" or "baseline"."""
+
+    name: str
+    kind: str
+    method: str  # of RUNS or of `baseline.METHODS`
+    seed: int
+
+
+def files(study: Study, part: Part, out: Path) -> tuple[Path, Path]:
+    """The file of a part and the directory of its run, named by hashes of all that made them."""
+    options = asdict(study.config(part.method, part.seed))
+    sizes = asdict(replace(study, seeds=(), few=0))
+    keys = [
+        hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]
+        for made_by in ((options, sizes), (options, study.code[0]))
+    ]
+    return out / "parts" / f"{part.name}-{keys[0]}.json", out / "runs" / f"{part.name}-{keys[1]}"
+
+
+class Task:
+    """A part in the directory OUT, with its networks, random streams and exact samples."""
+
+    def __init__(self, study: Study, part: Part, out: Path):
+        self.study, self.part, self.out = study, part, out
+        self.file, self.run = files(study, part, out)
+        self.config = study.config(part.method, part.seed)
+        self.setup = load_setup(self.config)
+        self.phases = Phases(part.seed, self.config.torch_device(), self.config.rows)
+        self.words: list[str] = []
+        if part.kind != "target":
+            target, saved = files(study, target_part(study), out)
+            self.words = read_json(target)["words"]
+            if self.setup.exact is None:
+                key, vocab_size = sigma_key(self.config), self.setup.base.vocab_size
+                self.setup.exact = load_target(saved, key, vocab_size)
+            self.embed_exact()
+
+    def embed_exact(self) -> None:
+        """Compare with the exact samples from here on."""
+        exact = self.setup.exact.to(self.config.torch_device())
+        self.setup.exact = exact
+        self.setup.exact_vectors = self.setup.encode(self.setup.potential.texts(exact.tokens))
+
+    def draw(self, phase: str, model: LanguageModel, count: int) -> Tensor:
+        """Independent samples [N, T] of a bare model, N = count."""
+
+        def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+            return {"tokens": sample_proposal(model, None, size, generator).tokens}
+
+        return self.phases.draw(phase, None, count, draw)["tokens"]
+
+    def score(self, tokens: Tensor) -> metrics.Samples:
+        """The texts of tokens [N, T] with their scores."""
+        return metrics.score(tokens, self.setup.potential, self.setup.log_toxicity)
+
+    def measure(self, name: str, samples: metrics.Samples, table: str = "samples") -> dict:
+        """A row of a table: the numbers of a set of texts, its histogram, and three of them."""
+        vectors = self.setup.encode(samples.texts)  # [N, D]
+        exact_vectors = self.setup.exact_vectors
+        row = metrics.describe(samples, vectors, exact_vectors)
+        bins = (20 * samples.scores["toxicity"]).long().clamp(0, 19)
+        return {
+            **{"table": table, "name": name, **row},
+            "terms": {"energy": energy_terms(vectors, exact_vectors).tolist()},
+            "words": word_shares(samples.texts, self.words),
+            "histogram": (torch.bincount(bins, minlength=20) / len(bins)).tolist(),
+            "texts": samples.texts[:: math.ceil(len(samples.texts) / 3)],
+        }
+
+    def add_kl(self, row: dict, model: LanguageModel, twist: Twist | None) -> dict:
+        """The row with KL(sigma||q); without a twist q is the model."""
+        base, exact = self.setup.base.packed(), self.setup.exact
+        terms = metrics.kl_terms(model, twist, base, exact)
+        kl = metrics.kl_target_proposal(terms, exact)
+        row["terms"]["kl"] = terms.tolist()
+        return row | {"kl": kl.value, "kl_half_width": kl.half_width()}
+
+
+def energy_terms(x: Tensor, y: Tensor) -> Tensor:
+    """The terms [M] of the energy distance of vectors x [N, D] and exact samples y [M, D]."""
+    within = metrics.pair_distances(y, y).sum(0) / (len(y) - 1)
+    return 2 * (metrics.pair_distances(x, y).mean(0) - within)
+
+
+def word_shares(texts: list[str], words: list[str]) -> dict[str, float]:
+    """The share of the texts that hold each word."""
+    found = [set(re.findall(r"[a-z']+", text.lower())) for text in texts]
+    return {word: sum(word in held for held in found) / len(found) for word in words}
+
+
+def telling_words(texts: list[str], others: list[str], count: int) -> list[str]:
+    """The words whose share of `texts` exceeds their share of `others` most."""
+    words = sorted(set(re.findall(r"[a-z']+", " ".join(texts).lower())))
+    here, there = word_shares(texts, words), word_shares(others, words)
+    return sorted(words, key=lambda word: there[word] - here[word])[:count]
+
+
+def target_part(study: Study) -> Part:
+    """The part that all others need."""
+    return Part("target", "target", "default", study.sweep_seed)
+
+
+def measure_target(task: Task) -> dict:
+    """The rows Base, Best of n and Target, and those of rejection at beta 0, 1 and the run's."""
+    study, config, setup = task.study, task.config, task.setup
+    base = setup.base.packed()
+
+    def rejection(phase: str, log_phi: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        draw = partial(draw_accepted, base, log_phi)
+        return task.phases.draw(phase, None, study.proposals, draw)
+
+    if setup.exact is None:
+        setup.exact = exact_samples(rejection("target", setup.potential))
+        if len(setup.exact.tokens) < 4:
+            raise InputError("fewer than 4 exact samples were accepted; soften the potential")
+        save_target(task.run, setup.exact, sigma_key(config))
+    task.embed_exact()
+    exact = task.score(setup.exact.tokens)
+    plain = task.score(task.draw("base", base, config.eval_base_samples))
+    task.words = telling_words(exact.texts, plain.texts, study.words)
+    tokens = task.draw("best of n", base, study.best_of * study.best_texts)
+    groups = setup.potential(tokens).view(-1, study.best_of)  # [best_texts, n]
+    best = groups.argmax(1) + study.best_of * torch.arange(len(groups), device=groups.device)
+    kept = rejection("beta 1", lambda rows: setup.log_toxicity(setup.potential.texts(rows)))
+    noise = torch.Generator().manual_seed(0)
+    count = config.eval_runs * config.eval_particles
+    log_z = setup.exact.evidence()
+    target = {  # its energy is the noise level
+        "energy": metrics.energy_floor(setup.exact_vectors, count, noise),
+        "log_z": log_z.value,
+        "log_z_half_width": log_z.half_width(),
+    }
+    accepted = (1.0, len(kept["tokens"]) / study.proposals)
+    accepted += (len(exact.texts) / setup.exact.num_proposals,)
+    by_beta = {"0": plain, "1": task.score(kept["tokens"]), f"{config.beta:g}": exact}
+    rows = [
+        task.add_kl(task.measure("Base", plain), base, None),
+        task.measure(f"Best of {study.best_of}", task.score(tokens[best])),
+        task.measure("Target", exact) | target,
+    ]
+    for (name, samples), share in zip(by_beta.items(), accepted, strict=True):
+        rows.append(task.measure(name, samples, "beta") | {"accepted": share})
+    return {"rows": rows, "words": task.words}
+
+
+def run_main(arguments: list[str]) -> float:
+    """Run main.py on one thread; its processor seconds. InputError where it fails."""
+    before = os.times()
+    ended = subprocess.run(
+        [sys.executable, "main.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    if ended.returncode:
+        raise InputError("main.py has failed; its last line says why")
+    after = os.times()
+    return sum(after[2:4]) - sum(before[2:4])  # of processes that have ended
+
+
+def measure_run(task: Task) -> dict:
+    """A run of main.py, begun or continued: its generations and new populations of their pairs."""
+    study, part, config = task.study, task.part, task.config
+    path = task.run.resolve()
+    is_new = not (path / "config.json").exists()
+    if is_new:
+        shutil.rmtree(path, ignore_errors=True)
+        options = [*study.arguments(part.method, part.seed), "--out", str(path)]
+    else:
+        options = ["--quiet", "--resume", str(path)]
+    seconds = run_main(options)
+    rows = []
+    for found in read_json(path / "results.json")["generations"]:
+        m = found["generation"]
+        pair = load_pair(path / f"generation-{m}", task.setup.base, read_network)
+        row = task.measure(part.method, generation_samples(path, m))
+        twist = None if pair.twist is None else pack(pair.twist)
+        row = task.add_kl(row, pair.model.packed(), twist)
+        names = ("log_z_hat_mean", "log_z_hat_std", "ess", "distinct")
+        row |= {"generation": m, **{name: found[name] for name in names}}
+        if part.method in LEARNERS:
+            rows.append(population_row(task, pair.model, twist, m))
+        if m == config.generations:
+            row |= worth(task, pair.model, twist)
+        rows.append(row)
+    return {"rows": rows, "seconds": seconds if is_new else None}
+
+
+def generation_samples(path: Path, m: int) -> metrics.Samples:
+    """The texts of generation m in a run's samples.jsonl."""
+    lines = (path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["source"] == f"generation {m}"]
+    scores = {
+        name: torch.tensor([-math.inf if row[name] is None else row[name] for row in rows]).double()
+        for name in ("log_phi", "toxicity")
+    }
+    return metrics.Samples([row["text"] for row in rows], scores, [row["run"] for row in rows])
+
+
+def population_row(task: Task, model: LanguageModel, twist: Twist | None, m: int) -> dict:
+    """The toxicity of populations of different K (paper, Fig. 2)."""
+    config, setup, study = task.config, task.setup, task.study
+    is_effective = config.effective_potential or config.learner == "pooled"
+    sigma = seen_from(model, setup.base, setup.potential, is_effective)
+    row = {"table": "populations", "name": task.part.method, "generation": m}
+    for particles in study.populations:
+        runs = max(1, study.particles // particles)
+        named = (task.phases, f"populations of {particles}", m, sigma, twist)
+        population = draw_population(*named, particles, runs, **config.rule()).alive()
+        texts = setup.potential.texts(population.samples.flatten(0, 1))
+        row[f"K = {particles}"] = each_once(setup.log_toxicity, texts).exp().mean().item()
+    return row
+
+
+def worth(task: Task, model: LanguageModel, twist: Twist | None) -> dict:
+    """Scores of training, and effective samples of sigma per score of a draw from the last q."""
+    config, setup = task.config, task.setup
+    if config.learner == "pooled":
+        scores = config.pool_first_draws + config.generations * config.pool_draws
+    else:
+        scores = sum(baseline.published_sequences(config, config.generations)[:2])
+    sigma = seen_from(model, setup.base, setup.potential)
+    runs = max(1, task.study.weighted // 50)
+    named = (task.phases, "weights", config.generations, sigma, twist)
+    shares = draw_population(*named, 50, runs, ess_threshold=0.0).shares()  # [R, K]
+    return {"scores": scores, "ess_per_score": 1 / shares.square().sum().item() / shares.numel()}
+
+
+def measure_sweep(task: Task) -> dict:
+    """A row for each setting of a baseline that was tried, and the best one."""
+    rows = {}
+
+    def energy(setting: baseline.Setting) -> float:
+        row = train_baseline(task, setting, task.study.share)
+        named = f"{row['name']} {row['learning_rate']:g} {row['strength']:g}"
+        rows[setting] = row | {"table": "sweep", "name": named, "setting": setting}
+        return rows[setting].get("energy", math.inf)
+
+    best, is_inside = baseline.search(energy, task.study.first, task.study.widenings)
+    return {"rows": [*rows.values()], "best": best, "inside": is_inside}
+
+
+def measure_baseline(task: Task) -> dict:
+    """The best setting of a sweep at the whole cost."""
+    study, method = task.study, task.part.method
+    sweep = Part(f"sweep-{method}", "sweep", method, study.sweep_seed)
+    best = read_json(files(study, sweep, task.out)[0])["best"]
+    return {"rows": [train_baseline(task, tuple(best), 1.0)]}
+
+
+def train_baseline(task: Task, setting: baseline.Setting, share: float) -> dict:
+    """The row of a baseline that may spend a share of the default's cost."""
+    study, method, setup, config = task.study, task.part.method, task.setup, task.config
+    units = share * baseline.published_units(config, config.generations, setup.base)
+    options = baseline.baseline_config(method, setting, units, study.batch_size, config.length)
+    row = {"table": "samples", "name": method, "scores": options.updates * options.batch_size}
+    row |= {"learning_rate": options.learning_rate, "strength": options.strength}
+    try:
+        stream = task.phases.stream(method, *setting)
+        policy = baseline.train(method, setup, options, stream).packed()
+    except Diverged as error:
+        return row | {"diverged": str(error)}
+    tokens = task.draw(f"{method} {setting}", policy, config.eval_base_samples)
+    return task.add_kl(row | task.measure(method, task.score(tokens)), policy, None)
+
+
+MEASURE = {
+    "target": measure_target,
+    "run": measure_run,
+    "sweep": measure_sweep,
+    "baseline": measure_baseline,
+}

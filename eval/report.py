@@ -1,0 +1,316 @@
+"""The numbers of a study with their intervals, and the tables and figures made of them.
+
+    mean over seeds with its 95 % interval (Student's t): the seeds are the independent units
+    changes are computed within each seed before they are averaged
+
+All seeds share the M exact samples of sigma, so their error does not average out. It is that of the
+mean of their `terms` (`eval/parts.py`), for a change that of the difference of terms, and is added
+in quadrature, to a mean KL also the error of log Z_sigma. Intervals of shares are computed on the
+logit scale, those of positive numbers on the log scale; where a value lies outside (an unbiased
+energy may be negative), the interval is cut there. A star marks a word whose share differs from
+that of the exact samples: a two-sided test at 5 % / (number of words). S seeds.
+"""
+
+import itertools
+import math
+import re
+import shutil
+import subprocess
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.baseline import METHODS
+from eval.figures import COLOURS, DASHES, MARKERS, save_figure
+from eval.parts import ABLATIONS, LEARNERS, ROOT, Part
+from tsmc.estimate import Estimate, difference, mean_estimate
+
+POSITIVE = {"energy", "kl", "log_z_hat_std", "ess", "scores", "exact_texts", "gain", "seconds"}
+SHARES = {"toxicity", "distinct", "ess_per_score", "accepted"}
+COLUMNS = {  # quantity: title, format; others are shown under their own name
+    "energy": ("energy", ".4f"),
+    "kl": ("KL(sigma, q)", ".2f"),
+    "log_z_hat_mean": ("log Z-hat", ".2f"),
+    "log_z_hat_std": ("(spread)", ".2f"),
+    "scores": ("scores", ",.0f"),
+    "exact_texts": ("exact texts for them", ".0f"),
+    "ess_per_score": ("effective texts per score", ".3f"),
+    "gain": ("times rejection", ",.0f"),
+    "seconds": ("core seconds", ".0f"),
+    "accepted": ("accepted", ".3%"),
+    "num_sequences": ("texts", ".0f"),
+    "learning_rate": ("step size", ".2g"),
+    "strength": ("b", ".2g"),
+    "tried": ("settings tried", ".0f"),
+    "inside": ("best inside", ".0f"),
+}
+COMPARED = ("toxicity", "similarity", "energy", "kl", "log_z_hat_mean", "log_z_hat_std")
+TABLES = {  # name: columns; None: all of its rows' quantities
+    "samples": COMPARED,
+    "cost": ("scores", "exact_texts", "ess_per_score", "gain", "seconds"),
+    "populations": None,
+    "beta": ("accepted", "toxicity", "similarity", "num_sequences"),
+    "changes": COMPARED,
+    "settings": ("learning_rate", "strength", "tried", "inside", "energy"),
+    "words": None,
+}
+Place = tuple[str, str, int | None]  # table, name, generation
+Seeds = dict[int, dict]  # the rows of a place by seed
+
+
+def interval(values: Tensor, error: float, kind: str) -> list[float]:
+    """Mean, low and high of values [S], with the half-width `error` that all of them share.
+
+    `kind` is "share", "positive" or "any".
+    """
+    mean = values.mean().item()
+    is_inside = bool((values > 0).all()) and (kind == "positive" or bool((values < 1).all()))
+    if kind == "positive" and is_inside:
+        half = math.hypot(mean_estimate(values.log()).half_width(), error / mean)
+        return [mean, mean * math.exp(-half), mean * math.exp(half)]
+    if kind == "share" and is_inside:
+        half = mean_estimate(values.logit()).half_width()
+        half = math.hypot(half, error / (mean * (1 - mean)))
+        centre = math.log(mean / (1 - mean))
+        return [mean, 1 / (1 + math.exp(half - centre)), 1 / (1 + math.exp(-half - centre))]
+    half = math.hypot(mean_estimate(values).half_width(), error)
+    lowest, highest = {"share": (0, 1), "positive": (0, math.inf)}.get(kind, (-math.inf, math.inf))
+    return [mean, max(mean - half, lowest), min(mean + half, highest)]
+
+
+def by_place(parts: dict[Part, dict]) -> dict[Place, Seeds]:
+    """The rows of all parts by place and seed, and what follows from them."""
+    places: dict[Place, Seeds] = defaultdict(dict)
+    for part, result in parts.items():
+        for row in result["rows"]:
+            place = (row["name"], row.get("generation"))
+            places[row["table"], *place][part.seed] = row
+            if row["table"] == "samples" and "words" in row:
+                places["words", *place][part.seed] = row["words"]
+            if row["table"] == "samples" and "scores" in row:
+                spent = {name: row[name] for name in ("scores", "ess_per_score") if name in row}
+                places["cost", *place][part.seed] = spent | {"seconds": result["seconds"]}
+        if part.kind == "sweep":
+            best = next(row for row in result["rows"] if row["setting"] == result["best"])
+            found = {name: best.get(name) for name in ("learning_rate", "strength", "energy")}
+            found |= {"tried": len(result["rows"]), "inside": float(result["inside"])}
+            places["settings", part.method, None][part.seed] = found
+    z = math.exp(target_of(places)["log_z"])
+    for row in (row for place in places if place[0] == "cost" for row in places[place].values()):
+        row["exact_texts"] = z * row["scores"]
+        if "ess_per_score" in row:
+            row["gain"] = row["ess_per_score"] / z
+    return places
+
+
+def target_of(places: dict[Place, Seeds], table: str = "samples") -> dict:
+    """The row of Target."""
+    return next(iter(places[table, "Target", None].values()))
+
+
+def label(place: Place) -> str:
+    """Name and generation."""
+    return place[1] + ("" if place[2] is None else f", generation {place[2]}")
+
+
+def comparisons(places: dict[Place, Seeds]) -> list[tuple[Place, Place]]:
+    """Before and after of each change."""
+    last = max(place[2] or 0 for place in places)
+    pairs = []
+    for name in LEARNERS:
+        generations = [("samples", name, m) for m in range(last + 1)]
+        pairs += [*itertools.pairwise(generations), (generations[0], generations[-1])]
+    ends = {name: ("samples", name, last) for name in LEARNERS | ABLATIONS}
+    pairs += itertools.pairwise(ends[name] for name in LEARNERS)
+    pairs.append((ends["pooled"], ends["no-surrogate"]))
+    pairs += [(ends["default"], ends[name]) for name in ("no-effective-potential", "lora")]
+    baselines = [("samples", method, None) for method in METHODS]
+    pairs += itertools.product((ends["default"], ends["pooled"]), baselines)
+    return list(dict.fromkeys(pairs))
+
+
+def change(before: Seeds, after: Seeds) -> Seeds:
+    """after - before within each seed that has both."""
+    rows = {}
+    for seed in sorted(before.keys() & after.keys()):
+        old, new = before[seed], after[seed]
+        names = [name for name in COMPARED if None not in (old.get(name), new.get(name))]
+        terms = {
+            name: np.subtract(new["terms"][name], old["terms"][name])
+            for name in ("energy", "kl")
+            if name in names
+        }
+        rows[seed] = {name: new[name] - old[name] for name in names} | {"terms": terms}
+    return rows
+
+
+def numbers_of(place: Place, rows: list[dict], log_z_error: float) -> dict[str, list[float]]:
+    """The mean of every quantity that all seeds have; of one seed its own interval, if any."""
+    numbers = {}
+    for name, first in rows[0].items():
+        each = [row.get(name) for row in rows]
+        if not isinstance(first, int | float) or None in each or name == "generation":
+            continue
+        values = torch.tensor(each, dtype=torch.float64)
+        kind = "positive" if name in POSITIVE else "share" if name in SHARES else "any"
+        kind = {"changes": "any", "words": "share", "populations": "share"}.get(place[0], kind)
+        own = rows[0].get(f"{name}_half_width")
+        if len(rows) > 1:
+            error = shared_error(place, name, rows, log_z_error)
+            numbers[name] = interval(values, error, kind)
+        elif own is not None:
+            numbers[name] = interval(values.repeat(2), own, kind)  # as if seeds did not differ
+        else:
+            numbers[name] = [values.item()]
+    rounded = {name: [float(f"{x:.6g}") for x in number] for name, number in numbers.items()}
+    return {name: number for name, number in rounded.items() if not name.endswith("_half_width")}
+
+
+def shared_error(place: Place, name: str, rows: list[dict], log_z_error: float) -> float:
+    """Half of the 95 % interval of what the exact samples add to a mean over seeds."""
+    terms = [row.get("terms", {}).get(name) for row in rows]
+    if any(values is None for values in terms):
+        return 0.0
+    half = mean_estimate(torch.tensor(np.array(terms)).mean(0)).half_width()
+    return math.hypot(half, log_z_error) if name == "kl" and place[0] != "changes" else half
+
+
+def differs(shares: list[float], exact: float, count: int, level: float) -> bool:
+    """Whether a mean share over seeds differs from that of `count` exact samples, two-sided."""
+    error = math.sqrt(exact * (1 - exact) / count)
+    found = mean_estimate(torch.tensor(shares, dtype=torch.float64))
+    apart = difference(found, Estimate(exact, error, count - 1))
+    return not apart.quantile(level / 2) <= 0 <= apart.quantile(1 - level / 2)
+
+
+def summarise(parts: dict[Part, dict]) -> dict:
+    """results.json: what made the numbers, and those of every row as [mean, low, high]."""
+    places = by_place(parts)
+    target, words = target_of(places), target_of(places, "words")
+    for before, after in comparisons(places):
+        name = f"{label(before)} → {label(after)}"
+        places["changes", name, None] = change(places[before], places[after])
+    rows = []
+    for place, by_seed in places.items():
+        if not by_seed:
+            continue
+        each = [*by_seed.values()]
+        row = dict(zip(("table", "name", "generation"), place, strict=True), seeds=[*by_seed])
+        row["numbers"] = numbers_of(place, each, target["log_z_half_width"])
+        if place[0] in ("samples", "beta"):
+            row |= {name: each[0].get(name, []) for name in ("texts", "histogram")}
+        if place[0] == "words" and len(each) > 1:
+            sizes = (target["num_sequences"], 0.05 / len(words))
+            row["differs"] = [
+                word
+                for word, exact in words.items()
+                if differs([one[word] for one in each], exact, *sizes)
+            ]
+        rows.append(row)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {"version": project["version"], "commit": commit(), "rows": rows}
+
+
+def commit() -> str:
+    """The commit of the code, with "-dirty" where it has been changed since; empty without git."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def cell(row: dict, name: str) -> str:
+    """A number with its interval."""
+    if name not in row["numbers"]:
+        return ""
+    form = COLUMNS.get(name, (name, ".3f"))[1]
+    value, *limits = (format(number, form) for number in row["numbers"][name])
+    value += "*" if name in row.get("differs", []) else ""
+    return value if not limits or limits[0] == limits[1] else f"{value} ({' to '.join(limits)})"
+
+
+def markdown(rows: list[dict], names: tuple[str, ...] | None) -> str:
+    """A table in Markdown."""
+    names = names or tuple(dict.fromkeys(name for row in rows for name in row["numbers"]))
+    lines = [["", *(COLUMNS.get(name, (name,))[0] for name in names)], ["---"] * (len(names) + 1)]
+    for row in rows:
+        place = (row["table"], row["name"], row["generation"])
+        lines.append([label(place), *(cell(row, name) for name in names)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tables(results: dict) -> dict[str, str]:
+    """The tables in Markdown by name; "texts" has some of each beta and each last generation."""
+    rows = defaultdict(list)
+    for row in results["rows"]:
+        rows[row["table"]].append(row)
+    shown = {name: markdown(rows[name], columns) for name, columns in TABLES.items()}
+    lines = []
+    for row in [*rows["beta"], *(row for row in rows["samples"] if row["name"] in LEARNERS)]:
+        place = (row["table"], row["name"], row["generation"])
+        named = f"{'beta ' * (row['table'] == 'beta')}{label(place)}"
+        lines += [f"- {named}: {' '.join(text.split())}" for text in row["texts"]]
+    return shown | {"texts": "\n".join(lines)}
+
+
+def fill(page: str, results: dict) -> str:
+    """The page with the tables between their markers, <!-- table NAME --> and <!-- end -->."""
+    shown = tables(results)
+
+    def replaced(found: re.Match) -> str:
+        return f"<!-- table {found[1]} -->\n{shown[found[1]]}\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", replaced, page, flags=re.DOTALL)
+
+
+def draw_lines(axes: plt.Axes, lines: dict[str, list], **labels) -> None:
+    """Lines with error bars by name, through points (x, [value] or [mean, low, high])."""
+    for number, (name, points) in enumerate(lines.items()):
+        x, y = zip(*((x, y if len(y) == 3 else y * 3) for x, y in points), strict=True)
+        middle, low, high = np.array(y).T
+        look = {"color": COLOURS[number % 6], "marker": MARKERS[number % 6], "capsize": 3}
+        bars = np.maximum(0, (middle - low, high - middle))
+        axes.errorbar(x, middle, bars, label=name, ls=DASHES[number % 4], **look)
+    axes.set(**labels)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def draw_figures(results: dict, folder: Path) -> None:
+    """The paper's Fig. 1 and 2, KL(sigma||q) by generation, and histograms by beta."""
+    plane, kl, populations, target = defaultdict(list), defaultdict(list), defaultdict(dict), 0.0
+    first, by_beta = plt.figure(figsize=(6, 4)), None
+    by_beta = first.subplots()
+    for row in results["rows"]:
+        numbers, name, m = row["numbers"], row["name"], row["generation"]
+        if row["table"] == "samples" and name not in ABLATIONS and "toxicity" in numbers:
+            plane[name].append((numbers["similarity"][0], numbers["toxicity"]))
+            if name in LEARNERS:
+                kl[name].append((m, numbers["kl"]))
+            if name == "Target":
+                target = numbers["toxicity"][0]
+        elif row["table"] == "populations":
+            points = [(int(key.split()[-1]), value) for key, value in numbers.items()]
+            populations[name][f"Generation {m}"] = points
+        elif row["table"] == "beta":
+            by_beta.stairs(row["histogram"], np.linspace(0, 1, 21), label=f"beta {name}", lw=2)
+    by_beta.set(xlabel="Toxicity", ylabel="Share of texts", yscale="log")
+    by_beta.legend()
+    save_figure(first, folder / "beta.png")
+    figure = plt.figure(figsize=(6, 5))
+    draw_lines(figure.subplots(), plane, xlabel="Similarity", ylabel="Toxicity")
+    save_figure(figure, folder / "similarity-toxicity.png")
+    figure = plt.figure(figsize=(5, 4))
+    draw_lines(figure.subplots(), kl, xlabel="Generation", ylabel="KL(sigma, q)", ylim=0)
+    save_figure(figure, folder / "kl.png")
+    figure, panels = plt.subplots(1, len(LEARNERS), figsize=(11, 4), sharey=True)
+    for axes, name in zip(panels, LEARNERS, strict=True):
+        axes.axhline(target, color="black", label="Target")
+        labels = {"xlabel": "Particles K", "ylabel": "Toxicity", "xscale": "log"}
+        draw_lines(axes, populations[name], title=name, **labels)
+    save_figure(figure, folder / "populations.png")

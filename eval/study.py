@@ -1,0 +1,183 @@
+"""The products of the paper, and ours, from one command: `python -m eval.study --out runs/study`.
+
+    OUT/runs/NAME-KEY    a run of main.py              OUT/results.json    all numbers of the tables
+    OUT/parts/NAME-KEY.json    what a part measured    OUT/figures/       PNG
+
+    target            samples of p^(0), and exact samples of sigma by rejection
+    default-S, ...    a run of main.py with seed S (RUNS), and new populations of its pairs
+    sweep-dpo-full    settings of a baseline, tried with a share of the cost on a seed of their own
+    dpo-full-S        the best of them at the whole cost, on seed S
+
+KEY is a hash of all that a part depends on: the version, the code, options, networks, and the file
+of a potential. So the same command continues where it was ended, and never takes over what was made
+otherwise. Repeated on the same kind of machine, everything but the seconds is the same. Options
+that are not listed here are passed on to main.py (`--device`).
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import shlex
+import signal
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from eval.baseline import METHODS
+from eval.parts import LEARNERS, MEASURE, ROOT, RUNS, Part, Study, Task, files, target_part
+from eval.report import draw_figures, fill, summarise, tables
+from eval.run.command import OneLineParser, one_line_errors
+from eval.run.run import finite_or_null
+from eval.run.setup import identity
+from tinystories.checkpoint import digest_of, read_json, write_json
+from tinystories.errors import InputError
+from tinystories.fast import keep_freed_memory
+
+CODE = ("main.py", "tinystories", "tsmc", "twist", "distill", "eval/run", "eval/scorers")
+CODE += ("eval/metrics.py", "pyproject.toml")
+MEASURES = ("eval/baseline.py", "eval/parts.py")
+MINUTES = {"target": 2, "as-published": 5, "default": 5, "pooled": 4}  # of one core, about
+QUICK = Study(  # only shows that everything runs
+    seeds=(1, 2),
+    few=1,
+    options="--length 3 --beta 0.3 --generations 1 --eval-particles 3 --eval-runs 3 "
+    "--eval-base-samples 10",
+    published="--particles 3 --ctl-updates 2 --ctl-batch-size 8 --distill-runs 3 "
+    "--distill-updates 2 --distill-batch-size 4",
+    pooled="--pool-first-draws 30 --pool-first-rounds 2 --pool-first-updates 2 --pool-draws 20 "
+    "--pool-updates 2",
+    proposals=300,
+    best_of=2,
+    best_texts=5,
+    populations=(2, 4),
+    particles=8,
+    weighted=100,
+    words=2,
+    batch_size=4,
+    first=((1, 0),),
+    widenings=1,
+)
+
+
+def stages(study: Study) -> list[list[Part]]:
+    """All parts; those of a stage need results of the stages before it."""
+    runs, best = [], []
+    for method in RUNS:
+        seeds = study.seeds if method in LEARNERS else study.seeds[: study.few]
+        runs += [Part(f"{method}-{seed}", "run", method, seed) for seed in seeds]
+    sweeps = [Part(f"sweep-{method}", "sweep", method, study.sweep_seed) for method in METHODS]
+    for method in METHODS:
+        best += [Part(f"{method}-{s}", "baseline", method, s) for s in study.seeds[: study.few]]
+    return [[target_part(study)], [*sweeps, *runs], best]
+
+
+def code_hash(*names: str) -> str:
+    """A hash of source files and of those in directories."""
+    paths = [path for name in names for path in [ROOT / name, *sorted((ROOT / name).rglob("*.py"))]]
+    digests = [digest_of(path) for path in paths if path.is_file()]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def read_study(arguments: list[str] | None) -> tuple[Study, argparse.Namespace]:
+    """The sizes, and the options out, jobs and only; InputError for options out of range."""
+    parser = OneLineParser("eval.study", description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="tiny sizes, which only show that everything runs")
+    add("--out", type=Path, default="runs/study", help="directory, new or of an unfinished study")
+    add("--seeds", type=int, nargs="+", metavar="S", help="seeds of the runs, at least two")
+    add("--only", nargs="+", default=[""], metavar="NAME", help="only parts that begin so")
+    add("--jobs", type=int, default=os.cpu_count(), help="parts at a time, each on one thread")
+    args, others = parser.parse_known_args(arguments)
+    study = QUICK if args.quick else Study()
+    seeds = tuple(args.seeds or study.seeds)
+    if len(set(seeds)) < max(2, len(seeds)) or study.sweep_seed in seeds:
+        raise InputError(f"--seeds needs at least two, all different and none {study.sweep_seed}")
+    if args.jobs < 1:
+        raise InputError(f"--jobs is {args.jobs}; give at least 1")
+    study = replace(study, seeds=seeds, options=f"{study.options} {shlex.join(others)}")
+    runs_on = json.dumps(identity(study.config("default", 0))) + code_hash(*CODE)
+    return replace(study, code=(runs_on, code_hash(*MEASURES))), args
+
+
+def start_worker() -> None:
+    """Prepare a process for its parts: one thread, and an end as soon as the study has ended."""
+    os.setpgrp()  # Ctrl-C reaches the study alone, which then ends its workers
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Wait for the end of the process that has started this one, then end it and its main.py."""
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def run_part(study: Study, part: Part, out: Path) -> None:
+    """Compute one part and write its file; InputErrors open with its name."""
+    start = time.process_time()
+    try:
+        task = Task(study, part, out)
+        result = MEASURE[part.kind](task)
+    except InputError as error:
+        raise InputError(f"{part.name}: {error}") from error
+    result = {"seconds": time.process_time() - start} | result
+    write_json(task.file, finite_or_null(json.loads(json.dumps(result))))
+
+
+def run_parts(study: Study, out: Path, jobs: int, only: list[str]) -> None:
+    """Run the parts that are not finished, `jobs` at a time; InputError where one fails."""
+    names = ("target", *only)
+    planned = [[part for part in stage if part.name.startswith(names)] for stage in stages(study)]
+    missing = [
+        [part for part in stage if not files(study, part, out)[0].exists()] for stage in planned
+    ]
+    left = sum(map(len, missing))
+    minutes = sum(
+        MINUTES.get(part.method, MINUTES["default"]) for stage in missing for part in stage
+    )
+    print(f"{sum(map(len, planned))} parts, {left} to run: some {minutes} minutes", flush=True)
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker)
+    try:
+        for stage in missing:
+            futures = {pool.submit(run_part, study, part, out): part for part in stage}
+            for future in as_completed(futures):
+                future.result()
+                left -= 1
+                print(f"{futures[future].name} is done, {left} parts are left", flush=True)
+    except KeyboardInterrupt:
+        for worker in multiprocessing.active_children():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+        raise
+    except BrokenProcessPool as error:
+        raise InputError("a part was killed; if memory is short, lower --jobs") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the parts, print the tables; bad input ends with one line and code 2."""
+    with one_line_errors("eval.study", "lower --rows or --jobs"):
+        study, args = read_study(arguments)
+        run_parts(study, args.out, args.jobs, args.only)
+        every = [part for stage in stages(study) for part in stage]
+        paths = {part: files(study, part, args.out)[0] for part in every}
+        parts = {part: read_json(path) for part, path in paths.items() if path.exists()}
+        results = summarise(parts)
+        write_json(args.out / "results.json", results)
+        draw_figures(results, args.out / "figures")
+        empty = "".join(f"<!-- table {name} -->\n<!-- end -->\n\n" for name in tables(results))
+        print(fill(empty, results))
+
+
+if __name__ == "__main__":
+    main()

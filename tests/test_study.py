@@ -202,7 +202,7 @@ def test_an_error_that_all_seeds_share_is_added_once():
     source = torch.Generator().manual_seed(0)
     common, moved = torch.randn(2, 50, generator=source, dtype=torch.float64)
     values = {"A": [2.0, 2.1, 1.9, 2.0], "B": [1.0, 1.2, 1.0, 1.1]}
-    terms = {"A": {"kl": common}, "B": {"kl": common + moved}}
+    terms = {"A": {"kl": common.tolist()}, "B": {"kl": (common + moved).tolist()}}
     seeds = {
         name: {seed: {"kl": kl, "terms": terms[name]} for seed, kl in enumerate(values[name])}
         for name in values

@@ -149,6 +149,20 @@ def change(before: Seeds, after: Seeds) -> Seeds:
     return rows
 
 
+def add_population_changes(places: dict[Place, Seeds]) -> None:
+    """From generation 0 with the largest K to the last generation with the smallest."""
+    last = max(place[2] or 0 for place in places)
+    for name in LEARNERS:
+        many, few = places["populations", name, 0], places["populations", name, last]
+        sizes = [key for key in next(iter(few.values()), {}) if key.startswith("K = ")]
+        if sizes:
+            title = f"{name}, {sizes[-1]}, generation 0 → {sizes[0]}, generation {last}"
+            places["changes", title, None] = {
+                seed: {"toxicity": few[seed][sizes[0]] - many[seed][sizes[-1]]}
+                for seed in sorted(few)
+            }
+
+
 def numbers_of(place: Place, rows: list[dict], log_z_error: float) -> dict[str, list[float]]:
     """The mean of every quantity that all seeds have; of one seed its own interval, if any."""
     numbers = {}
@@ -195,6 +209,7 @@ def summarise(parts: dict[Part, dict]) -> dict:
     for before, after in comparisons(places):
         name = f"{label(before)} → {label(after)}"
         places["changes", name, None] = change(places[before], places[after])
+    add_population_changes(places)
     rows = []
     for place, by_seed in places.items():
         if not by_seed:
@@ -283,9 +298,9 @@ def draw_lines(axes: plt.Axes, lines: dict[str, list], **labels) -> None:
 
 def draw_figures(results: dict, folder: Path) -> None:
     """The paper's Fig. 1 and 2, KL(sigma||q) by generation, and histograms by beta."""
-    plane, kl, populations, target = defaultdict(list), defaultdict(list), defaultdict(dict), 0.0
-    first, by_beta = plt.figure(figsize=(6, 4)), None
-    by_beta = first.subplots()
+    plane, kl, populations = defaultdict(list), defaultdict(list), defaultdict(dict)
+    target = 0.0
+    figure, by_beta = plt.subplots(figsize=(6, 4))
     for row in results["rows"]:
         numbers, name, m = row["numbers"], row["name"], row["generation"]
         if row["table"] == "samples" and name not in ABLATIONS and "toxicity" in numbers:
@@ -301,7 +316,7 @@ def draw_figures(results: dict, folder: Path) -> None:
             by_beta.stairs(row["histogram"], np.linspace(0, 1, 21), label=f"beta {name}", lw=2)
     by_beta.set(xlabel="Toxicity", ylabel="Share of texts", yscale="log")
     by_beta.legend()
-    save_figure(first, folder / "beta.png")
+    save_figure(figure, folder / "beta.png")
     figure = plt.figure(figsize=(6, 5))
     draw_lines(figure.subplots(), plane, xlabel="Similarity", ylabel="Toxicity")
     save_figure(figure, folder / "similarity-toxicity.png")

@@ -44,7 +44,7 @@ from tinystories.fast import keep_freed_memory
 CODE = ("main.py", "tinystories", "tsmc", "twist", "distill", "eval/run", "eval/scorers")
 CODE += ("eval/metrics.py", "pyproject.toml")
 MEASURES = ("eval/baseline.py", "eval/parts.py")
-MINUTES = {"target": 2, "as-published": 5, "default": 5, "pooled": 4}  # of one core, about
+MINUTES = {"target": 3, "run": 6, "sweep": 25, "baseline": 7}  # of one core, about
 QUICK = Study(  # only shows that everything runs
     seeds=(1, 2),
     few=1,
@@ -133,26 +133,34 @@ def run_part(study: Study, part: Part, out: Path) -> None:
     write_json(task.file, finite_or_null(json.loads(json.dumps(result))))
 
 
-def run_parts(study: Study, out: Path, jobs: int, only: list[str]) -> None:
-    """Run the parts that are not finished, `jobs` at a time; InputError where one fails."""
-    names = ("target", *only)
-    planned = [[part for part in stage if part.name.startswith(names)] for stage in stages(study)]
+def chosen(study: Study, only: list[str]) -> list[list[Part]]:
+    """The stages with the parts whose names begin so, and those that they need."""
+    named = {part for stage in stages(study) for part in stage if part.name.startswith((*only,))}
+    swept = {part.method for part in named if part.kind == "baseline"}
+    named |= {part for part in stages(study)[1] if part.kind == "sweep" and part.method in swept}
+    named.add(target_part(study))
+    return [[part for part in stage if part in named] for stage in stages(study)]
+
+
+def run_parts(study: Study, args: argparse.Namespace) -> None:
+    """Run the parts that are not finished, --jobs at a time; InputError where one fails."""
+    out = args.out
+    planned = chosen(study, args.only)
     missing = [
         [part for part in stage if not files(study, part, out)[0].exists()] for stage in planned
     ]
     left = sum(map(len, missing))
-    minutes = sum(
-        MINUTES.get(part.method, MINUTES["default"]) for stage in missing for part in stage
-    )
-    print(f"{sum(map(len, planned))} parts, {left} to run: some {minutes} minutes", flush=True)
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker)
+    minutes = sum(MINUTES[part.kind] for stage in missing for part in stage)
+    estimate = "" if args.quick else f", about {minutes / 60:.1f} hours of one core"
+    print(f"{sum(map(len, planned))} parts, {left} to run{estimate}", flush=True)
+    pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), start_worker)
     try:
         for stage in missing:
             futures = {pool.submit(run_part, study, part, out): part for part in stage}
             for future in as_completed(futures):
                 future.result()
                 left -= 1
-                print(f"{futures[future].name} is done, {left} parts are left", flush=True)
+                print(f"{futures[future].name} is done, {left} left", flush=True)
     except KeyboardInterrupt:
         for worker in multiprocessing.active_children():
             with contextlib.suppress(ProcessLookupError):
@@ -168,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the parts, print the tables; bad input ends with one line and code 2."""
     with one_line_errors("eval.study", "lower --rows or --jobs"):
         study, args = read_study(arguments)
-        run_parts(study, args.out, args.jobs, args.only)
+        run_parts(study, args)
         every = [part for stage in stages(study) for part in stage]
         paths = {part: files(study, part, args.out)[0] for part in every}
         parts = {part: read_json(path) for part, path in paths.items() if path.exists()}

@@ -272,7 +272,7 @@ def measure_run(task: Task) -> dict:
         row = task.measure(part.method, generation_samples(path, m))
         twist = None if pair.twist is None else pack(pair.twist)
         row = task.add_kl(row, pair.model.packed(), twist)
-        names = ("log_z_hat_mean", "log_z_hat_std", "ess", "distinct")
+        names = ("log_z", "log_z_hat_mean", "log_z_hat_std", "ess", "distinct")
         row |= {"generation": m, **{name: found[name] for name in names}}
         if part.method in LEARNERS:
             rows.append(population_row(task, pair.model, twist, m))

@@ -37,6 +37,7 @@ COLUMNS = {  # quantity: title, format; others are shown under their own name
     "kl": ("KL(sigma, q)", ".2f"),
     "log_z_hat_mean": ("log Z-hat", ".2f"),
     "log_z_hat_std": ("(spread)", ".2f"),
+    "log_z": ("log Z", ".2f"),
     "scores": ("scores", ",.0f"),
     "exact_texts": ("exact texts for them", ".0f"),
     "ess_per_score": ("effective texts per score", ".3f"),
@@ -51,7 +52,7 @@ COLUMNS = {  # quantity: title, format; others are shown under their own name
 }
 COMPARED = ("toxicity", "similarity", "energy", "kl", "log_z_hat_mean", "log_z_hat_std")
 TABLES = {  # name: columns; None: all of its rows' quantities
-    "samples": COMPARED,
+    "samples": (*COMPARED, "log_z"),
     "cost": ("scores", "exact_texts", "ess_per_score", "gain", "seconds"),
     "populations": None,
     "beta": ("accepted", "toxicity", "similarity", "num_sequences"),

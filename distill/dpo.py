@@ -55,7 +55,8 @@ def dpo(
 ) -> BaseModel:
     """pi, trained from p^(0) = base, a plain network that is kept, for log_phi(tokens [N, T]) [N].
 
-    Reports the loss of every step. InputError where log phi is NaN or +inf, Diverged where the trained model is not finite.
+    Reports the loss of every step. InputError where log phi is NaN or +inf, Diverged where the
+    trained model is not finite.
     """
     student = Student(base.network, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)

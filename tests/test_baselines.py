@@ -1,4 +1,4 @@
-"""DPO and GRPO as whole runs in a world that can be enumerated; guards."""
+"""DPO and GRPO as whole runs in a world that can be enumerated; guards, costs."""
 
 import copy
 import importlib
@@ -8,10 +8,15 @@ import pytest
 import torch
 from worlds import ListedPotential, Recorded, generator, gpt_neo_world, tiny_conditional
 
+import main
 from distill.dpo import dpo
 from distill.finetune import BaselineConfig, Student
 from distill.grpo import grpo
+from eval.baseline import FIRST, METHODS, baseline_config, baseline_units, published_units
+from eval.run.options import read_config
+from tinystories import Conditional
 from tinystories.errors import InputError
+from tinystories.gpt_neo import GPTNeo
 from tsmc.exact import Tree
 
 BASELINES = {"dpo": dpo, "grpo": grpo}
@@ -57,6 +62,24 @@ def test_the_policy_gains_reward_and_the_base_stays(name, lora):
     assert figures[0]["loss"] == pytest.approx(first, abs=1e-12)
 
 
+@both
+def test_a_hard_potential_is_learned_from_samples_of_the_right_model(name):
+    """phi = 1 where token 2 comes first. DPO samples the reference, GRPO the current policy."""
+    base, _ = world()
+    shares = []
+
+    def log_phi(tokens):
+        shares.append((tokens[:, 0] == 2).double().mean())
+        return torch.where(tokens[:, 0] == 2, 0.0, -math.inf)
+
+    policy, _ = train(name, base, log_phi, config())
+    with torch.no_grad():
+        before, after = (Tree(model).log_p[0][0, 2].exp() for model in (base, policy))
+    assert after > before + 0.2
+    expected = before if name == "dpo" else after
+    assert abs(sum(shares[-10:]) / 10 - expected) < 0.08  # four standard errors of 640 samples
+
+
 @with_and_without_lora
 @both
 def test_gradient_in_parts_is_that_of_the_whole_batch(name, lora, monkeypatch):
@@ -92,3 +115,64 @@ def test_a_model_that_is_not_finite_is_not_returned(lora):
     student.parameters[1].data[0] = torch.nan
     with pytest.raises(InputError, match=r"not finite; lower the learning rate$"):
         student.finish()
+
+
+@both
+def test_cost_is_what_the_model_is_asked_for(name, monkeypatch):
+    """Positions after the prompt that pass the network, three times where there is a gradient."""
+    base, potential = world()
+    hidden, units = GPTNeo.hidden, []
+
+    def counted(self, ids, cache=None):
+        if cache.length > 0:  # after the prompt
+            units.append(ids.numel() * (3 if torch.is_grad_enabled() else 1))
+        return hidden(self, ids, cache)
+
+    monkeypatch.setattr(GPTNeo, "hidden", counted)
+    options = config(updates=3, batch_size=11)
+    train(name, base, potential, options)
+    assert baseline_units(name, options, length=3) == sum(units)
+
+
+SIZES = "--length 4 --particles 3 --ctl-updates 2 --ctl-batch-size 8 --distill-runs 3"
+SIZES += " --distill-updates 2 --distill-batch-size 4 --quiet --out"
+
+
+@pytest.mark.parametrize("option", ["--effective-potential", "--no-effective-potential"])
+def test_the_cost_of_algorithm_1_is_what_it_asks_of_the_language_model(
+    monkeypatch, tmp_path, option, pocket_lm
+):
+    """All but the share of the twist, which is computed from its size."""
+    config = read_config([*SIZES.split(), str(tmp_path / "run"), option], "")[0]
+    asked, bases = [], []
+    decoder, states = Conditional.decoder, Conditional.states
+
+    def counted_decoder(self, rows: int):
+        bases.append(self)
+        asked.append(rows)
+        return decoder(self, rows)
+
+    def counted_states(self, tokens: torch.Tensor):
+        asked.append((3 if torch.is_grad_enabled() else 1) * len(tokens))
+        return states(self, tokens)
+
+    monkeypatch.setattr(Conditional, "decoder", counted_decoder)
+    monkeypatch.setattr(Conditional, "states", counted_states)
+    monkeypatch.setattr(main, "evaluate_ends", lambda *_: {"generations": []})
+    monkeypatch.setattr(main, "finish_generation", lambda *_: None)
+    monkeypatch.setattr(main, "draw_figures", lambda *_: None)
+    main.run_job(config, None)
+    drawn = 3 * 2 * 8 + 2 * 3 * 3
+    psi = 3 * 2 * 8 * 3 * (193 * 192 + 193 * 192 + 193)  # outputs of the drawn tokens, learning
+    psi += drawn * (193 * 192 + 193 * 192 + 193 * 4096)
+    share = psi / sum(parameter.numel() for parameter in pocket_lm[0].parameters())
+    base = bases[0].with_network(pocket_lm[0])  # that one is packed
+    assert published_units(config, 2, base) == round(3 * (sum(asked) + share))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_baselines_spend_what_algorithm_1_spends(method):
+    for setting in FIRST:
+        options = baseline_config(method, setting, 4e6, 128, length=20)
+        spent = baseline_units(method, options, length=20)
+        assert 4e6 - spent / options.updates < spent <= 4e6

@@ -40,6 +40,8 @@ from twist.pair import Pair
 from twist.pool import Pool, Round, draw_round, tempered, truncated
 from twist.surrogate import fit_surrogate
 
+GROUP = 256  # prefixes of a step are padded to a multiple of this: freed memory fits again
+
 
 @dataclass(frozen=True)
 class PooledOptions:
@@ -194,6 +196,7 @@ def fit_adapter(
     def loss(rows: Tensor) -> Tensor:
         some = is_counted[rows]  # [n, T]
         chosen, place = prefixes[rows][some].unique(return_inverse=True)  # [S]
+        chosen = torch.cat([chosen, chosen[-1:].repeat(-len(chosen) % GROUP)])
         log_q = adapter(states[chosen]).log_softmax(-1)  # [S, V]
         return -log_q[place, tokens[rows][some]].mean()
 

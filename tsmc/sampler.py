@@ -83,7 +83,7 @@ class Step:
     """What an observer sees of step t before its resampling takes effect; it changes nothing."""
 
     tokens: Tensor  # [R, K, t]
-    log_psi: Tensor  # [R, K] log psi, or log psi f_t; where f_t = 0, log psi
+    log_psi: Tensor  # [R, K]
     log_w: Tensor  # [R, K] incremental weights of this step
     log_weights: Tensor  # [R, K]
     ess: Tensor  # [R]

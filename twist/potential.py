@@ -222,27 +222,6 @@ def first_sentence(words: int, strength: float = math.inf) -> Factor:
     return Factor(log_phi, "continuations", log_prefix)
 
 
-def wrong_beginning(potential: TextPotential, factor: Factor, tokens: Tensor) -> str:
-    """What is wrong with the prefix part of a factor on texts [N, T], "" where nothing is found."""
-    log_phi = potential.apply(factor.log_phi, factor.reads, potential.texts(tokens), tokens)  # [N]
-    for t in range(1, tokens.shape[1]):
-        begun = tokens[:, :t]  # [N, t]
-        log_f = potential.prefix_of(factor, begun)  # [N]
-        kills = (log_f == -torch.inf) & (log_phi > -torch.inf)  # [N]
-        differs = torch.zeros_like(kills)
-        for n in range(t, len(tokens), tokens.shape[1]):  # other texts at each length
-            alone = potential.prefix_of(factor, begun[n : n + 1])[0]
-            differs[n] = not torch.isclose(alone, log_f[n], 1e-3, 1e-3)
-        for is_wrong, fault in (
-            (kills, "is -inf for {}, which can be continued to a text with phi > 0"),
-            (differs, "of {} is another number alone than in a batch"),
-        ):
-            if is_wrong.any():
-                text = potential.texts(begun[is_wrong])[0]
-                return fault.format(repr(text[-80:]))
-    return ""
-
-
 @torch.no_grad()
 def check_prefix(model: LanguageModel, potential: TextPotential, generator: Generator) -> None:
     """InputError where a prefix part is wrong on some of 200 texts of the model.
@@ -252,10 +231,24 @@ def check_prefix(model: LanguageModel, potential: TextPotential, generator: Gene
     if potential.log_prefix is None:
         return
     tokens = sample_proposal(model, None, 200, generator).tokens  # [N, T]
-    for factor in potential.factors:
-        fault = factor.log_prefix and wrong_beginning(potential, factor, tokens)
-        if fault:
-            raise InputError(f"{factor.name}: its prefix part {fault}; correct the function")
+    texts = potential.texts(tokens)
+    for factor in [factor for factor in potential.factors if factor.log_prefix]:
+        is_alive = potential.apply(factor.log_phi, factor.reads, texts, tokens) > -torch.inf  # [N]
+        for t in range(1, model.length):
+            begun = tokens[:, :t]  # [N, t]
+            log_f = potential.prefix_of(factor, begun)  # [N]
+            row = t % len(tokens)
+            alone = potential.prefix_of(factor, begun[row : row + 1])[0]
+            fault = "" if torch.isclose(alone, log_f[row], 1e-3, 1e-3) else "differs in a batch"
+            if (is_killed := (log_f == -torch.inf) & is_alive).any():
+                row = is_killed.int().argmax().item()
+                fault = "is -inf, but a continuation has phi > 0"
+            if fault:
+                text = potential.texts(begun[row : row + 1])[0][-80:]
+                line = f"{factor.name}: the prefix part of {text!r} {fault}"
+                raise InputError(
+                    f"{line}; it must be a function of the text, positive where phi is"
+                )
 
 
 def base_potential(log_phi: Callable[[Tensor], Tensor]) -> LogPotential:
@@ -268,6 +261,18 @@ def effective_potential(log_phi: Callable[[Tensor], Tensor], base: LanguageModel
     return lambda tokens, log_p: sequence_log_probs(base, tokens) + log_phi(tokens) - log_p
 
 
+def only_zeros(log_prefix: LogPrefix | None) -> LogPrefix | None:
+    """A prefix part that is 0 where the given one is, else 1."""
+    if log_prefix is None:
+        return None
+
+    def log_f(tokens: Tensor) -> Tensor:
+        values = log_prefix(tokens)  # [N]
+        return values.masked_fill(values > -torch.inf, 0.0)
+
+    return log_f
+
+
 def seen_from(
     model: BaseModel | Adapted,
     base: BaseModel,
@@ -276,10 +281,10 @@ def seen_from(
 ) -> Sigma:
     """sigma as p^(m) = model sees it: through phi^(m) (eq. 8), which is phi if p^(m) is p^(0).
 
-    Without `is_effective` phi stays as it is, and the target drifts with p^(m). The prefix part of
-    phi stays what it is in any case: Z-hat is unbiased for every f that is positive where phi is.
+    Without `is_effective` phi stays as it is, and the target drifts with p^(m). Of the prefix part
+    only its zeros remain: the rest is in what the pair has learned, and would count twice.
     """
-    log_prefix = getattr(log_phi, "log_prefix", None)
+    log_prefix = only_zeros(getattr(log_phi, "log_prefix", None))
     if model is base or not is_effective:
         return Sigma(model.packed(), base_potential(log_phi), log_prefix)
     return Sigma(model.packed(), effective_potential(log_phi, base.packed()), log_prefix)

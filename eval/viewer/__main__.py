@@ -3,13 +3,10 @@
     python -m tsmc runs/pocket "Once upon a time, there was a"
     python -m tsmc --potential without:girl "Once upon a time, there was a"
 
-    weight    share of the weight of all particles of all runs, by which the texts are drawn
-    log phi   the potential; toxicity, where it is read, is p(toxic | text)
-
-Without RUN the language model itself proposes. log Z-hat estimates the evidence of the target; ESS
-is that of the weights at the last token, averaged over the runs. 1 / sum W^2 is how many
-independent samples all texts together are worth at most: copies share beginnings. Options whose
-default is not named are the run's own, or those of main.py.
+Texts are drawn by weight, their share of the weight of all particles of all runs. log Z-hat
+estimates the evidence; ESS is that of the weights at the last token, averaged over the runs; 1 /
+sum W^2 is how many independent samples all texts are worth at most. Without RUN the language model
+proposes. Options whose default is not named are those of RUN or of main.py.
 """
 
 import argparse
@@ -39,9 +36,7 @@ def as_text(record: dict) -> str:
     sizes = f"K = {record['particles']}, T = {record['length']}, seed {record['seed']}"
     rule = f"{record['resampling']} resampling, ESS threshold {record['ess_threshold']:g}"
     ess = f"ESS {record['ess']:.1f} of {record['particles']}"
-    evidence = f"log Z-hat {record['log_z_hat']:.2f}"
-    if math.isfinite(record["log_z_half_width"]):
-        evidence += f" +- {record['log_z_half_width']:.2f}"
+    evidence = f"log Z-hat {record['log_z_hat']:.2f} +- {record['log_z_half_width']:.2f}"
     worth = f"1 / sum W^2 {record['pooled_ess']:.1f}"
     source = "p proposes" if record["run"] is None else f"generation {record['generation']}"
     lines = [
@@ -78,20 +73,6 @@ def remarks(drawn: Drawn, config: RunConfig, trained: RunConfig | None) -> list[
     return lines
 
 
-def record_of(drawn: Drawn, samples: int) -> dict:
-    """What is printed of one generation, beside the options."""
-    return {
-        "log_z_hat": drawn.log_z_hat,
-        "log_z_half_width": drawn.evidence().half_width(),
-        "log_z_hat_of_runs": drawn.population.log_z.tolist(),
-        "ess": drawn.population.ess.mean().item(),
-        "pooled_ess": drawn.ess,
-        "samples": drawn.samples(samples),
-        "distinct": len(set(drawn.texts)),
-        "weighted": [drawn.row(k) for k in range(len(drawn.texts))],
-    }
-
-
 def draw_all(args: argparse.Namespace) -> tuple[RunConfig, Setup, RunConfig | None, dict]:
     """The options, what is fixed, a run's own options, and a function for each generation."""
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
@@ -121,8 +102,18 @@ def sample(args: argparse.Namespace) -> None:
     for m, draw_one in draws.items():
         drawn = draw_one()
         about["particles"] = drawn.population.log_weights.shape[1]
-        record = about | {"generation": m, "remarks": remarks(drawn, config, trained)}
-        record |= record_of(drawn, args.samples)
+        record = about | {
+            "generation": m,
+            "remarks": remarks(drawn, config, trained),
+            "log_z_hat": drawn.log_z_hat,
+            "log_z_half_width": drawn.evidence().half_width(),
+            "log_z_hat_of_runs": drawn.population.log_z.tolist(),
+            "ess": drawn.population.ess.mean().item(),
+            "pooled_ess": drawn.ess,
+            "samples": drawn.samples(args.samples),
+            "distinct": len(set(drawn.texts)),
+            "weighted": [drawn.row(k) for k in range(len(drawn.texts))],
+        }
         print(json.dumps(finite_or_null(record)) if args.json else as_text(record), flush=True)
         populations[m] = drawn
     if args.html:

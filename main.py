@@ -29,7 +29,7 @@ from eval.run.evaluate import evaluate_ends, finish_generation, plan
 from eval.run.options import RunConfig, read_config
 from eval.run.run import Run
 from eval.run.setup import Setup, identity, load_setup
-from eval.table import table
+from eval.table import closing, table
 from tinystories.checkpoint import read_json
 from tinystories.fast import keep_freed_memory
 
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
             path = run_job(config, path)
         if processes.rank() == 0:
             results = read_json(path / "results.json")
-            print(f"\n{table(results, path / 'results.json')}\n\nEverything is in {path}")
+            print(f"\n{table(results, path / 'results.json')}\n\n{closing(results, path)}")
 
 
 if __name__ == "__main__":

@@ -46,11 +46,11 @@ GROUP = 256  # prefixes of a step are padded to a multiple of this: freed memory
 @dataclass(frozen=True)
 class PooledOptions:
     surrogate: bool = option(True, "let the adapter see a score of phi for each token")
-    pool_first_draws: int = option(10_000, "sequences drawn for psi^(0)", 1)
+    pool_first_draws: int = option(7000, "sequences drawn for psi^(0)", 1)
     pool_first_rounds: int = option(8, "steps of the ladder that they are drawn in", 1)
     pool_first_ess: float = option(0.1, "b: the ESS for each text with phi > 0", 0, 1)
     pool_first_updates: int = option(30, "gradient steps of a step of the ladder", 1)
-    pool_draws: int = option(7500, "sequences drawn from q in each further generation", 1)
+    pool_draws: int = option(9000, "sequences drawn from q in each further generation", 1)
     pool_least_ess: float = option(0.05, "truncate weights to an ESS of this share of all", 0, 1)
     pool_updates: int = option(120, "gradient steps of each generation", 1)
     pool_batch_size: int = option(128, "sequences of one step", 1)

@@ -55,7 +55,8 @@ def summarise(runs: list[dict]) -> str:
     shown = columns(named[0], runs[0])
     for rows, run in zip(named, runs, strict=True):
         first, last = run["generations"][0], run["generations"][-1]
-        both = [key for key in first if None not in (first[key], last.get(key))]
+        numbers = [key for _, key, _ in shown if key in first]
+        both = [key for key in numbers if None not in (first[key], last.get(key))]
         rows["Last - first"] = {key: last[key] - first[key] for key in both}
     return aligned({name: [rows[name] for rows in named] for name in named[0]}, shown, interval)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinystories.checkpoint import read_json, reading
+from tinystories.errors import printable
 
 TABLE = (
     ("toxicity", "toxicity", ".3f"),
@@ -52,6 +53,16 @@ def table(results: dict, source: Path) -> str:
     with reading(source, "holds no results of a run"):
         rows = named_rows(results)
         return aligned(rows, columns(rows, results))
+
+
+def closing(results: dict, run: Path) -> str:
+    """What a run ends with: texts of p^(0) and of the last generation, and the next command."""
+    rows = named_rows(results)
+    last = list(rows)[-1]
+    lines = []
+    for name in ("Base", last):
+        lines += [f"{name}:", *(f"  {printable(text)}" for text in rows[name]["examples"])]
+    return "\n".join([*lines, "", f"Everything is in {run}; more texts: python -m tsmc {run}"])
 
 
 def cell(row: dict, key: str, form: str) -> str:

@@ -9,11 +9,12 @@ import torch
 from worlds import ListedPotential, Recorded, generator, gpt_neo_world, tiny_conditional
 
 import main
+import tinystories
 from distill.dpo import dpo
 from distill.finetune import BaselineConfig, Student
 from distill.grpo import grpo
 from eval.baseline import FIRST, METHODS, baseline_config, baseline_units, published_units
-from eval.run.options import read_config
+from eval.run.options import POCKET, read_config
 from tinystories import Conditional
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
@@ -140,7 +141,7 @@ SIZES += " --distill-updates 2 --distill-batch-size 4 --quiet --out"
 
 @pytest.mark.parametrize("option", ["--effective-potential", "--no-effective-potential"])
 def test_the_cost_of_algorithm_1_is_what_it_asks_of_the_language_model(
-    monkeypatch, tmp_path, option, pocket_lm
+    monkeypatch, tmp_path, option
 ):
     """All but the share of the twist, which is computed from its size."""
     config = read_config([*SIZES.split(), str(tmp_path / "run"), option], "")[0]
@@ -163,10 +164,11 @@ def test_the_cost_of_algorithm_1_is_what_it_asks_of_the_language_model(
     monkeypatch.setattr(main, "draw_figures", lambda *_: None)
     main.run_job(config, None)
     drawn = 3 * 2 * 8 + 2 * 3 * 3
+    network, _ = tinystories.load(POCKET / "lm")
     psi = 3 * 2 * 8 * 3 * (193 * 192 + 193 * 192 + 193)  # outputs of the drawn tokens, learning
     psi += drawn * (193 * 192 + 193 * 192 + 193 * 4096)
-    share = psi / sum(parameter.numel() for parameter in pocket_lm[0].parameters())
-    base = bases[0].with_network(pocket_lm[0])  # that one is packed
+    share = psi / sum(parameter.numel() for parameter in network.parameters())
+    base = bases[0].with_network(network)  # that one is packed
     assert published_units(config, 2, base) == round(3 * (sum(asked) + share))
 
 

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from networks import randomise
 from torch import nn
-from twist.value import ValueTwist
 from worlds import generator, tiny_gpt_neo
 
 from eval.scorers.encoder import EncoderConfig

@@ -24,6 +24,7 @@ from tsmc.sampler import Population, Sigma
 from twist.pair import Pair, save_pair
 from twist.potential import seen_from
 
+EXAMPLES = 3  # texts of a row that are shown when the run ends
 ENOUGH = 200  # exact samples of the target
 TARGET = ("target by rejection", None)
 
@@ -91,6 +92,7 @@ def evaluate_ends(run: Run, setup: Setup, config: RunConfig) -> dict:
         results["target"], exact = evaluate_target(setup, particles)
         run.add_samples(exact.rows("target"))
     results["base"] = metrics.describe(samples, setup.encode(samples.texts), setup.exact_vectors)
+    results["base"]["examples"] = samples.texts[:EXAMPLES]
     run.add_samples(samples.rows("base"))
     return results | {"generations": []}
 
@@ -176,6 +178,13 @@ def finish_generation(
     row, samples = evaluate_generation(setup, sigma, twist, m, population)
     if bare is not None:
         row["model"] = bare
+    source = torch.Generator().manual_seed(run.seed)
+    shares = population.shares().flatten()  # [R K] of the weight of all runs
+    chosen = torch.multinomial(shares, EXAMPLES, replacement=True, generator=source)
+    row["examples"] = setup.potential.texts(population.tokens.flatten(0, 1).cpu()[chosen])
+    if row["ess"] < 2:
+        fault = f"generation {m}: one particle has nearly all the weight of a run"
+        run.say(f"{fault}; lower the learning rate, draw more, or soften the potential")
     run.add_samples(samples.rows(f"generation {m}"))
     if row["dead_runs"] > config.eval_runs / 10:
         fault = f"generation {m}: {row['dead_runs']} of {config.eval_runs} runs died"

@@ -162,7 +162,7 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
     ("options", "end"),
     [
         (POOLED, "none of the 50 sequences drawn has phi > 0; draw more, or soften the potential"),
-        (PUBLISHED, "0 of 20 .*too few to learn from; soften .*, or add --learner pooled$"),
+        (PUBLISHED, "0 of 20 .*too few to learn from; add --learner pooled, soften "),
     ],
 )
 def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys, options, end):

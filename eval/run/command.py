@@ -8,6 +8,7 @@
 import argparse
 import contextlib
 import difflib
+import errno
 import os
 import re
 import signal
@@ -48,7 +49,8 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
         sys.exit(141)
     except OSError as error:
         fault = f"error: {error.filename or 'standard output'}: cannot be used ({error.strerror})"
-        stop(program, f"{fault}; free space there or choose another place", 2)
+        remedy = "free space there" if error.errno == errno.ENOSPC else "choose another place"
+        stop(program, f"{fault}; {remedy}", 2)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or "memory" in str(error).lower():
             stop(program, f"error: out of memory; {out_of_memory}", 2)

@@ -121,12 +121,13 @@ def check_base_rate(run: Run, config: RunConfig, log_phi: Tensor) -> None:
     flag = "--pool-first-draws" if is_pooled else "--ctl-batch-size"
     seen = batch * alive / total
     strength = math.ceil(math.log(total / max(alive, 1)))
-    remedy = f"soften the potential (~{strength} behind its name), raise {flag}"
+    remedy = f"soften the potential (~{strength} behind its name), or raise {flag}"
+    remedy = remedy if is_pooled else f"add --learner pooled, {remedy}"
     rate = f"{alive} of {total} base samples have phi > 0"
     line = f"{rate}: about {seen:.1f} of the {batch} that the twist first sees"
     run.say(f"{line}; {remedy}" if seen < 10 else line)  # hardly anything to learn from
     if not is_pooled and seen < 0.5:
-        raise InputError(f"{rate}, too few to learn from; {remedy}, or add --learner pooled")
+        raise InputError(f"{rate}, too few to learn from; {remedy}")
 
 
 def evaluate_generation(

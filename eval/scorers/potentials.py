@@ -69,6 +69,8 @@ def ready_factor(spec: str) -> Factor:
     try:
         strength = float(number) if tilde else math.inf
         wanted = int(argument) if name == "first-sentence" else argument
+        if spec.isalpha():
+            raise ValueError(f"for a keyword write keyword:{spec}")
         if not argument or (name == "first-sentence" and not 1 <= wanted <= 10**6):
             raise ValueError("give a word, a pattern or a number of words, at least 1")
         if tilde and not 0 < strength < math.inf:

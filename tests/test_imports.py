@@ -48,7 +48,7 @@ def test_the_program_shows_the_algorithm_and_little_else():
     """What it imports of the evaluation: the directory of a run, its options and its results."""
     modules = imports((ROOT / "main.py").read_text(encoding="utf-8"))
     rooms = "command evaluate options processes run setup"
-    allowed = {"eval.run", "eval.figures", "eval.table"}
+    allowed = {"eval", "eval.run", "eval.figures", "eval.table"}
     allowed |= {f"eval.run.{name}" for name in rooms.split()}
     found = {module for module in modules if module.split(".")[0] not in ORDER[:4]}
     assert found - PLAIN <= allowed

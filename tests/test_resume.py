@@ -57,8 +57,8 @@ def assert_same(run: Path, whole: Path) -> None:
     assert not (run / "resume").exists() and [path.name for path in run.rglob(".*")] == [".lock"]
 
 
-FIRST = [("config.json", True), ("start-target-by-rejection.safetensors", False)]
-FIRST += [("start-base-samples.safetensors", True)]
+FIRST = [("config.json", True), ("start-base-samples.safetensors", True)]
+FIRST += [("start-target-by-rejection.safetensors", False)]
 MOMENTS = {  # a file, and whether the kill comes after it
     "published": [
         *FIRST,
@@ -156,7 +156,7 @@ def test_a_damaged_phase_is_named(copied):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"beta": 0.4}, "resume/start-target-by-rejection.safetensors: .*another phase or run"),
+        ({"beta": 0.4}, "resume/start-base-samples.safetensors: .*another phase or run"),
         ({"length": 6.5}, "--length is 6.5; give a value of type int"),
         ({"surrogate": "no"}, "--surrogate is 'no'; give a value of type bool"),
         ({"potential": "toxicity"}, "--potential is 'toxicity'; give a value of type tuple"),

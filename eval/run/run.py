@@ -101,7 +101,7 @@ class Run(Phases):
             checkpoint.write_json(self.path / "config.json", dataclasses.asdict(config) | made_by)
         else:
             self.compare_with(made_by)
-            if (self.path / SECONDS).exists():
+            with contextlib.suppress(InputError):  # no result depends on it
                 self.seconds = read_seconds(self.path)
         for folder in ("", "resume", "target", "figures", "generation-*"):
             for partial in self.path.glob(f"{folder}/.*{checkpoint.PARTIAL}".lstrip("/")):

@@ -142,7 +142,7 @@ def test_bad_input_is_one_line(capsys, tmp_path, run):
         ([tmp_path], f"{tmp_path}: holds no saved generation"),
         ([other], f"{other}: lm changed since the run was made; restore"),
         ([run, "--generation", 0, 7, 1], f"generation 7 is not in {run}; it holds 0, 1, 2"),
-        ([run, "--runs", 0], "size 0 was asked for; ask for at least one"),
+        ([run, "--runs", 0], "runs is 0; give a whole number"),
         ([run, "--particles", 0], "give at least 1"),
         ([run, "word " * 200], "shorten"),
         ([run, "--potential", "luck"], "--potential luck"),
@@ -153,3 +153,22 @@ def test_bad_input_is_one_line(capsys, tmp_path, run):
         lines = capsys.readouterr().err.splitlines()
         assert ended.value.code == 2 and words in lines[-1], lines
         assert all(line.startswith("loading the networks of ") for line in lines[:-1])
+
+
+def test_sampling_without_training(capsys, tmp_path):
+    sizes = ["--particles", "20", "--runs", "4", "--length", "8", "--samples", "3"]
+    viewer.main(["--potential", "first-sentence:4", "One day, a", "--json", *sizes])
+    record = json.loads(capsys.readouterr().out)
+    assert (record["prompt"], record["run"], record["ess_threshold"]) == ("One day, a", None, 0.5)
+    assert [row["log_phi"] for row in record["samples"]] == [0, 0, 0]
+    assert "About 1 in" in record["remarks"][-1]
+    files = [tmp_path / "page.html", tmp_path / "picture.png"]
+    where = ["--html", str(files[0]), "--picture", str(files[1])]
+    viewer.main(["--potential", "without:a", *sizes, *where])
+    text = capsys.readouterr().out
+    assert "p proposes" in text and "1 / sum W^2" in text and "toxicity" not in text
+    assert all(path.stat().st_size > 9000 for path in files)
+    for options in (["runs/none", "--potential", "without:a"], ["--potential", "luck"], []):
+        with pytest.raises(SystemExit) as ended:
+            viewer.main(options)
+        assert ended.value.code == 2 and "error: " in capsys.readouterr().err.splitlines()[-1]

@@ -25,10 +25,10 @@ from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import log_mean_with_error
 from tsmc.resampling import invert, systematic
 from tsmc.runs import Phases, draw_population
-from tsmc.sampler import Population, Sigma, Step
+from tsmc.sampler import Population, Step
 from tsmc.trace import Trace
 from twist.pair import Pair
-from twist.potential import TextPotential, base_potential, check_prefix, each_once, seen_from
+from twist.potential import TextPotential, check_prefix, each_once, seen_from
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,10 @@ def sample(
             raise InputError(f"{name} is {number!r}; give a whole number of at least 1 (a seed: 0)")
     phases = phases or Phases(seed, model.output_embeddings.device)
     if pair is None:
-        sigma = Sigma(model.packed(), base_potential(potential), potential.log_prefix)
-        check_prefix(sigma.model, potential, phases.stream("prefix"))
-        twist = None
-    else:
-        sigma = seen_from(pair.model, model, potential)
-        twist = None if pair.twist is None else pack(pair.twist)
+        pair = Pair(model, None)
+        check_prefix(model.packed(), potential, phases.stream("prefix"))
+    sigma = seen_from(pair.model, model, potential)
+    twist = None if pair.twist is None else pack(pair.twist)
     trace = Trace()
 
     def observe(step: Step) -> None:

@@ -281,10 +281,13 @@ def seen_from(
 ) -> Sigma:
     """sigma as p^(m) = model sees it: through phi^(m) (eq. 8), which is phi if p^(m) is p^(0).
 
-    Without `is_effective` phi stays as it is, and the target drifts with p^(m). Of the prefix part
-    only its zeros remain: the rest is in what the pair has learned, and would count twice.
+    Without `is_effective` phi stays as it is, and the target drifts with p^(m). Where p^(m) is not
+    p^(0), only the zeros of the prefix part remain: p^(m) has learned the rest, which would count
+    twice (measured in docs/results.md). Any f that is positive where phi is leaves Z-hat unbiased.
     """
-    log_prefix = only_zeros(getattr(log_phi, "log_prefix", None))
+    log_prefix = getattr(log_phi, "log_prefix", None)
+    if model is not base:
+        log_prefix = only_zeros(log_prefix)
     if model is base or not is_effective:
         return Sigma(model.packed(), base_potential(log_phi), log_prefix)
     return Sigma(model.packed(), effective_potential(log_phi, base.packed()), log_prefix)

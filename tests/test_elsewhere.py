@@ -46,7 +46,7 @@ def test_texts_of_any_method_get_the_row_of_the_table(tmp_path, capsys, finished
     (tmp_path / "own").write_text("\n".join(texts))
     score.main([str(tmp_path / "own"), "--run", str(finished_run)])
     head, *_, last, own = capsys.readouterr().out.splitlines()
-    assert "KL(sigma||q)" in head and own.split()[1:3] == last.split()[2:4]
+    assert " KL " in head and own.split()[1:3] == last.split()[2:4]
 
 
 def test_the_energy_distance_tells_distributions_apart():

@@ -17,7 +17,7 @@ from tsmc import Sigma, Target, Trace
 from tsmc.exact import TableModel
 from tsmc.runs import Phases, draw_population
 from twist import Factor, TextPotential, sample
-from twist.potential import check_prefix, without
+from twist.potential import check_prefix
 
 INF, PROMPT = math.inf, torch.tensor([1, 2])
 
@@ -49,8 +49,8 @@ def test_unbiased_with_dead_beginnings_and_conditional_runs_stay_exact(ess_thres
         assert error(scheme, ess_threshold) < 1e-12
     sampler = mutant(tsmc.sampler)
     sampler.tsmc = partial(sampler.tsmc, log_prefix=lambda tokens: -2.0 * tokens.sum(-1).double())
-    rule = ("multinomial", ess_threshold)
-    inverse = worlds.mean_inverse(*table_world(2, 3, seed=2), 2, *rule, module=sampler)
+    world = (*table_world(2, 3, seed=2), 2, "multinomial", ess_threshold)
+    inverse = worlds.mean_inverse(*world, module=sampler)
     assert abs(inverse - 1) < 1e-12
 
 
@@ -81,8 +81,7 @@ def test_a_finished_text_keeps_its_prefix_part():
 
 def test_many_runs_use_the_prefix_part_of_sigma():
     (model, twist, potential), log_prefix = dead_world()
-    rule = {"ess_threshold": 0.5}
-    sigma = Sigma(model, potential, log_prefix)
+    sigma, rule = Sigma(model, potential, log_prefix), {"ess_threshold": 0.5}
     drawn = draw_population(Phases(), "x", None, sigma, twist, 5, 20, **rule)
     given = (model, twist, potential, 5, Phases().stream("x", None, 0), 20)
     assert torch.equal(drawn.log_z, tsmc.sampler.tsmc(*given, **rule, log_prefix=log_prefix).log_z)
@@ -90,7 +89,6 @@ def test_many_runs_use_the_prefix_part_of_sigma():
 
 @pytest.mark.parametrize("spec", ["without:dog", "without~2:dog", "first-sentence~2:2"])
 def test_f_is_never_below_phi_of_a_continuation(spec):
-    """Over all texts of four pieces; strength 2 shows what infinity would hide."""
     (factor,) = make_factors([spec], 1.0, None)
     pieces = [" dog", "gy", ".", '"', " a b"]
     texts = ["".join(text) for text in itertools.product(pieces, repeat=4)]
@@ -122,8 +120,8 @@ def test_products_add_their_prefix_parts_and_an_unfinished_character_is_left_out
     none, length = lambda texts: [0.0], lambda texts: [-float(len(text)) for text in texts]
     decode = lambda rows: [text + "\ufffd" for text in letters(rows)]  # noqa: E731
     factors = [Factor(none, log_prefix=length), Factor(none), Factor(none, log_prefix=length)]
-    tokens = torch.tensor([[2, 3], [2, 3]])
-    assert TextPotential(factors, decode, PROMPT).log_prefix(tokens).tolist() == [-8.0] * 2
+    log_prefix = TextPotential(factors, decode, PROMPT).log_prefix
+    assert log_prefix(torch.tensor([[2, 3], [2, 3]])).tolist() == [-8.0] * 2
     assert TextPotential([Factor(none)], letters, PROMPT).log_prefix is None
 
 
@@ -131,7 +129,6 @@ WRONG = {
     "return [0.0 if len(t) > 3 else -math.inf for t in texts]": "' is -inf, but a cont",
     "return [-float(len(texts))] * len(texts)": "differs in a batch",
     "return [math.nan] * len(texts)": "log phi is nan for 'bc",
-    "return 1 / 0": "line 3: ZeroDivisionError",
 }
 
 
@@ -140,8 +137,7 @@ def test_a_wrong_prefix_part_is_one_line(tmp_path, body):
     path = tmp_path / "my.py"
     tail = "def f(texts): return [0.0] * len(texts)\nf.prefix = g\n"
     path.write_text(f"import math\ndef g(texts):\n    {body}\n{tail}")
-    factors = make_factors([f"{path}:f"], 1.0, None)
-    potential = TextPotential(factors, letters, PROMPT)
+    potential = TextPotential(make_factors([f"{path}:f"], 1.0, None), letters, PROMPT)
     with pytest.raises(InputError) as caught:
         check_prefix(tiny_conditional(1), potential, generator(0))
     assert f"--potential {path}:f" in str(caught.value) and WRONG[body] in str(caught.value)
@@ -150,8 +146,7 @@ def test_a_wrong_prefix_part_is_one_line(tmp_path, body):
 def test_samples_and_probabilities_agree_with_enumeration():
     model = tiny_conditional(1)
     spell = lambda texts: [-float(text.count("c")) for text in texts]  # noqa: E731
-    factors = [Factor(spell, "continuations", spell), without("xyz")]
-    phi = TextPotential(factors, letters, model.prompt)
+    phi = TextPotential([Factor(spell, "continuations", spell)], letters, model.prompt)
     drawn = sample(model, phi, particles=20, runs=100, seed=3)
     target = Target(model, lambda tokens, log_p: phi(tokens))
     evidence = drawn.evidence()

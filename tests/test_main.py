@@ -132,8 +132,8 @@ def test_a_seed_determines_every_byte(tmp_path, capfd, options):
     assert products(quiet) == products(loud)
     shown = capfd.readouterr().err
     for row in read(loud / "metrics.jsonl"):
-        place = "" if row["generation"] is None else f"generation {row['generation']}  "
-        assert f"{place}{row['phase']}: " in shown
+        place = "" if row["generation"] is None else f"generation {row['generation']}, "
+        assert re.search(rf"phase \d+ of \d+, {place}{row['phase']}, \d+ s, ", shown)
     run_main([*options, "--generations", 0, "--seed", 1, "--out", other])
     assert read(quiet / "samples.jsonl")[-1]["text"] != read(other / "samples.jsonl")[-1]["text"]
 
@@ -170,8 +170,8 @@ def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys, opt
         run_main([*options, "--potential", "keyword:zyzzyva", "--out", tmp_path / "run"])
     said = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and re.search(end, said[-1])
-    assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[0])
-    assert "0 of 20 base samples have phi > 0: about 0.0 of the" in said[1]
+    assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[1])
+    assert "0 of 20 base samples have phi > 0: about 0.0 of the" in said[0]
 
 
 def test_as_published_and_without_exact_samples(tmp_path, capsys):

@@ -71,7 +71,7 @@ def test_the_bounds_of_the_potentials_page_hold(copy, monkeypatch, capsys):
     monkeypatch.chdir(copy)
     page = TOUR.with_name("potentials.md").read_text(encoding="utf-8")
     names = {}
-    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), names)
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1], names)
     lower, upper = map(float, capsys.readouterr().out.split())
     draws = draw_accepted(names["p"], names["phi"], 1500, names["generator"])
     assert lower < log_mean_exp(draws["proposed_log_phi"]).item() < upper

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve() == Path(__file__).parents[1] / "main.py":
-    soon = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # GNU's turns, others' milliseconds
+    soon = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}  # GNU's turns, others' milliseconds
     if not {*soon, "OMP_WAIT_POLICY", "OMP_NUM_THREADS"} & os.environ.keys():  # the user's choice
         os.environ |= soon
 

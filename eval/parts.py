@@ -78,7 +78,7 @@ class Study:
     first: tuple[baseline.Setting, ...] = baseline.FIRST
     widenings: int = 4  # of a sweep, at most
     share: float = 0.25  # of the cost, for each setting of a sweep
-    code: tuple[str, str] = ("", "")  # hashes of what runs depend on, and of what measures them
+    made_by: str = ""  # version, networks and files of potentials
 
     def arguments(self, method: str, seed: int) -> list[str]:
         """The options of a run of main.py, which leaves missing exact samples to the study."""
@@ -108,7 +108,7 @@ def files(study: Study, part: Part, out: Path) -> tuple[Path, Path]:
     sizes = asdict(replace(study, seeds=(), few=0))
     keys = [
         hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]
-        for made_by in ((options, sizes), (options, study.code[0]))
+        for made_by in ((options, sizes), (options, study.made_by))
     ]
     return out / "parts" / f"{part.name}-{keys[0]}.json", out / "runs" / f"{part.name}-{keys[1]}"
 

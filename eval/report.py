@@ -228,8 +228,13 @@ def summarise(parts: dict[Part, dict]) -> dict:
                 if differs([one[word] for one in each], exact, *sizes)
             ]
         rows.append(row)
+    return {"version": version(), "commit": commit(), "rows": rows}
+
+
+def version() -> str:
+    """The version of this project."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {"version": project["version"], "commit": commit(), "rows": rows}
+    return project["version"]
 
 
 def commit() -> str:

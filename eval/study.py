@@ -8,15 +8,14 @@
     sweep-dpo-full    settings of a baseline, tried with a share of the cost on a seed of their own
     dpo-full-S        the best of them at the whole cost, on seed S
 
-KEY is a hash of all that a part depends on: the version, the code, options, networks, and the file
-of a potential. So the same command continues where it was ended, and never takes over what was made
+KEY is a hash of what a part depends on: the version, options, networks, and the file of a
+potential. So the same command continues where it was ended, and never takes over what was made
 otherwise. Repeated on the same kind of machine, everything but the seconds is the same. Options
 that are not listed here are passed on to main.py (`--device`).
 """
 
 import argparse
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -32,18 +31,15 @@ from pathlib import Path
 import torch
 
 from eval.baseline import METHODS
-from eval.parts import LEARNERS, MEASURE, ROOT, RUNS, Part, Study, Task, files, target_part
-from eval.report import draw_figures, fill, summarise, tables
+from eval.parts import LEARNERS, MEASURE, RUNS, Part, Study, Task, files, target_part
+from eval.report import draw_figures, fill, summarise, tables, version
 from eval.run.command import OneLineParser, one_line_errors
 from eval.run.run import finite_or_null
 from eval.run.setup import identity
-from tinystories.checkpoint import digest_of, read_json, write_json
+from tinystories.checkpoint import read_json, write_json
 from tinystories.errors import InputError
 from tinystories.fast import keep_freed_memory
 
-CODE = ("main.py", "tinystories", "tsmc", "twist", "distill", "eval/run", "eval/scorers")
-CODE += ("eval/metrics.py", "pyproject.toml")
-MEASURES = ("eval/baseline.py", "eval/parts.py")
 MINUTES = {"target": 3, "run": 6, "sweep": 25, "baseline": 7}  # of one core, about
 QUICK = Study(  # only shows that everything runs
     seeds=(1, 2),
@@ -79,13 +75,6 @@ def stages(study: Study) -> list[list[Part]]:
     return [[target_part(study)], [*sweeps, *runs], best]
 
 
-def code_hash(*names: str) -> str:
-    """A hash of source files and of those in directories."""
-    paths = [path for name in names for path in [ROOT / name, *sorted((ROOT / name).rglob("*.py"))]]
-    digests = [digest_of(path) for path in paths if path.is_file()]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
 def read_study(arguments: list[str] | None) -> tuple[Study, argparse.Namespace]:
     """The sizes, and the options out, jobs and only; InputError for options out of range."""
     parser = OneLineParser("eval.study", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -103,8 +92,8 @@ def read_study(arguments: list[str] | None) -> tuple[Study, argparse.Namespace]:
     if args.jobs < 1:
         raise InputError(f"--jobs is {args.jobs}; give at least 1")
     study = replace(study, seeds=seeds, options=f"{study.options} {shlex.join(others)}")
-    runs_on = json.dumps(identity(study.config("default", 0))) + code_hash(*CODE)
-    return replace(study, code=(runs_on, code_hash(*MEASURES))), args
+    made_by = {"version": version()} | identity(study.config("default", 0))
+    return replace(study, made_by=json.dumps(made_by)), args
 
 
 def start_worker() -> None:

@@ -143,7 +143,7 @@ def test_bad_input_is_one_line(capsys, tmp_path, run):
         ([other], f"{other}: lm changed since the run was made; restore"),
         ([run, "--generation", 0, 7, 1], f"generation 7 is not in {run}; it holds 0, 1, 2"),
         ([run, "--runs", 0], "runs is 0; give a whole number"),
-        ([run, "--particles", 0], "give at least 1"),
+        ([run, "--particles", 0], "particles is 0; give a whole number"),
         ([run, "word " * 200], "shorten"),
         ([run, "--potential", "luck"], "--potential luck"),
         ([run, "--html", "/dev/null/page.html"], "/dev/null/page.html: cannot be written"),

@@ -122,17 +122,17 @@ def test_a_study_continues_and_ends_the_same_but_for_seconds(tmp_path, capsys, w
 
 
 def test_what_was_made_otherwise_is_not_taken_over(tmp_path):
-    """By other options, other code, or a potential whose file has changed."""
+    """By other options, another version, or a potential whose file has changed."""
     own = tmp_path / "own.py"
     own.write_text("def phi(texts):\n    return [0.0 for _ in texts]\n")
     options = ["--quick", "--potential", f"{own}:phi"]
     studies = [study.read_study(arguments)[0] for arguments in (["--quick"], options)]
     own.write_text(own.read_text() + "\n")
     studies.append(study.read_study(options)[0])
-    studies.append(study.replace(SMALL, code=(SMALL.code[0], "other")))
+    studies.append(study.replace(SMALL, made_by="another version"))
     found = [files(one, part_named("default-1"), tmp_path) for one in studies]
     assert len({file for file, _ in found}) == 4
-    assert len({run for _, run in found}) == 3, "what measures a run does not enter it"
+    assert len({run for _, run in found}) == 4
     names = [part.name for stage in study.chosen(SMALL, ["dpo-full"]) for part in stage]
     assert names == ["target", "sweep-dpo-full", "dpo-full-1"]
     again = study.read_study(["--quick", "--seeds", "1", "2", "3"])[0]

@@ -75,11 +75,13 @@ def remarks(drawn: Drawn, config: RunConfig, trained: RunConfig | None) -> list[
 
 def draw_all(args: argparse.Namespace) -> tuple[RunConfig, Setup, RunConfig | None, dict]:
     """The options, what is fixed, a run's own options, and a function for each generation."""
+    usual = 200 if args.run is None else 50
+    particles = usual if args.particles is None else args.particles
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     if args.run is None:
         config = build({"ess_threshold": default_threshold(args.potential)} | given)
         setup = load_sigma(config)
-        sizes = (args.particles or 200, args.runs)
+        sizes = (particles, args.runs)
         return config, setup, None, {None: partial(draw, setup, None, config, *sizes)}
     trained = [TrainedRun(args.run, m, args.device) for m in dict.fromkeys(args.generation)]
     config = trained[0].options(**given)
@@ -87,7 +89,7 @@ def draw_all(args: argparse.Namespace) -> tuple[RunConfig, Setup, RunConfig | No
     draws = {}
     for one in trained:
         one.setup = trained[0].setup  # the networks are loaded once
-        draws[one.generation] = partial(one.draw, config, args.particles or 50, args.runs)
+        draws[one.generation] = partial(one.draw, config, particles, args.runs)
     return config, setup, trained[0].config, draws
 
 

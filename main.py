@@ -45,7 +45,7 @@ def self_distilled_tsmc(run: Run, setup: Setup, config: RunConfig) -> dict:
         model = learner.line_3(pair, m)  # p^(m)
         pair = learner.line_4(model, m)  # (p^(m), psi^(m))
         finish_generation(run, setup, config, m, pair, results)
-    return results
+    return results | {"scores": learner.scores(config.generations)}
 
 
 def make_learner(run: Run, setup: Setup, config: RunConfig) -> Published | Pooled:

@@ -100,6 +100,10 @@ class Pooled:
         surrogate = {f"{phase} surrogate": 0.0} if self.options.surrogate else {}
         return surrogate | {phase: work}
 
+    def scores(self, generations: int) -> int:
+        """How many texts phi has scored after so many generations."""
+        return self.options.pool_first_draws + generations * self.options.pool_draws
+
     def line_1(self) -> Pair:
         """psi^(0) = q^(0) / p^(0), kept as q^(0): the last step of the ladder."""
         *climb, last = self.options.ladder()

@@ -87,6 +87,12 @@ class Published:
         updates = {"distillation": 2.0 * options.distill_updates * options.distill_batch_size}
         return sampling | updates | learning
 
+    def scores(self, generations: int) -> int:
+        """How many texts phi has scored after so many generations."""
+        options = self.options
+        contrasted = (generations + 1) * options.ctl_updates * options.ctl_batch_size
+        return contrasted + generations * options.distill_runs * options.particles
+
     def line_1(self) -> Pair:
         """psi^(0) by CTL on p^(0)."""
         return self.line_4(self.base, 0)

@@ -1,5 +1,6 @@
 """The table of a run's results as text: one row for Base, Target and each generation."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,13 +57,22 @@ def table(results: dict, source: Path) -> str:
 
 
 def closing(results: dict, run: Path) -> str:
-    """What a run ends with: texts of p^(0) and of the last generation, and the next command."""
+    """What a run ends with: texts, the break-even against rejection, and the next command.
+
+    A score gives 1 / sum W^2 over the number of particles, for their weights W in the last table.
+    """
     rows = named_rows(results)
     last = list(rows)[-1]
     lines = []
     for name in ("Base", last):
         lines += [f"{name}:", *(f"  {printable(text)}" for text in rows[name]["examples"])]
-    return "\n".join([*lines, "", f"Everything is in {run}; more texts: python -m tsmc {run}"])
+    if "Target" in rows:
+        rate = math.exp(rows["Target"]["log_z"])
+        kept = f"Rejection keeps 1 text in {1 / rate:,.0f}"
+        cost = f"training has scored as many texts as {results['scores'] * rate:,.0f} exact samples"
+        gain = f"now a score gives {rows[last]['worth']:.2f} effective samples"
+        lines += ["", f"{kept}; {cost} need; {gain}."]
+    return "\n".join([*lines, f"Everything is in {run}; more texts: python -m tsmc {run}"])
 
 
 def cell(row: dict, key: str, form: str) -> str:

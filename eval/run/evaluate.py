@@ -148,6 +148,7 @@ def evaluate_generation(
         "log_z_hat_std": population.log_z.std().item() if len(population.log_z) > 1 else 0.0,
         "ess": population.ess.mean().item(),
         "distinct": metrics.distinct_share(final),
+        "worth": 1 / population.shares().square().sum().item() / final[..., 0].numel(),
         "dead_runs": runs - len(population.log_z),
         "num_runs": runs,
     }

@@ -72,7 +72,6 @@ class Study:
     best_texts: int = 400  # so many times
     populations: tuple[int, ...] = (20, 50, 100, 1000)  # K of the paper's Fig. 2
     particles: int = 4000  # in all populations of one K
-    weighted: int = 10_000  # draws of q for the effective samples per score
     words: int = 10  # whose shares are compared
     batch_size: int = 128  # of a baseline
     first: tuple[baseline.Setting, ...] = baseline.FIRST
@@ -266,7 +265,8 @@ def measure_run(task: Task) -> dict:
         options = ["--quiet", "--resume", str(path)]
     seconds = run_main(options)
     rows = []
-    for found in read_json(path / "results.json")["generations"]:
+    results = read_json(path / "results.json")
+    for found in results["generations"]:
         m = found["generation"]
         pair = load_pair(path / f"generation-{m}", task.setup.base, read_network)
         row = task.measure(part.method, generation_samples(path, m))
@@ -277,7 +277,7 @@ def measure_run(task: Task) -> dict:
         if part.method in LEARNERS:
             rows.append(population_row(task, pair.model, twist, m))
         if m == config.generations:
-            row |= worth(task, pair.model, twist)
+            row |= {"scores": results["scores"], "ess_per_score": found["worth"]}
         rows.append(row)
     return {"rows": rows, "seconds": seconds if is_new else None}
 
@@ -306,20 +306,6 @@ def population_row(task: Task, model: LanguageModel, twist: Twist | None, m: int
         texts = setup.potential.texts(population.samples.flatten(0, 1))
         row[f"K = {particles}"] = each_once(setup.log_toxicity, texts).exp().mean().item()
     return row
-
-
-def worth(task: Task, model: LanguageModel, twist: Twist | None) -> dict:
-    """Scores of training, and effective samples of sigma per score of a draw from the last q."""
-    config, setup = task.config, task.setup
-    if config.learner == "pooled":
-        scores = config.pool_first_draws + config.generations * config.pool_draws
-    else:
-        scores = sum(baseline.published_sequences(config, config.generations)[:2])
-    sigma = seen_from(model, setup.base, setup.potential)
-    runs = max(1, task.study.weighted // 50)
-    named = (task.phases, "weights", config.generations, sigma, twist)
-    shares = draw_population(*named, 50, runs, ess_threshold=0.0).shares()  # [R, K]
-    return {"scores": scores, "ess_per_score": 1 / shares.square().sum().item() / shares.numel()}
 
 
 def measure_sweep(task: Task) -> dict:

@@ -55,7 +55,6 @@ QUICK = Study(  # only shows that everything runs
     best_texts=5,
     populations=(2, 4),
     particles=8,
-    weighted=100,
     words=2,
     batch_size=4,
     first=((1, 0),),

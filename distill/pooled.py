@@ -32,10 +32,12 @@ from torch import Tensor
 from distill.options import option
 from distill.self_distill import draw_batches, self_distill
 from tinystories.decoder import counted
+from tinystories.errors import InputError
 from tinystories.fast import pack
 from tsmc.interfaces import BaseModel, LanguageModel, Report, row_slices
 from tsmc.runs import Phases, chunk_sizes
 from twist.adapter import Adapted, Adapter
+from twist.ctl import EXPLODED
 from twist.pair import Pair
 from twist.pool import Pool, Round, draw_round, tempered, truncated
 from twist.surrogate import fit_surrogate
@@ -205,6 +207,10 @@ def fit_adapter(
         return -log_q[place, tokens[rows][some]].mean()
 
     self_distill(loss, optimizer, places, report)
+    with torch.no_grad():
+        largest = adapter.tilt(states[:GROUP]).abs().max().item()
+    if not largest < EXPLODED:
+        raise InputError(f"the adapter has exploded to {largest:.0f} nats; lower its learning rate")
 
 
 def first_places(tokens: Tensor) -> Tensor:

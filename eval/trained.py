@@ -15,7 +15,7 @@ import torch
 import tinystories
 from eval.run.options import RunConfig, build, saved_config
 from eval.run.setup import Setup, identity, load_setup
-from tinystories.checkpoint import read_json
+from tinystories.checkpoint import read_json, reading
 from tinystories.errors import InputError, listed
 from tsmc import Phases
 from tsmc.interfaces import BaseModel
@@ -68,7 +68,8 @@ class TrainedRun:
     def load_setup(self, config: RunConfig) -> Setup:
         """What is fixed, loaded; InputError where the run was made with other networks."""
         run, hashes = self.path.parent, identity(config)
-        made_with = hashes | read_json(run / "config.json").get("networks", {})
+        with reading(run / "config.json", "holds no hashes of networks"):
+            made_with = hashes | read_json(run / "config.json").get("networks", {})
         changed = [name for name in hashes if hashes[name] != made_with[name]]
         if changed:
             fault = f"{run}: {listed(changed)} changed since the run was made"

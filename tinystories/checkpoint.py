@@ -77,6 +77,8 @@ def reading(path: Path | str, trouble: str, remedy: str = "restore the file") ->
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; check the name of its directory") from None
     except BaseException as error:  # a panic of a library in Rust is not an Exception
+        if "allocate memory" in str(error).lower():
+            raise MemoryError(str(error)) from error
         raise InputError(f"{path}: {trouble} ({reason_of(error)}); {remedy}") from error
 
 

@@ -52,7 +52,8 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
         remedy = "free space there" if error.errno == errno.ENOSPC else "choose another place"
         stop(program, f"{fault}; {remedy}", 2)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or "memory" in str(error).lower():
+        told = str(error).lower()  # oneDNN says of memory only that it has no primitive
+        if isinstance(error, MemoryError) or "memory" in told or "create a primitive" in told:
             stop(program, f"error: out of memory; {out_of_memory}", 2)
         if not processes.is_lost(error):
             raise

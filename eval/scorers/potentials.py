@@ -8,6 +8,7 @@ attribute `prefix`, if it has one, is a function of the same, unfinished, that r
 import contextlib
 import copy
 import functools
+import io
 import math
 import re
 import runpy
@@ -98,9 +99,12 @@ def users_code(spec: str, path: Path) -> Iterator[None]:
     """Whatever a user's code raises becomes an InputError; PyTorch's modes are put back."""
     dtype = torch.get_default_dtype()
     gradients = torch.set_grad_enabled(torch.is_grad_enabled())
-    try:  # standard output is for results
-        with contextlib.redirect_stdout(sys.stderr), gradients:
+    printed = io.StringIO()  # standard output is for results
+    try:
+        with contextlib.redirect_stdout(printed), gradients:
             yield
+        if not printed.closed and printed.getvalue():
+            print(printed.getvalue(), end="", file=sys.stderr)
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -111,6 +111,7 @@ class Student:
     ):
         self.dtype = next(model.parameters()).dtype
         wide = torch.promote_types(self.dtype, torch.float32)
+        # A step of 3e-5 would vanish in bfloat16, so training is in float32 at least.
         self.network = copy.deepcopy(model).to(wide).requires_grad_(True)
         self.lora = lora
         everything = list(self.network.parameters())

@@ -112,6 +112,7 @@ class Pooled:
         q = None
         for step, count in enumerate(climb, 1):
             self.draw(q, f"ladder {step} sampling", 0, count)
+            # Without a single phi > 0 there is nothing to fit, and p^(0) proposes once more.
             if self.pool.is_alive().any():
                 q = self.fit(f"ladder {step}", 0, self.options.pool_first_updates, q, True)
         self.draw(q, "sampling", 0, last)
@@ -138,6 +139,7 @@ class Pooled:
 
     def fit_to_sigma(self, m: int) -> Adapter:
         """q^(m): an adapter of p^(0), learned anew from the whole pool."""
+        # Anew, because an adapter that goes on learns the few heavy texts by heart.
         return self.fit("distillation", m, self.options.pool_updates, None, False)
 
     def fit(

@@ -131,6 +131,8 @@ class Published:
         rule = {"resample": SCHEMES[options.resampling], "ess_threshold": options.ess_threshold}
         psi = pack(pair.twist)
         population = draw_population(self.phases, "sampling", m, sigma, psi, *sizes, **rule).alive()
+        # Runs that die have no samples; the others count alike, because their Z-hat varies so much
+        # with a poor twist that one run would be nearly all that is distilled.
         if options.ess_threshold == 1:
             tokens = population.samples.flatten(0, 1)  # [N, T]
             return tokens, tokens.new_full((len(tokens),), 1 / len(tokens), dtype=torch.float32)
@@ -143,6 +145,7 @@ class Published:
         vocab_size, width = model.output_embeddings.shape
 
         def learn(generator: torch.Generator, report: Report) -> dict[str, Tensor]:
+            # From psi = 1: the last twist was fitted to another p, whose states were others.
             psi = TwistMLP(width, options.ctl_hidden_units, vocab_size, generator)
             optimizer = torch.optim.Adam(psi.parameters(), lr=options.ctl_learning_rate)
             sigma = seen_from(model, self.base, self.log_phi, options.effective_potential)

@@ -161,6 +161,6 @@ def test_a_rare_constraint_names_the_remedy_at_once():
                 check_base_rate(SimpleNamespace(say=said.append), config, log_phi)
             except InputError as error:
                 assert "add --learner pooled" in str(error) and alive < 2
-        found[learner] = ["(~8 behind its name), raise --" in line for line in said]
+        found[learner] = ["(~8 behind its name), or raise --" in line for line in said]
         assert "40 of 2000" in said[2]
     assert found == {"pooled": [True, True, False], "published": [True, True, False]}

@@ -52,7 +52,8 @@ def draw(
     logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Tensor | None
 ) -> Extension:
     """`propose` for n rows, from logits of p and log psi, both [n, V]."""
-    log_p = logits if log_psi is None else logits.log_softmax(-1)  # unnormalised suffices for q = p
+    # For q = p one normalisation, that of the draw, serves both.
+    log_p = logits if log_psi is None else logits.log_softmax(-1)
     tilted = log_p if log_psi is None else log_p + log_psi
     tokens, log_normaliser = draw_categorical(tilted, uniform)  # [n], [n]
     if given is not None:

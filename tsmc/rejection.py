@@ -78,5 +78,6 @@ def draw_accepted(
 def exact_samples(drawn: dict[str, Tensor]) -> ExactSamples:
     """The accepted sequences and the evidence of one or more calls of `draw_accepted`, joined."""
     proposed = drawn["proposed_log_phi"]  # [N]
+    # The mean of phi over all proposals, not the share accepted, which varies more.
     log_z, log_z_std_error = log_mean_with_error(proposed)
     return ExactSamples(drawn["tokens"], drawn["log_phi"], len(proposed), log_z, log_z_std_error)

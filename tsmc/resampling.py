@@ -69,6 +69,7 @@ def residual(weights: Tensor, generator: torch.Generator) -> Tensor:
     runs, particles = weights.shape
     weights = weights.to(widest(weights.device))
     expected = particles * weights / weights.sum(-1, keepdim=True)  # [R, K]
+    # Without it, K W_k = 2.9999999 would lose a certain copy to rounding.
     rounding = 64 * torch.finfo(expected.dtype).eps  # that of 1 / K leaves whole numbers whole
     copies = (expected * (1 + rounding)).floor()
     drawn = invert((expected - copies).clamp(min=0.0), uniforms(runs, particles, generator))

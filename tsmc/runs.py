@@ -45,6 +45,7 @@ class Phases:
 
     def stream(self, *name: str | int | None) -> torch.Generator:
         """The random stream of a name, such as ("ctl", 1); those of other names are independent."""
+        # Hashed, so that streams of neighbouring seeds or phases have nothing in common.
         digest = hashlib.sha256(repr((self.seed, *name)).encode()).digest()
         return torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "big"))
 

@@ -167,6 +167,7 @@ def tsmc(
     """
     check_sizes(model, runs, particles, ess_threshold, reference)
     decoder = model.decoder(runs * particles)
+    # In the type of the logits, which may be narrower than what the potential returns.
     log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})
     log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t})
     log_f = torch.zeros_like(log_p)  # [R, K] log f_t(s_{1:t}) of a prefix part
@@ -178,6 +179,7 @@ def tsmc(
     given = tokens.new_full((runs, particles, model.length), DRAWN)  # [R, K, T]
     if reference is not None:
         given[:, 0] = reference
+    # Everything that a particle owns is reordered below; whoever adds something adds it there too.
     for t in range(model.length):
         is_last = t == model.length - 1
         step = extend(model, decoder, twist, tokens, log_psi, given[..., t], generator)
@@ -194,11 +196,12 @@ def tsmc(
             log_f = log_f.masked_fill(log_f == -torch.inf, 0.0)  # the weight is zero for good
         log_weights = log_weights + log_w
         ess = effective_sample_size(log_weights)  # [R]
+        # A run that does not resample carries its weights on, and its evidence is not lost.
         evidence = log_z + log_mean_exp(log_weights)  # [R]
         is_due = (ess < ess_threshold * particles) | (ess_threshold == 1) | is_last  # [R]
         ancestors = draw_ancestors(log_weights, is_due, resample, generator)
         if reference is not None:
-            ancestors[:, 0] = 0
+            ancestors[:, 0] = 0  # the kept particle survives every resampling
         if observer is not None:
             observer(Step(tokens, log_psi, log_w, log_weights, ess, evidence, ancestors))
         log_z = torch.where(is_due, evidence, log_z)

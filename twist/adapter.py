@@ -58,6 +58,7 @@ class Adapter(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of q [..., V] after hidden states [..., D]."""
+        # Shift first, then one product with the embeddings, which is the expensive step.
         unmoved = at_least_float32(hidden)
         if self.scores is not None:
             unmoved = F.pad(unmoved, (0, 1))  # p^(0) does not read g

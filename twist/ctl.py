@@ -71,6 +71,8 @@ def weigh(batch: Trajectories, positive: Tensor, negative: Tensor) -> Batch:
         fault = f"twist learning: the twist has exploded to {largest:.0f} nats"
         raise InputError(f"{fault}; lower the learning rate")
     ess = effective_sample_size(positive).item()
+    # One positive weight serves every t, since sigma(s_{1:t}) is the marginal of whole sequences;
+    # pi_t is another distribution at each t and has weights of its own.
     coefficients = normalise(positive)[:, None] - normalise(negative.T).T  # [K, T]
     return Batch(batch.tokens, batch.hidden, coefficients, ess)
 
@@ -84,9 +86,11 @@ def batches_from_proposal(
     """A function that draws a batch of K = batch_size sequences from the current q."""
 
     def draw_batch() -> Batch:
+        # Packed anew, because each update has changed the weights of the twist.
         drawn = sample_proposal(sigma.model, pack(twist), batch_size, generator, keep_hidden=True)
         positive = positive_log_weights(drawn, sigma.log_potential)  # [K]
         batch = weigh(drawn, positive, negative_log_weights(drawn))
+        # Behind the end of a text log psi only waits; nothing is to be learned there.
         batch.coefficients *= counted(batch.tokens, sigma.model.end)
         return batch
 

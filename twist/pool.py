@@ -56,6 +56,7 @@ def draw_round(
     """
     drawn = sample_proposal(base, twist, count, generator)
     log_phi_drawn = call_potential(log_phi, drawn.tokens)  # [N]
+    # In float64: sums over T tokens are compared with each other across the whole pool.
     log_ratio = (drawn.log_p - drawn.log_q).sum(-1)  # [N] log p^(0) / q_r
     log_weights = (log_ratio + log_phi_drawn).to(widest(log_ratio.device))
     if not bool((log_weights < torch.inf).all()):
@@ -92,7 +93,7 @@ def tempered(pool: Pool, least_ess: float) -> tuple[Tensor, float]:
     N' > 0 is the number of sequences with phi > 0. Where no b does, that of the largest ESS.
     """
     alive = pool.is_alive()
-    log_phi = pool.log_phi().where(alive, 0.0)
+    log_phi = pool.log_phi().where(alive, 0.0)  # -inf times 1 - b = 0 would be NaN
     powers = POWERS.tolist()
     candidates = [pool.log_weights() - (1 - power) * log_phi for power in powers]
     ess = [effective_sample_size(log_weights).item() for log_weights in candidates]
@@ -113,6 +114,7 @@ def truncated(log_weights: Tensor, least_ess: float) -> Tensor:
         raise InputError(f"{fault}; draw more, or soften the potential")
     low = alive.min()
     high = alive.max()
+    # The ESS grows as c falls, so that bisection finds the largest c that is small enough.
     if effective_sample_size(log_weights) < least_ess * len(log_weights):
         for _ in range(HALVINGS):
             middle = (low + high) / 2

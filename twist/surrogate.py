@@ -23,10 +23,12 @@ def fit_surrogate(
 ) -> tuple[Tensor, float]:
     """The scores g [V] of texts [N, T] with log phi [N], where c = scale, and the mean loss."""
     labels = (log_phi / scale).exp().clamp(max=1.0).float()  # [N]
+    # A token that occurs twice counts once: what matters is whether a text has it.
     ordered = tokens.sort(1).values  # [N, T]
     is_first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)  # of equal tokens
     counts = is_first.float()
     scores = torch.zeros(vocab_size, 1, device=tokens.device, requires_grad=True)  # g
+    # From the base rate, L-BFGS needs no steps to find that nearly all labels are zero.
     start = labels.mean().clamp(1e-6, 1 - 1e-6).logit()
     intercept = start.clone().requires_grad_(True)  # b
     settings = {"max_iter": ITERATIONS, "line_search_fn": "strong_wolfe"}

@@ -150,7 +150,8 @@ def test_the_pool_of_the_page_is_that_of_the_project(engine, name):
         if number < explainer.LADDER:
             log_weights, power = tempered(pool, explainer.LADDER_ESS)
         weights = truncated(log_weights, explainer.LEAST_ESS)
-        assert fitted["power"] == power and 1 / weights.square().sum() == pytest.approx(ess)
+        assert fitted["power"] == pytest.approx(power)
+        assert 1 / weights.square().sum() == pytest.approx(ess)
         log_q = log_q_of(fitted)
         assert target.kl_to(log_q) == pytest.approx(kl, rel=0, abs=1e-5)
 

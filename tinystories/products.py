@@ -16,11 +16,14 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and all(
     hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
 )
 
+TYPES = [torch.float32]
+if HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():  # not on processors with AVX2 alone
+    TYPES.append(torch.bfloat16)
+
 
 def has_fast_product(weight: Tensor) -> bool:
     """Whether oneDNN can multiply with a weight of this type on this device."""
-    is_known = weight.dtype in (torch.float32, torch.bfloat16)
-    return HAS_ONEDNN and is_known and weight.device.type == "cpu"
+    return HAS_ONEDNN and weight.dtype in TYPES and weight.device.type == "cpu"
 
 
 def suits_onednn(x: Tensor, weight: Tensor) -> bool:

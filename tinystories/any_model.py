@@ -10,6 +10,7 @@ width, V vocabulary, P tokens of the prompt, T of a continuation.
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ class AnyModel:
         self.prompt = prompt
         self.length = length
         self.end = end
-        self.output = network.get_output_embeddings()
+        self.output: Any = network.get_output_embeddings()
         if self.output is None:
             raise InputError("the network has no output layer; load it as a causal language model")
         self.vocab_size = self.output.weight.shape[0]
@@ -68,7 +69,7 @@ class AnyModel:
         if not torch.allclose(logits, wanted, atol=1e-3):
             raise InputError("the logits are not the output layer's; write `head` for them")
 
-    def with_network(self, network: nn.Module) -> "AnyModel":
+    def with_network(self, network: Any) -> "AnyModel":
         """Another network of this kind after the same prompt."""
         model = copy.copy(self)
         model.network = network
@@ -117,7 +118,7 @@ class AnyDecoder:
 
     def __init__(self, model: AnyModel, rows: int):
         self.model = model
-        self.cache = DynamicCache(config=model.network.config)
+        self.cache: Any = DynamicCache(config=model.network.config)
         self.hidden = model.read(model.prompt[None], self.cache)[:, -1].repeat(rows, 1)  # [N, D]
         self.cache.batch_repeat_interleave(rows)
 
@@ -135,7 +136,7 @@ class AnyDecoder:
 class TwistProcessor(LogitsProcessor):
     """q_t for `generate`: adds log psi, computed from the output layer's input, to the logits."""
 
-    def __init__(self, network: PreTrainedModel, twist: Callable[[Tensor], Tensor]):
+    def __init__(self, network: Any, twist: Callable[[Tensor], Tensor]):
         self.twist = twist
         network.get_output_embeddings().register_forward_pre_hook(self.remember)
 

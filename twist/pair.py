@@ -12,12 +12,13 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from tinystories.checkpoint import fill, read_metadata, read_tensors, reading, write_tensors
 from tinystories.errors import InputError
-from tsmc.interfaces import BaseModel, LanguageModel
+from tsmc.interfaces import BaseModel
 from twist.adapter import Adapted, Adapter
 from twist.mlp import TwistMLP
 
@@ -27,10 +28,10 @@ REMEDY = "restore the run's own file, or make the run again"
 
 @dataclass(frozen=True)
 class Pair:
-    """What twisted SMC runs with: a language model and its twist; None is psi = 1."""
+    """What twisted SMC runs with: a language model and its twist."""
 
-    model: LanguageModel
-    twist: nn.Module | None
+    model: Any  # p^(m): a BaseModel, or an Adapted
+    twist: Any  # psi^(m): a module, or None for psi = 1
 
 
 def write_module(path: Path, module: nn.Module, **metadata: str) -> None:
@@ -39,7 +40,7 @@ def write_module(path: Path, module: nn.Module, **metadata: str) -> None:
     write_tensors(path, tensors, **metadata)
 
 
-def read_module(path: Path, kind: type[TwistMLP] | type[Adapter], base: BaseModel) -> nn.Module:
+def read_module(path: Path, kind: type[TwistMLP] | type[Adapter], base: BaseModel) -> Any:
     """The module of a file over p^(0) = base, frozen; InputError names a tensor that misfits."""
     tensors = read_tensors(path)
     with reading(path, "not of this version and this model", REMEDY):

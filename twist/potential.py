@@ -51,7 +51,7 @@ class Factor:
     name: str = "the potential"  # in messages
 
 
-def as_log_phi(values: Any, read: Sequence) -> Tensor:
+def as_log_phi(values: Any, read: Sequence | Tensor) -> Tensor:
     """log phi [N] float64 on the CPU of what a potential has returned for the N members of `read`.
 
     float64 keeps the differences of values as large as 1e8. InputError for another shape, for
@@ -114,9 +114,7 @@ class TextPotential:
             log_phi = log_phi + self.apply(factor.log_phi, factor.reads, texts, tokens)
         return log_phi
 
-    def apply(
-        self, function: Callable, reads: str, texts: list[str], tokens: Tensor | None
-    ) -> Tensor:
+    def apply(self, function: Any, reads: str, texts: list[str], tokens: Tensor | None) -> Tensor:
         """A function of a factor on what it reads [N], called once for equal texts."""
         if reads != "tokens":
             start = len(self.decode([self.prompt])[0]) if reads == "continuations" else 0
@@ -133,7 +131,7 @@ class TextPotential:
 
         def log_f(tokens: Tensor) -> Tensor:
             parts = [self.prefix_of(factor, tokens) for factor in self.factors if factor.log_prefix]
-            return sum(parts).to(tokens.device, widest(tokens.device))
+            return torch.stack(parts).sum(0).to(tokens.device, widest(tokens.device))
 
         return log_f
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from distill.options import option
 from distill.self_distill import draw_batches, self_distill
-from tinystories.decoder import counted
+from tinystories.decoder import counted, padded
 from tinystories.errors import InputError
 from tinystories.fast import pack
 from tsmc.interfaces import BaseModel, LanguageModel, Report, row_slices
@@ -204,8 +204,7 @@ def fit_adapter(
     def loss(rows: Tensor) -> Tensor:
         some = is_counted[rows]  # [n, T]
         chosen, place = prefixes[rows][some].unique(return_inverse=True)  # [S]
-        chosen = torch.cat([chosen, chosen[-1:].repeat(-len(chosen) % GROUP)])
-        log_q = adapter(states[chosen]).log_softmax(-1)  # [S, V]
+        log_q = adapter(states[padded(chosen, GROUP)]).log_softmax(-1)  # [S, V]
         return -log_q[place, tokens[rows][some]].mean()
 
     self_distill(loss, optimizer, places, report)

@@ -19,6 +19,7 @@ weighted samples, as published. R runs, K particles, N = R K samples, T tokens.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from distill.finetune import Student
 from distill.options import option
 from distill.self_distill import draw_batches, self_distill
 from tinystories.decoder import counted
-from tinystories.fast import pack
 from tsmc.interfaces import BaseModel, Report
 from tsmc.resampling import SCHEMES, normalise
 from tsmc.runs import Phases, draw_population
@@ -60,6 +60,10 @@ class PublishedOptions:
     distill_learning_rate: float = option(3e-5, "AdamW's step size for full fine-tuning", 0, 1)
     distill_lora_learning_rate: float = option(3e-4, "AdamW's step size for LoRA", 0, 1)
     distill_weight_decay: float = option(0.01, "AdamW's weight decay of matrices", 0)
+
+    def rule(self) -> dict[str, Any]:
+        """How the sampler resamples: arguments of `tsmc.sampler.tsmc`."""
+        return {"resample": SCHEMES[self.resampling], "ess_threshold": self.ess_threshold}
 
 
 class Published:
@@ -128,9 +132,8 @@ class Published:
         options = self.options
         sigma = seen_from(pair.model, self.base, self.log_phi, options.effective_potential)
         sizes = (options.particles, options.distill_runs)
-        rule = {"resample": SCHEMES[options.resampling], "ess_threshold": options.ess_threshold}
-        psi = pack(pair.twist)
-        population = draw_population(self.phases, "sampling", m, sigma, psi, *sizes, **rule).alive()
+        given = (self.phases, "sampling", m, sigma, pair.packed_twist(), *sizes)
+        population = draw_population(*given, **options.rule()).alive()
         # Runs that die have no samples; the others count alike, because their Z-hat varies so much
         # with a poor twist that one run would be nearly all that is distilled.
         if options.ess_threshold == 1:

@@ -5,7 +5,6 @@ writes one PNG. The colours are those of Okabe and Ito, which colour-blind reade
 and each series also has a marker or line style of its own.
 """
 
-import math
 from pathlib import Path
 
 import matplotlib
@@ -89,7 +88,7 @@ def histogram(scores: dict[str, list[float]], key: str, path: Path) -> None:
     """Shares of texts by score in 20 bins, logarithmic, a line for each source of texts."""
     figure, axes = plt.subplots(figsize=(6, 4))
     lowest = 0.0 if key == "toxicity" else min(map(min, scores.values()), default=0.0)
-    edges = np.linspace(lowest, max(1.0, lowest + 1) if key == "toxicity" else 1e-6, 21)
+    edges = np.linspace(lowest, 1.0 if key == "toxicity" else 1e-6, 21)
     for i, (name, values) in enumerate(scores.items()):
         shares = np.histogram(values, edges)[0] / len(values)
         axes.stairs(shares, edges, color=style(name)[0], label=name, lw=2, ls=DASHES[i % 4])
@@ -106,7 +105,6 @@ def draw_figures(results: dict, records: list[dict], samples: list[dict], folder
     similarity_plot(results, key, folder / f"similarity-{key.replace('_', '-')}.png")
     scores: dict[str, list[float]] = {}
     for row in samples:
-        finite = row[key] is not None and math.isfinite(row[key])
-        if finite:
+        if row[key] is not None:  # null stands for what is not finite
             scores.setdefault(row["source"].capitalize(), []).append(row[key])
     histogram(scores, key, folder / f"{key.replace('_', '-')}-histogram.png")

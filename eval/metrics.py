@@ -61,7 +61,7 @@ def score(
 ) -> Samples:
     """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
     texts = potential.texts(tokens)
-    scores = {"log_phi": potential(tokens).cpu().double()}
+    scores = {"log_phi": potential.of_texts(texts, tokens)}
     if log_toxicity is not None:
         scores["toxicity"] = each_once(log_toxicity, texts).double().exp()
     return Samples(texts, scores, group or list(range(len(texts))))

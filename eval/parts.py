@@ -33,15 +33,14 @@ from torch import Tensor
 
 from distill.finetune import Diverged
 from eval import baseline, metrics
+from eval.run.evaluate import draw_model
 from eval.run.options import RunConfig, read_config
 from eval.run.setup import load_setup, load_target, save_target, sigma_key
 from eval.trained import read_network
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError
-from tinystories.fast import pack
 from tsmc import Phases
 from tsmc.interfaces import LanguageModel, Twist
-from tsmc.proposal import sample_proposal
 from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.runs import draw_population
 from twist.pair import load_pair
@@ -136,14 +135,6 @@ class Task:
         self.setup.exact = exact
         self.setup.exact_vectors = self.setup.encode(self.setup.potential.texts(exact.tokens))
 
-    def draw(self, phase: str, model: LanguageModel, count: int) -> Tensor:
-        """Independent samples [N, T] of a bare model, N = count."""
-
-        def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-            return {"tokens": sample_proposal(model, None, size, generator).tokens}
-
-        return self.phases.draw(phase, None, count, draw)["tokens"]
-
     def score(self, tokens: Tensor) -> metrics.Samples:
         """The texts of tokens [N, T] with their scores."""
         return metrics.score(tokens, self.setup.potential, self.setup.log_toxicity)
@@ -211,9 +202,10 @@ def measure_target(task: Task) -> dict:
         save_target(task.run, setup.exact, sigma_key(config))
     task.embed_exact()
     exact = task.score(setup.exact.tokens)
-    plain = task.score(task.draw("base", base, config.eval_base_samples))
+    plain = task.score(draw_model(task.phases, "base", None, base, config.eval_base_samples))
     task.words = telling_words(exact.texts, plain.texts, study.words)
-    tokens = task.draw("best of n", base, study.best_of * study.best_texts)
+    drawn = study.best_of * study.best_texts
+    tokens = draw_model(task.phases, "best of n", None, base, drawn)
     groups = setup.potential(tokens).view(-1, study.best_of)  # [best_texts, n]
     best = groups.argmax(1) + study.best_of * torch.arange(len(groups), device=groups.device)
     kept = rejection("beta 1", lambda rows: setup.log_toxicity(setup.potential.texts(rows)))
@@ -270,7 +262,7 @@ def measure_run(task: Task) -> dict:
         m = found["generation"]
         pair = load_pair(path / f"generation-{m}", task.setup.base, read_network)
         row = task.measure(part.method, generation_samples(path, m))
-        twist = None if pair.twist is None else pack(pair.twist)
+        twist = pair.packed_twist()
         row = task.add_kl(row, pair.model.packed(), twist)
         names = ("log_z", "log_z_hat_mean", "log_z_hat_std", "ess", "distinct")
         row |= {"generation": m, **{name: found[name] for name in names}}
@@ -296,8 +288,7 @@ def generation_samples(path: Path, m: int) -> metrics.Samples:
 def population_row(task: Task, model: LanguageModel, twist: Twist | None, m: int) -> dict:
     """The toxicity of populations of different K (paper, Fig. 2)."""
     config, setup, study = task.config, task.setup, task.study
-    is_effective = config.effective_potential or config.learner == "pooled"
-    sigma = seen_from(model, setup.base, setup.potential, is_effective)
+    sigma = seen_from(model, setup.base, setup.potential, config.keeps_sigma())
     row = {"table": "populations", "name": task.part.method, "generation": m}
     for particles in study.populations:
         runs = max(1, study.particles // particles)
@@ -342,7 +333,8 @@ def train_baseline(task: Task, setting: baseline.Setting, share: float) -> dict:
         policy = baseline.train(method, setup, options, stream).packed()
     except Diverged as error:
         return row | {"diverged": str(error)}
-    tokens = task.draw(f"{method} {setting}", policy, config.eval_base_samples)
+    phase = f"{method} {setting}"
+    tokens = draw_model(task.phases, phase, None, policy, config.eval_base_samples)
     return task.add_kl(row | task.measure(method, task.score(tokens)), policy, None)
 
 

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.decoder import NO_END, counted
+from tinystories.decoder import NO_END, check_positions, log_probs_of
 from tinystories.errors import InputError, reason_of
 
 try:
@@ -42,9 +41,7 @@ class AnyModel:
             raise InputError("the network has no output layer; load it as a causal language model")
         self.vocab_size = self.output.weight.shape[0]
         limit = getattr(network.config, "max_position_embeddings", None) or len(prompt) + length
-        if len(prompt) + length > limit:
-            fault = f"the prompt ({len(prompt)} tokens) and the length ({length})"
-            raise InputError(f"{fault} exceed the network's {limit} positions; shorten one of them")
+        check_positions(prompt, length, limit)
         self.check()
 
     @torch.no_grad()
@@ -109,8 +106,7 @@ class AnyModel:
         """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and states [N, T, D] of tokens [N, T]."""
         hidden = self.states(tokens)
         logits = self.head(hidden)
-        log_p = -F.cross_entropy(logits.mT, tokens, reduction="none")  # [N, T]
-        return log_p.where(counted(tokens, self.end), 0.0), logits, hidden
+        return log_probs_of(logits, tokens, self.end), logits, hidden
 
 
 class AnyDecoder:

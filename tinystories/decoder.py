@@ -26,10 +26,15 @@ NO_END = -1  # in place of the token that finishes a text: texts have T tokens
 MOST = 0.875  # share of distinct texts above which sharing costs more than it saves
 
 
+def padded(rows: Tensor, group: int) -> Tensor:
+    """rows [S] with copies of the last one behind them, up to a multiple of `group`."""
+    return torch.cat([rows, rows[-1:].repeat(-len(rows) % group)])
+
+
 def merge(state_of: Tensor, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Parents [S] and tokens [S] of the new states, and each row's state [N]; equal rows share."""
     pairs, pair_of = (state_of * vocab_size + tokens).unique(return_inverse=True)
-    pairs = torch.cat([pairs, pairs[-1:].repeat(-len(pairs) % GROUP)])
+    pairs = padded(pairs, GROUP)
     if len(pairs) <= MOST * len(tokens):
         return pairs // vocab_size, pairs % vocab_size, pair_of
     return state_of, tokens, torch.arange(len(tokens), device=tokens.device)
@@ -39,6 +44,21 @@ def counted(tokens: Tensor, end: int) -> Tensor:
     """Which of tokens [N, T] belong to a text: those up to and including the first `end`."""
     ended = (tokens == end).cumsum(1)  # [N, T] how often the text has ended, this token included
     return ended - (tokens == end).long() == 0
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor, end: int) -> Tensor:
+    """log p(s_t | s_{0:t-1}) [N, T] of tokens [N, T] from logits [N, T, V]; 0 behind the end."""
+    losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
+    return (-losses.view(tokens.shape)).where(counted(tokens, end), 0.0)
+
+
+def check_positions(prompt: Tensor, length: int, limit: int) -> None:
+    """InputError where the prompt [P] is empty, or where it and the length exceed the limit."""
+    if prompt.numel() == 0:
+        raise InputError("the prompt is empty; give at least one word")
+    if prompt.numel() + length > limit:
+        sizes = f"the prompt ({prompt.numel()} tokens) and the length ({length})"
+        raise InputError(f"{sizes} exceed the model's {limit} positions; shorten one of them")
 
 
 class Decoder:
@@ -87,12 +107,7 @@ class Conditional:
 
         A text is finished once it has the token `end`: the same token follows with probability one.
         """
-        limit = network.config.max_position_embeddings
-        if prompt.numel() == 0:
-            raise InputError("the prompt is empty; give at least one word")
-        if prompt.numel() + length > limit:
-            sizes = f"the prompt ({prompt.numel()} tokens) and the length ({length})"
-            raise InputError(f"{sizes} exceed the model's {limit} positions; shorten one of them")
+        check_positions(prompt, length, network.config.max_position_embeddings)
         self.network = network
         self.prompt = prompt
         self.length = length
@@ -131,6 +146,4 @@ class Conditional:
         """log p(s_t | s_{0:t-1}) [N, T] (eq. 1), logits [N, T, V] and states of tokens [N, T]."""
         hidden = self.states(tokens)  # [N, T, D]
         logits = self.network.head(hidden)  # [N, T, V]
-        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
-        log_p = -losses.view(tokens.shape)  # [N, T]
-        return log_p.where(counted(tokens, self.end), 0.0), logits, hidden
+        return log_probs_of(logits, tokens, self.end), logits, hidden

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tinystories.decoder import NO_END, counted
+from tinystories.decoder import NO_END, counted, log_probs_of
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
 from tsmc.interfaces import LanguageModel, LogPotential, Twist, row_slices
@@ -209,8 +209,7 @@ class TableModel(nn.Module):
         """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and hidden [N, T, 1] of tokens [N, T]."""
         hidden = self.states(tokens)  # [N, T, 1]
         logits = self.head(hidden)  # [N, T, V]
-        log_p = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)  # [N, T]
-        return log_p.where(counted(tokens, self.end), 0.0), logits, hidden
+        return log_probs_of(logits, tokens, self.end), logits, hidden
 
 
 class TableTwist(nn.Module):

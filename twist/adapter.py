@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.decoder import counted
+from tinystories.decoder import log_probs_of
 from tinystories.fast import pack
 from tinystories.gpt_neo import Linear, at_least_float32
 from tsmc.interfaces import BaseModel, Decoder
@@ -99,5 +99,4 @@ class Adapted:
         """log q(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and states [N, T, D] of tokens [N, T]."""
         hidden = self.states(tokens)  # [N, T, D]
         logits = self.adapter(hidden)  # [N, T, V]
-        log_q = -F.cross_entropy(logits.mT, tokens, reduction="none")  # [N, T]
-        return log_q.where(counted(tokens, self.end), 0.0), logits, hidden
+        return log_probs_of(logits, tokens, self.end), logits, hidden

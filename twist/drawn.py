@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tinystories.fast import pack
 from tsmc.categorical import uniforms
 from tsmc.estimate import Estimate
 from tsmc.interfaces import BaseModel
@@ -120,7 +119,7 @@ def sample(
         pair = Pair(model, None)
         check_prefix(model.packed(), potential, phases.stream("prefix"))
     sigma = seen_from(pair.model, model, potential)
-    twist = None if pair.twist is None else pack(pair.twist)
+    twist = pair.packed_twist()
     trace = Trace()
 
     def observe(step: Step) -> None:
@@ -132,7 +131,7 @@ def sample(
     population = draw_population(phases, "sample", None, sigma, twist, particles, runs, **rule)
     tokens = population.tokens.flatten(0, 1)  # [R K, T]
     texts = potential.texts(tokens)
-    found = {"log_phi": potential(tokens).cpu()}
+    found = {"log_phi": potential.of_texts(texts, tokens)}
     found["log_p"] = sequence_log_probs(model.packed(), tokens).cpu()
     for name, function in (scores or {}).items():
         found[name] = each_once(function, texts)

@@ -15,11 +15,10 @@ from eval.run.progress import Place
 from eval.run.run import Run
 from eval.run.setup import Setup, save_target, sigma_key
 from tinystories.errors import InputError
-from tinystories.fast import pack
 from tsmc.interfaces import LanguageModel
 from tsmc.proposal import sample_proposal
 from tsmc.rejection import ExactSamples, draw_accepted, exact_samples
-from tsmc.runs import draw_population
+from tsmc.runs import Phases, draw_population
 from tsmc.sampler import Population, Sigma
 from twist.pair import Pair, save_pair
 from twist.potential import seen_from
@@ -29,13 +28,15 @@ ENOUGH = 200  # exact samples of the target
 TARGET = ("target by rejection", None)
 
 
-def draw_model(run: Run, phase: str, m: int | None, model: LanguageModel, count: int) -> Tensor:
+def draw_model(
+    phases: Phases, phase: str, m: int | None, model: LanguageModel, count: int
+) -> Tensor:
     """Independent samples [N, T] of a bare model for the table, N = count."""
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
         return {"tokens": sample_proposal(model, None, size, generator).tokens}
 
-    return run.draw(phase, m, count, draw)["tokens"]
+    return phases.draw(phase, m, count, draw)["tokens"]
 
 
 def plan(learner: Published | Pooled, setup: Setup, config: RunConfig) -> dict[Place, float]:
@@ -168,9 +169,8 @@ def finish_generation(
     if run.writes:
         write = partial(tinystories.save, tokenizer=setup.tokenizer)
         save_pair(run.path / f"generation-{m}", pair, setup.base, write)
-    is_effective = config.effective_potential or config.learner == "pooled"
-    sigma = seen_from(pair.model, setup.base, setup.potential, is_effective)
-    twist = None if pair.twist is None else pack(pair.twist)
+    sigma = seen_from(pair.model, setup.base, setup.potential, config.keeps_sigma())
+    twist = pair.packed_twist()
     sizes = (config.eval_particles, config.eval_runs)
     population = draw_population(run, "evaluation", m, sigma, twist, *sizes, **config.rule())
     bare = None

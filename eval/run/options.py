@@ -23,7 +23,6 @@ from eval.scorers.potentials import CLASSIFIED, has_prefix
 from tinystories.checkpoint import read_json, reading
 from tinystories.errors import InputError, shortened
 from tinystories.hub import checkpoint_directory
-from tsmc.resampling import SCHEMES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 POCKET = Path(__file__).resolve().parents[2] / "checkpoints" / "pocket"
@@ -111,9 +110,9 @@ class RunConfig(PublishedOptions, PooledOptions, EvaluationOptions):
             fault = f"--device {self.device} is not available ({reason})"
             raise InputError(f"{fault}; use --device cpu") from error
 
-    def rule(self) -> dict[str, Any]:
-        """How the sampler resamples: arguments of `tsmc.sampler.tsmc`."""
-        return {"resample": SCHEMES[self.resampling], "ess_threshold": self.ess_threshold}
+    def keeps_sigma(self) -> bool:
+        """Whether p^(m) sees the same sigma through phi^(m); the pooled learner always does."""
+        return self.effective_potential or self.learner == "pooled"
 
     def has_classifier(self) -> bool:
         """Whether phi is a power of the toxicity classifier's score, or of its opposite."""

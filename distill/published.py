@@ -61,6 +61,11 @@ class PublishedOptions:
     distill_lora_learning_rate: float = option(3e-4, "AdamW's step size for LoRA", 0, 1)
     distill_weight_decay: float = option(0.01, "AdamW's weight decay of matrices", 0)
 
+    def drawn(self, generations: int) -> tuple[int, int]:
+        """Sequences that are drawn for CTL and for distillation, all of which are scored."""
+        contrasted = (generations + 1) * self.ctl_updates * self.ctl_batch_size
+        return contrasted, generations * self.distill_runs * self.particles
+
     def rule(self) -> dict[str, Any]:
         """How the sampler resamples: arguments of `tsmc.sampler.tsmc`."""
         return {"resample": SCHEMES[self.resampling], "ess_threshold": self.ess_threshold}
@@ -93,9 +98,7 @@ class Published:
 
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations."""
-        options = self.options
-        contrasted = (generations + 1) * options.ctl_updates * options.ctl_batch_size
-        return contrasted + generations * options.distill_runs * options.particles
+        return sum(self.options.drawn(generations))
 
     def line_1(self) -> Pair:
         """psi^(0) by CTL on p^(0)."""

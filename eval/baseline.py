@@ -34,24 +34,14 @@ def size(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-def published_sequences(options: PublishedOptions, generations: int) -> tuple[int, int, int]:
-    """Sequences that the published learner draws for CTL, draws for distillation, and trains on.
-
-    All that are drawn are scored.
-    """
-    learned = (generations + 1) * options.ctl_updates * options.ctl_batch_size
-    drawn = generations * options.distill_runs * options.particles
-    trained = generations * options.distill_updates * options.distill_batch_size
-    return learned, drawn, trained
-
-
 def published_units(options: PublishedOptions, generations: int, base: BaseModel) -> int:
     """The cost of the published learner over p^(0) = base.
 
     From generation 1 on p^(0) reads every sequence for phi^(m) (eq. 8). CTL learns from the outputs
     of psi for the tokens drawn, of which each costs little.
     """
-    learned, drawn, trained = published_sequences(options, generations)
+    learned, drawn = options.drawn(generations)
+    trained = generations * options.distill_updates * options.distill_batch_size
     read = 0
     if generations and options.effective_potential:
         read = learned * generations // (generations + 1) + drawn * (generations - 1) // generations

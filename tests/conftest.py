@@ -1,6 +1,7 @@
 """What the tests share: one thread a worker, the shipped networks, and one small finished run."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist keeps the other cores busy
@@ -24,16 +25,25 @@ SMALL = [
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory, worker_id) -> Path:
-    """The directory of a small finished run, made once for all workers; do not change it."""
+def made_once(tmp_path_factory, worker_id) -> Callable[[str, Callable[[Path], None]], Path]:
+    """made_once(name, make): a directory that make(directory) has filled in one of the workers."""
     root = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         root = root.parent  # shared by the workers
-    run = root / "finished-run"
-    with filelock.FileLock(root / "finished-run.lock"):
-        if not (run / "results.json").exists():
-            main([*SMALL, "--out", str(run)])
-    return run
+
+    def directory(name: str, make: Callable[[Path], None]) -> Path:
+        with filelock.FileLock(root / f"{name}.lock"):
+            if not (root / name / "results.json").exists():
+                make(root / name)
+        return root / name
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def finished_run(made_once) -> Path:
+    """The directory of a small finished run, made once for all workers; do not change it."""
+    return made_once("finished-run", lambda run: main([*SMALL, "--out", str(run)]))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import re
 import shutil
 from pathlib import Path
 
-import filelock
 import pytest
 import torch
 
@@ -32,19 +31,17 @@ def run_here(arguments: list[str]) -> float:
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory, worker_id) -> Path:
+def whole(made_once) -> Path:
     """A finished study, made once for all workers; do not change it."""
-    root = tmp_path_factory.getbasetemp()
-    if worker_id != "master":
-        root = root.parent  # shared by the workers
-    out = root / "study"
-    with filelock.FileLock(root / "study.lock"), pytest.MonkeyPatch.context() as patch:
-        if not (out / "results.json").exists():
+
+    def make(out: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(parts, "run_main", run_here)
             for part in (part for stage in study.stages(SMALL) for part in stage):
                 study.run_part(SMALL, part, out)
             study.main([*QUICK, str(out)])
-    return out
+
+    return made_once("study", make)
 
 
 def read(out: Path) -> dict[tuple, dict]:

@@ -3,6 +3,7 @@
 A dictionary stands in for the Hub's files, chosen by the library's own patterns.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,11 @@ class FakeHub:
 
 
 @pytest.fixture
-def remote(tmp_path, monkeypatch) -> FakeHub:
-    hub.fetch.cache_clear()
+def remote(tmp_path, monkeypatch) -> Iterator[FakeHub]:
     monkeypatch.setattr(hub, "snapshot_download", FakeHub(tmp_path / "snapshots"))
-    return hub.snapshot_download
+    hub.fetch.cache_clear()
+    yield hub.snapshot_download
+    hub.fetch.cache_clear()  # else a later test of this worker finds what only this one has
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "bin"])

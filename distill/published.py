@@ -61,10 +61,10 @@ class PublishedOptions:
     distill_lora_learning_rate: float = option(3e-4, "AdamW's step size for LoRA", 0, 1)
     distill_weight_decay: float = option(0.01, "AdamW's weight decay of matrices", 0)
 
-    def drawn(self, generations: int) -> tuple[int, int]:
-        """Sequences that are drawn for CTL and for distillation, all of which are scored."""
+    def scores(self, generations: int) -> int:
+        """How many texts phi has scored after so many generations: all that are drawn."""
         contrasted = (generations + 1) * self.ctl_updates * self.ctl_batch_size
-        return contrasted, generations * self.distill_runs * self.particles
+        return contrasted + generations * self.distill_runs * self.particles
 
     def rule(self) -> dict[str, Any]:
         """How the sampler resamples: arguments of `tsmc.sampler.tsmc`."""
@@ -98,7 +98,7 @@ class Published:
 
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations."""
-        return sum(self.options.drawn(generations))
+        return self.options.scores(generations)
 
     def line_1(self) -> Pair:
         """psi^(0) by CTL on p^(0)."""

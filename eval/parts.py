@@ -75,7 +75,7 @@ class Study:
     batch_size: int = 128  # of a baseline
     first: tuple[baseline.Setting, ...] = baseline.FIRST
     widenings: int = 4  # of a sweep, at most
-    share: float = 0.25  # of the cost, for each setting of a sweep
+    share: float = 0.25  # of the scores, for each setting of a sweep
     made_by: str = ""  # version, networks and files of potentials
 
     def arguments(self, method: str, seed: int) -> list[str]:
@@ -86,7 +86,7 @@ class Study:
         return shlex.split(f"{self.options} {of_learner} {own} {fixed}")
 
     def config(self, method: str, seed: int) -> RunConfig:
-        """The same as a config; that of a baseline has the default's sigma and cost."""
+        """The same as a config; that of a baseline has the default's sigma and scores."""
         return read_config(self.arguments(method, seed), "")[0]
 
 
@@ -322,10 +322,10 @@ def measure_baseline(task: Task) -> dict:
 
 
 def train_baseline(task: Task, setting: baseline.Setting, share: float) -> dict:
-    """The row of a baseline that may spend a share of the default's cost."""
+    """The row of a baseline that may spend a share of the default's scores."""
     study, method, setup, config = task.study, task.part.method, task.setup, task.config
-    units = share * baseline.published_units(config, config.generations, setup.base)
-    options = baseline.baseline_config(method, setting, units, study.batch_size, config.length)
+    scores = share * config.scores(config.generations)
+    options = baseline.baseline_config(method, setting, scores, study.batch_size)
     row = {"table": "samples", "name": method, "scores": options.updates * options.batch_size}
     row |= {"learning_rate": options.learning_rate, "strength": options.strength}
     try:

@@ -5,8 +5,8 @@
 
     target            samples of p^(0), and exact samples of sigma by rejection
     default-S, ...    a run of main.py with seed S (RUNS), and new populations of its pairs
-    sweep-dpo-full    settings of a baseline, tried with a share of the cost on a seed of their own
-    dpo-full-S        the best of them at the whole cost, on seed S
+    sweep-dpo-full    settings of a baseline, with a share of the scores, on a seed of its own
+    dpo-full-S        the best of them with all scores, on seed S
 
 KEY is a hash of what a part depends on: the version, options, networks, and the file of a
 potential. So the same command continues where it was ended, and never takes over what was made

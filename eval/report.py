@@ -52,11 +52,11 @@ COLUMNS = {  # quantity: title, format; others are shown under their own name
 }
 COMPARED = ("toxicity", "similarity", "energy", "kl", "log_z_hat_mean", "log_z_hat_std")
 TABLES = {  # name: columns; None: all of its rows' quantities
-    "samples": (*COMPARED, "log_z"),
+    "samples": COMPARED[:-1],
     "cost": ("scores", "exact_texts", "ess_per_score", "gain", "seconds"),
     "populations": None,
     "beta": ("accepted", "toxicity", "similarity", "num_sequences"),
-    "changes": COMPARED,
+    "changes": ("toxicity", "energy", "kl", "log_z_hat_mean"),
     "settings": ("learning_rate", "strength", "tried", "inside", "energy"),
     "words": None,
 }

@@ -66,6 +66,16 @@ def test_gradient_flows_through_no_weight():
     torch.testing.assert_close(gradients[0], by_hand, rtol=0, atol=1e-12)
 
 
+def test_a_constant_added_to_log_psi_changes_no_gradient():
+    model, twist, potential = table_world(3, 3, seed=4)
+    gradients = []
+    for constant in (0.0, 5.0):
+        twist.log_psi.data += constant
+        gradients.append(estimated_gradient(model, twist, potential, 50, generator(0)))
+        assert gradients[-1].sum().abs() < 1e-12, "positive and negative weights sum to one"
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
 def test_gradient_vanishes_at_the_optimal_twist():
     """All weights of a batch are equal there, so positives and negatives cancel one by one."""
     model, _, potential = table_world(3, 3, seed=5)

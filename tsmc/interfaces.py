@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tinystories.errors import InputError
 
-MAX_LOGITS = 2**24  # entries of one tensor of logits: 64 MB in float32, of which a few are alive
+MAX_LOGITS = 2**22  # entries of one tensor of logits: 16 MB in float32, of which a few are alive
 Twist = Callable[[Tensor], Tensor]
 """twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
 LogPotential = Callable[[Tensor, Tensor], Tensor]

@@ -55,7 +55,7 @@ class PooledOptions:
     pool_draws: int = option(9000, "sequences drawn from q in each further generation", 1)
     pool_least_ess: float = option(0.05, "truncate weights to an ESS of this share of all", 0, 1)
     pool_updates: int = option(120, "gradient steps of each generation", 1)
-    pool_batch_size: int = option(128, "sequences of one step", 1)
+    pool_batch_size: int = option(64, "sequences of one step", 1)
     pool_learning_rate: float = option(1e-4, "Adam's step size", 0, 1)
     pool_hidden_units: int = option(192, "width of the adapter's two hidden layers", 1)
 

@@ -60,9 +60,9 @@ RUNS = LEARNERS | ABLATIONS  # arguments of main.py by name
 class Study:
     """What the numbers depend on, besides main.py's defaults."""
 
-    seeds: tuple[int, ...] = (51, 52, 53, 54, 55)
+    seeds: tuple[int, ...] = (71, 72, 73, 74, 75)
     few: int = 3  # so many of the seeds serve the ablations and the baselines
-    sweep_seed: int = 50  # on which the baselines' settings are chosen
+    sweep_seed: int = 70  # on which the baselines' settings are chosen
     options: str = ""  # of all runs of main.py
     published: str = ""  # of those with the published learner
     pooled: str = ""  # of those with the pooled learner

@@ -38,6 +38,7 @@ def self_distilled_tsmc(run: Run, setup: Setup, config: RunConfig) -> dict:
     """Algorithm 1; returns the rows of its table."""
     learner = make_learner(run, setup, config)
     run.progress.plan = plan(learner, setup, config)
+    # Base and Target come first: they tell early whether phi is too rare to learn from.
     results = evaluate_ends(run, setup, config)
     pair = learner.line_1()  # (p^(0), psi^(0))
     finish_generation(run, setup, config, 0, pair, results)
@@ -52,6 +53,7 @@ def make_learner(run: Run, setup: Setup, config: RunConfig) -> Published | Poole
     """The learner that the options name, for p^(0) and phi; `run` computes its phases."""
     if config.learner == "published":
         return Published(setup.base, setup.potential, config, run)
+    # phi = p^beta is nearly 0 for every text; its beta-th root gives labels that differ.
     scale = max(config.beta, 1.0) if config.has_classifier() else 1.0
     return Pooled(setup.base, setup.potential, config, run, scale)
 

@@ -42,7 +42,7 @@ from twist.pair import Pair
 from twist.pool import Pool, Round, draw_round, tempered, truncated
 from twist.surrogate import fit_surrogate
 
-GROUP = 256  # prefixes of a step are padded to a multiple of this: freed memory fits again
+GROUP = 256  # prefixes of a step are padded to a multiple of this, so freed blocks are reused
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PooledOptions:
     surrogate: bool = option(True, "let the adapter see a score of phi for each token")
     pool_first_draws: int = option(7000, "sequences drawn for psi^(0)", 1)
     pool_first_rounds: int = option(8, "steps of the ladder that they are drawn in", 1)
-    pool_first_ess: float = option(0.1, "b: the ESS for each text with phi > 0", 0, 1)
+    pool_first_ess: float = option(0.1, "ESS that chooses b, for each text with phi > 0", 0, 1)
     pool_first_updates: int = option(30, "gradient steps of a step of the ladder", 1)
     pool_draws: int = option(9000, "sequences drawn from q in each further generation", 1)
     pool_least_ess: float = option(0.05, "truncate weights to an ESS of this share of all", 0, 1)
@@ -125,6 +125,7 @@ class Pooled:
 
     def line_4(self, model: LanguageModel, m: int) -> Pair:
         """psi^(m) = 1."""
+        # q^(m) is the fitted proposal already; a twist could only learn what it has missed.
         return Pair(model, None)
 
     def draw(self, q: Adapter | None, phase: str, m: int, count: int) -> None:
@@ -157,6 +158,7 @@ class Pooled:
         def learn(generator: torch.Generator, report: Report) -> dict[str, Tensor]:
             embeddings = self.base.output_embeddings
             adapter = Adapter(embeddings, scores, options.pool_hidden_units, generator)
+            # Targets of the ladder are alike, so a few steps from the last MLP suffice.
             if start is not None:
                 adapter.shift.load_state_dict(start.shift.state_dict())
             optimizer = torch.optim.Adam(adapter.shift.parameters(), lr=options.pool_learning_rate)
@@ -195,6 +197,7 @@ def fit_adapter(
     p^(0) = base is not trained, so the states of each sequence that occurs are computed once, and
     a step computes the logits of q once for the S prefixes s_{1:t-1} that differ in its batch.
     """
+    # Most texts have hardly any weight; those that no batch draws need no states.
     distinct, places = batches.unique(return_inverse=True)
     tokens = tokens[distinct]  # [M, T]
     states = hidden_states(base.packed(), tokens).flatten(0, 1)  # [M T, D]
@@ -203,6 +206,7 @@ def fit_adapter(
 
     def loss(rows: Tensor) -> Tensor:
         some = is_counted[rows]  # [n, T]
+        # Texts share beginnings, and the V logits after each of them are the main cost.
         chosen, place = prefixes[rows][some].unique(return_inverse=True)  # [S]
         log_q = adapter(states[padded(chosen, GROUP)]).log_softmax(-1)  # [S, V]
         return -log_q[place, tokens[rows][some]].mean()
@@ -224,6 +228,7 @@ def first_places(tokens: Tensor) -> Tensor:
             0, number, torch.arange(rows, device=tokens.device), "amin"
         )
         places.append(first[number] * length + t)
+        # A prefix is its parent's number and its last token; numbered anew, it stays small.
         pairs = number * (tokens.max() + 1) + tokens[:, t]
         number = pairs.unique(return_inverse=True)[1]
     return torch.stack(places, 1)

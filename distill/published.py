@@ -43,8 +43,8 @@ class PublishedOptions:
     resampling: str = option("systematic", "resampling scheme", choices=SCHEMES)
     ess_threshold: float = option(
         0.0,
-        "resample where ESS / K is lower; 0: only at the end; default .5 where the potential has a "
-        "prefix part, because only that tells good beginnings from bad ones before the end",
+        "resample where ESS / K is lower; 0: only at the end; default .5 on the command line where "
+        "the potential has a prefix part, which tells good beginnings from bad ones early",
         0,
         1,
     )
@@ -120,12 +120,14 @@ class Published:
 
             def loss(rows: Tensor) -> Tensor:  # eq. 7 for each token
                 log_p = model.log_probs(tokens[rows])[0]  # [n, T]
+                # A mean over tokens, so that one step size suits every length T.
                 return -log_p[counted(tokens[rows], model.end)].mean()
 
             self_distill(loss, student.optimizer, batches, report)
             return student.finish().state_dict()
 
         network = copy.deepcopy(pair.model.network)
+        # A finished phase is read from a file, so the network is filled from its tensors.
         tensors = self.phases.once("distillation", m, options.distill_updates, learn)
         network.load_state_dict(tensors)
         return self.base.with_network(network)
@@ -133,6 +135,7 @@ class Published:
     def samples(self, pair: Pair, m: int) -> tuple[Tensor, Tensor]:
         """Sequences [N, T] of the runs that did not die, and weights [N] that sum to one."""
         options = self.options
+        # psi^(m-1) was learned for p^(m-1) and phi^(m-1), so the runs use this pair as well.
         sigma = seen_from(pair.model, self.base, self.log_phi, options.effective_potential)
         sizes = (options.particles, options.distill_runs)
         given = (self.phases, "sampling", m, sigma, pair.packed_twist(), *sizes)

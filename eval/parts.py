@@ -70,7 +70,7 @@ class Study:
     best_of: int = 50  # texts of p^(0), of which the best by phi is kept
     best_texts: int = 400  # so many times
     populations: tuple[int, ...] = (20, 50, 100, 1000)  # K of the paper's Fig. 2
-    particles: int = 4000  # in all populations of one K
+    particles: int = 2000  # in all populations of one K
     words: int = 6  # whose shares are compared
     batch_size: int = 128  # of a baseline
     first: tuple[baseline.Setting, ...] = baseline.FIRST

@@ -36,4 +36,4 @@ def test_the_files_to_read_first_are_about_as_long_as_the_readme_says():
     for path, lines in rows:
         found = len((ROOT / path).read_text(encoding="utf-8").splitlines())
         assert abs(found - int(lines)) <= 10, path
-    assert len(rows) == 5 and sum(int(lines) for _, lines in rows) <= 960
+    assert len(rows) == 5 and sum(int(lines) for _, lines in rows) <= 1000

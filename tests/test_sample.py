@@ -68,7 +68,7 @@ def test_json_and_table_account_for_every_particle(printed):
     for row in rows:
         assert row["log_phi"] == pytest.approx(10 * math.log(row["toxicity"]), abs=1e-3)
     assert (record["generation"], record["length"], record["seed"]) == (0, 20, 0)
-    table = printed(*options).strip().partition("weight  log phi  toxicity  text\n")[2]
+    table = printed(*options).strip().partition(" share  log phi  toxicity  text\n")[2]
     for line, row in zip(table.splitlines(), samples, strict=True):
         *numbers, text = line.split(maxsplit=3)
         wanted = [row[name] for name in ("weight", "log_phi", "toxicity")]

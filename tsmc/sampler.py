@@ -114,7 +114,9 @@ def extend(
 def reweight(step: Extension, log_psi: Tensor, log_phi: Tensor | None) -> Tensor:
     """log w_t [R, K] of particles with log psi(s_{1:t-1}) [R, K]; log phi is known at t = T."""
     if log_phi is None:
+        # p psi / q_t is the normaliser, whichever token was drawn.
         return step.log_normaliser - log_psi
+    # phi takes the place of psi, with which the token was drawn, so nothing cancels (D1).
     return step.log_p + log_phi - step.log_q - log_psi
 
 
@@ -188,16 +190,18 @@ def tsmc(
         rows = tokens.flatten(0, 1)  # [R K, t]
         if is_last:
             log_phi = call_potential(log_potential, rows, log_p.flatten()).view_as(log_p)
+        # f_{t-1} came in one step ago; divided out here, only the latest f stays in the weight.
         log_w = reweight(step, log_psi, log_phi if is_last else None) - log_f  # [R, K]
         log_psi = step.log_psi
         if log_prefix is not None and not is_last:
             log_f = call_potential(log_prefix, rows).view_as(log_p)
             log_w = log_w + log_f
-            log_f = log_f.masked_fill(log_f == -torch.inf, 0.0)  # the weight is zero for good
+            log_f = log_f.masked_fill(log_f == -torch.inf, 0.0)  # else -inf - (-inf) next
         log_weights = log_weights + log_w
         ess = effective_sample_size(log_weights)  # [R]
         # A run that does not resample carries its weights on, and its evidence is not lost.
         evidence = log_z + log_mean_exp(log_weights)  # [R]
+        # Rounding can make the ESS of equal weights K or more, hence the second condition.
         is_due = (ess < ess_threshold * particles) | (ess_threshold == 1) | is_last  # [R]
         ancestors = draw_ancestors(log_weights, is_due, resample, generator)
         if reference is not None:
@@ -205,6 +209,7 @@ def tsmc(
         if observer is not None:
             observer(Step(tokens, log_psi, log_w, log_weights, ess, evidence, ancestors))
         log_z = torch.where(is_due, evidence, log_z)
+        # At T nothing is reordered: the particles are also returned as a weighted set.
         if not is_last:
             log_weights = torch.where(is_due[:, None], 0.0, log_weights)
             tokens = tokens[run, ancestors]

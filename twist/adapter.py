@@ -51,7 +51,7 @@ class Adapter(nn.Module):
 
     @classmethod
     def like(cls, tensors: dict[str, Tensor], base: BaseModel) -> Self:
-        """One of the sizes of saved tensors, with the scores among them."""
+        """One as large as the saved tensors, of which `scores` may be one."""
         hidden_units = len(tensors["shift.first.weight"])
         generator = torch.Generator(base.output_embeddings.device)
         return cls(base.output_embeddings, tensors.get("scores"), hidden_units, generator)
@@ -61,7 +61,7 @@ class Adapter(nn.Module):
         # Shift first, then one product with the embeddings, which is the expensive step.
         unmoved = at_least_float32(hidden)
         if self.scores is not None:
-            unmoved = F.pad(unmoved, (0, 1))  # p^(0) does not read g
+            unmoved = F.pad(unmoved, (0, 1))  # p^(0) does not read g: its column is zero
         return self.products(unmoved + self.shift(hidden))
 
     def tilt(self, hidden: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ self-normalised weights, through which no gradient flows:
     positive   w(s) = p^(m)(s) phi^(m)(s) / q(s) = p^(0)(s) phi(s) / q(s)    [K], for every t
     negative   p^(m)(s_{1:t}) psi(s_{1:t}) / q(s_{1:t})                      [K, T]
 
-Under a sparse potential the effective sample size of the positive weights falls towards one, which
-self-distillation answers.
+Under a sparse potential the effective sample size of the positive weights falls towards one;
+self-distillation is the remedy.
 
 What the paper leaves open: a new batch from the current q for every update; Adam, with a step size
 that falls linearly to a tenth; each generation's twist starts at psi = 1. A batch in which phi is
@@ -48,16 +48,19 @@ def positive_log_weights(batch: Trajectories, log_potential: LogPotential) -> Te
     """log w(s) [K] = log p^(m)(s) + log phi^(m)(s) - log q(s): weights of sigma in eq. 6."""
     log_p = batch.log_p.sum(-1)  # [K]
     log_phi = call_potential(log_potential, batch.tokens, log_p)  # [K]
+    # For m > 0 log p^(m) cancels: it is added here, and log phi^(m) has subtracted it.
     return log_p + log_phi - batch.log_q.sum(-1)
 
 
 def negative_log_weights(batch: Trajectories) -> Tensor:
     """log p^(m)(s_{1:t}) + log psi(s_{1:t}) - log q(s_{1:t}) [K, T]: weights of pi_t (eq. 4)."""
+    # One batch serves every t, because q(s_{1:t}) is the marginal of q(s_{1:T}).
     return (batch.log_p - batch.log_q).cumsum(-1) + batch.log_psi
 
 
 def ctl_loss(twist: LearnableTwist, batch: Batch) -> Tensor:
     """A scalar whose gradient is that of the CTL loss (eq. 6); its value stays around zero."""
+    # log Z_t in eq. 5 is unknown, so the loss has no value; its gradient can be estimated.
     return -(batch.coefficients.detach() * twist.of_tokens(batch.hidden, batch.tokens)).sum()
 
 

@@ -32,7 +32,7 @@ class TwistMLP(nn.Module):
 
     @classmethod
     def like(cls, tensors: dict[str, Tensor], base: BaseModel) -> "TwistMLP":
-        """One of the sizes of saved tensors, over the language model `base`."""
+        """One as large as the saved tensors, over the language model `base`."""
         vocab_size, width = base.output_embeddings.shape
         generator = torch.Generator(base.output_embeddings.device)
         return cls(width, len(tensors["first.weight"]), vocab_size, generator)

@@ -56,7 +56,7 @@ def draw_round(
     """
     drawn = sample_proposal(base, twist, count, generator)
     log_phi_drawn = call_potential(log_phi, drawn.tokens)  # [N]
-    # In float64: sums over T tokens are compared with each other across the whole pool.
+    # Kept in float64, because weights of all rounds are compared with each other.
     log_ratio = (drawn.log_p - drawn.log_q).sum(-1)  # [N] log p^(0) / q_r
     log_weights = (log_ratio + log_phi_drawn).to(widest(log_ratio.device))
     if not bool((log_weights < torch.inf).all()):
@@ -97,6 +97,7 @@ def tempered(pool: Pool, least_ess: float) -> tuple[Tensor, float]:
     powers = POWERS.tolist()
     candidates = [pool.log_weights() - (1 - power) * log_phi for power in powers]
     ess = [effective_sample_size(log_weights).item() for log_weights in candidates]
+    # Of texts with phi > 0: under a hard phi the others never count, whatever b is.
     enough = min(least_ess * alive.sum().item(), max(ess))
     chosen = next(i for i in range(len(ess)) if ess[i] >= enough)
     return candidates[chosen], powers[chosen]
@@ -114,7 +115,8 @@ def truncated(log_weights: Tensor, least_ess: float) -> Tensor:
         raise InputError(f"{fault}; draw more, or soften the potential")
     low = alive.min()
     high = alive.max()
-    # The ESS grows as c falls, so that bisection finds the largest c that is small enough.
+    # Truncation biases the weights towards the proposals, so only where the ESS needs it. The ESS
+    # grows as c falls, so bisection finds the largest c that is small enough.
     if effective_sample_size(log_weights) < least_ess * len(log_weights):
         for _ in range(HALVINGS):
             middle = (low + high) / 2

@@ -37,7 +37,7 @@ def as_text(record: dict) -> str:
     rule = f"{record['resampling']} resampling, ESS threshold {record['ess_threshold']:g}"
     ess = f"ESS {record['ess']:.1f} of {record['particles']}"
     evidence = f"log Z-hat {record['log_z_hat']:.2f} +- {record['log_z_half_width']:.2f}"
-    worth = f"1 / sum W^2 {record['pooled_ess']:.1f}"
+    worth = f"all texts are worth {record['pooled_ess']:.1f} samples (1 / sum W^2)"
     source = "p proposes" if record["run"] is None else f"generation {record['generation']}"
     lines = [
         printable(record["prompt"]),
@@ -46,7 +46,7 @@ def as_text(record: dict) -> str:
         *record["remarks"],
     ]
     has_toxicity = "toxicity" in record["weighted"][0]
-    lines.append(f"weight  log phi  {'toxicity  ' if has_toxicity else ''}text")
+    lines.append(f" share  log phi  {'toxicity  ' if has_toxicity else ''}text")
     for row in record["samples"]:
         toxicity = f"{row['toxicity']:8.3f}  " if has_toxicity else ""
         numbers = f"{row['weight']:6.3f}  {row['log_phi']:7.2f}  {toxicity}"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 PENALTY = 0.01  # of |g|^2 / 2: small beside the loss, and enough to bound g for unseen tokens
 ITERATIONS = 60  # of L-BFGS
+ROWS = 2**15  # texts of one pass, to bound the memory of their gradients
 
 
 def fit_surrogate(
@@ -26,7 +27,9 @@ def fit_surrogate(
     # A token that occurs twice counts once: what matters is whether a text has it.
     ordered = tokens.sort(1).values  # [N, T]
     is_first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)  # of equal tokens
-    counts = is_first.float()
+    parts = [
+        *zip(ordered.split(ROWS), is_first.float().split(ROWS), labels.split(ROWS), strict=True)
+    ]
     scores = torch.zeros(vocab_size, 1, device=tokens.device, requires_grad=True)  # g
     # From the base rate, L-BFGS needs no steps to find that nearly all labels are zero.
     start = labels.mean().clamp(1e-6, 1 - 1e-6).logit()
@@ -36,11 +39,14 @@ def fit_surrogate(
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        sums = F.embedding_bag(ordered, scores, per_sample_weights=counts, mode="sum")  # [N, 1]
-        logits = sums.squeeze(1) + intercept
-        entropy = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        total = entropy + PENALTY / 2 * scores.square().sum()
+        total = PENALTY / 2 * scores.square().sum()
         total.backward()
+        for some, count, label in parts:
+            sums = F.embedding_bag(some, scores, per_sample_weights=count, mode="sum")  # [n, 1]
+            logits = sums.squeeze(1) + intercept
+            entropy = F.binary_cross_entropy_with_logits(logits, label, reduction="sum")
+            entropy.backward()
+            total = total.detach() + entropy.detach()
         return total
 
     optimizer.step(loss)

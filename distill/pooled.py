@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distill.options import option
+from distill.options import check_all, option
 from distill.self_distill import draw_batches, self_distill
 from tinystories.decoder import counted, padded
 from tinystories.errors import InputError
@@ -58,6 +58,9 @@ class PooledOptions:
     pool_batch_size: int = option(64, "sequences of one step", 1)
     pool_learning_rate: float = option(1e-4, "Adam's step size", 0, 1)
     pool_hidden_units: int = option(192, "width of the adapter's two hidden layers", 1)
+
+    def __post_init__(self):
+        check_all(self)
 
     def ladder(self) -> list[int]:
         """Sequences of each step of the ladder."""

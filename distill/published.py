@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from distill.finetune import Student
-from distill.options import option
+from distill.options import check_all, option
 from distill.self_distill import draw_batches, self_distill
 from tinystories.decoder import counted
 from tsmc.interfaces import BaseModel, Report
@@ -60,6 +60,9 @@ class PublishedOptions:
     distill_learning_rate: float = option(3e-5, "AdamW's step size for full fine-tuning", 0, 1)
     distill_lora_learning_rate: float = option(3e-4, "AdamW's step size for LoRA", 0, 1)
     distill_weight_decay: float = option(0.01, "AdamW's weight decay of matrices", 0)
+
+    def __post_init__(self):
+        check_all(self)
 
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations: all that are drawn."""

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 import tinystories
+from distill.options import check
 from eval.figures import COLOURS, DASHES, MARKERS, save_figure
 from eval.run.command import one_line_errors
 from eval.run.options import POCKET, OneLineParser
 from eval.trained import TrainedRun, read_network
+from tinystories.errors import InputError
 from tsmc import SCHEMES, Phases, Sigma
 from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.exact import TableModel, Target
@@ -71,7 +73,10 @@ def ways_of_run(run: Path) -> list[Way]:
     """p^(0) and the last q of a pooled run, for its potential."""
     trained = TrainedRun(run)
     setup = trained.setup(trained.config)
-    q = load_pair(trained.path, setup.base, read_network).model
+    pair = load_pair(trained.path, setup.base, read_network)
+    if pair.twist is not None:
+        raise InputError(f"{run}: is not of the pooled learner; name a run of --learner pooled")
+    q = pair.model
     p = setup.base.packed()
 
     def ratio(tokens: Tensor) -> Tensor:
@@ -163,6 +168,9 @@ def main(arguments: list[str] | None = None) -> None:
         add("--particles", type=int, nargs="+", default=[10, 50], help="K [10 50]")
         add("--runs", type=int, default=100, help="R [100]")
         args = parser.parse_args(arguments)
+        check("--runs", args.runs, low=2)
+        for size in args.particles + args.lengths:
+            check("--particles or --lengths", size, low=1)
         draw(list(tables(args.run, args.lengths, args.particles, args.runs)), args.out)
 
 

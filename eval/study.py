@@ -90,6 +90,8 @@ def read_study(arguments: list[str] | None) -> tuple[Study, argparse.Namespace]:
         raise InputError(f"--seeds needs at least two, all different and none {study.sweep_seed}")
     if args.jobs < 1:
         raise InputError(f"--jobs is {args.jobs}; give at least 1")
+    if "--seed" in others:
+        raise InputError("--seed is for a single run; give --seeds")
     study = replace(study, seeds=seeds, options=f"{study.options} {shlex.join(others)}")
     made_by = {"version": version()} | identity(study.config("default", 0))
     return replace(study, made_by=json.dumps(made_by)), args
@@ -126,6 +128,10 @@ def chosen(study: Study, only: list[str]) -> list[list[Part]]:
     named = {part for stage in stages(study) for part in stage if part.name.startswith((*only,))}
     swept = {part.method for part in named if part.kind == "baseline"}
     named |= {part for part in stages(study)[1] if part.kind == "sweep" and part.method in swept}
+    if not named:
+        raise InputError(
+            f"--only {' '.join(only)}: no part begins so; name one of {', '.join(RUNS)}"
+        )
     named.add(target_part(study))
     return [[part for part in stage if part in named] for stage in stages(study)]
 

@@ -24,12 +24,12 @@ NEUTRAL = ("seed", "out", "quiet", "versions")  # in which the runs of one kind 
 
 
 def interval(rows: list[dict], key: str, form: str) -> str:
-    """mean +- half width over runs; the mean alone where all agree, -inf (null) where any is."""
+    """mean +- half width over runs; the mean alone where all agree; null is as in a table."""
     values = [row[key] for row in rows if key in row]
     if len(values) < len(rows):
         return ""
     if None in values:
-        return "-inf"
+        return "-inf" if key == "log_phi" else "-"
     mean = mean_estimate(torch.tensor(values, dtype=torch.float64))
     text = format(mean.value, form)
     is_alone = len(values) < 2 or mean.std_error < 1e-12
@@ -58,7 +58,8 @@ def summarise(runs: list[dict]) -> str:
         numbers = [key for _, key, _ in shown if key in first]
         both = [key for key in numbers if None not in (first[key], last.get(key))]
         rows["Last - first"] = {key: last[key] - first[key] for key in both}
-    return aligned({name: [rows[name] for rows in named] for name in named[0]}, shown, interval)
+    shared = [name for name in named[0] if all(name in rows for rows in named)]
+    return aligned({name: [rows[name] for rows in named] for name in shared}, shown, interval)
 
 
 def seconds_line(directories: list[Path]) -> str:

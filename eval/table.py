@@ -61,17 +61,18 @@ def closing(results: dict, run: Path) -> str:
 
     A score gives 1 / sum W^2 over the number of particles, for their weights W in the last table.
     """
-    rows = named_rows(results)
-    last = list(rows)[-1]
     lines = []
-    for name in ("Base", last):
-        lines += [f"{name}:", *(f"  {printable(text)}" for text in rows[name]["examples"])]
-    if "Target" in rows:
-        rate = math.exp(rows["Target"]["log_z"])
-        kept = f"Rejection keeps 1 text in {1 / rate:,.0f}"
-        cost = f"training has scored as many texts as {results['scores'] * rate:,.0f} exact samples"
-        gain = f"now a score gives {rows[last]['worth']:.2f} effective samples"
-        lines += ["", f"{kept}; {cost} need; {gain}."]
+    with reading(run / "results.json", "holds no results of a run"):
+        rows = named_rows(results)
+        last = list(rows)[-1]
+        for name in ("Base", last):
+            lines += [f"{name}:", *(f"  {printable(text)}" for text in rows[name]["examples"])]
+        if "Target" in rows:
+            rate = math.exp(rows["Target"]["log_z"])
+            kept = f"Rejection keeps 1 text in {1 / rate:,.0f}"
+            cost = f"training has scored as many texts as {results['scores'] * rate:,.0f} exact"
+            gain = f"now a score gives {rows[last]['worth']:.2f} effective samples"
+            lines += ["", f"{kept}; {cost} samples need; {gain}."]
     return "\n".join([*lines, f"Everything is in {run}; more texts: python -m tsmc {run}"])
 
 

@@ -69,7 +69,7 @@ class TrainedRun:
         """What is fixed, loaded; InputError where the run was made with other networks."""
         run, hashes = self.path.parent, identity(config)
         with reading(run / "config.json", "holds no hashes of networks"):
-            made_with = hashes | read_json(run / "config.json").get("networks", {})
+            made_with = hashes | read_json(run / "config.json")["networks"]
         changed = [name for name in hashes if hashes[name] != made_with[name]]
         if changed:
             fault = f"{run}: {listed(changed)} changed since the run was made"

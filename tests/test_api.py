@@ -76,6 +76,17 @@ def test_networks_whose_numbers_would_be_others_are_refused(kind, changes, fault
         any_model(kind, **changes)
 
 
+def test_an_end_or_a_prompt_that_does_not_fit_is_refused():
+    model = any_model("gpt2")
+    for end in (None, V, -5, [2]):
+        with pytest.raises(InputError, match="give one token"):
+            AnyModel(model.network, PROMPT, T, end)
+    for prompt, end in ((PROMPT[:2], -1), (PROMPT, 2)):
+        phi = TextPotential([Factor(lambda texts: [0.0] * len(texts))], str_of, prompt, end)
+        with pytest.raises(InputError, match="differ in prompt or end"):
+            sample(model, phi)
+
+
 @each_kind
 @pytest.mark.parametrize("kind_of_learner", ["published", "pooled"])
 def test_algorithm_1_runs_and_its_q_is_the_networks_own(tmp_path, kind, kind_of_learner):
@@ -128,7 +139,8 @@ def test_the_examples_run_and_the_attributes_are_there(finished_run, tmp_path, m
     page, names = (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), {}
     for code in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(code.replace("runs/pocket", "pocket"), names)
-    *samples, last = capsys.readouterr().out.splitlines()
+    *lines, last = capsys.readouterr().out.splitlines()
+    samples = [line for line in lines if re.match(r"-\d+\.\d+ -\d+\.\d+ Once", line)]
     log_z, exact = map(float, re.findall(r"-\d+\.\d+", last))
     assert len(samples) == 10 and log_z == pytest.approx(exact, abs=0.3)
     attributes = re.findall(r"`(drawn|population)\.(\w+)", page)

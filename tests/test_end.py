@@ -119,7 +119,7 @@ def test_both_learners_approach_a_sigma_of_texts_that_end():
     """KL(sigma||q) by enumeration, its mean over three seeds."""
     model = Conditional(tiny_gpt_neo(4), torch.tensor([1, 2]), 4, END)
     phi = TextPotential(
-        [Factor(lambda texts: [-1.5 * len(t) for t in texts])], "".join, model.prompt
+        [Factor(lambda texts: [-1.5 * len(t) for t in texts])], "".join, model.prompt, END
     )
     phi.texts = lambda tokens: ["x" * int(n) for n in counted(tokens, END).sum(1)]
     phi.decode = lambda rows: ["" for _ in rows]

@@ -107,6 +107,7 @@ def own(tmp_path) -> Callable[..., str]:
     ("reads", "body", "log_phi"),
     [
         ("texts", "return [-2.0 * len(text) for text in texts]", [-14.0, -14.0]),
+        ("texts", "return [-1e8 - 0.25 for text in texts]", [-1e8 - 0.25] * 2),
         ("texts", "print(1); return [float('-inf')] * len(texts)", [-INF, -INF]),
         ("texts", "texts.pop(); return [-1.0, -1.0]", [-1.0, -1.0]),
         ("continuations", "return [float(len(text)) for text in continuations]", [4.0, 4.0]),
@@ -129,6 +130,9 @@ def test_a_function_of_the_users_own(own, scorer, capsys, reads, body, log_phi):
         ("def f(texts): return [float('nan')]", "nan for 'b c d e'"),
         ("def f(texts): return [[0.0]]", "shape [1, 1] for 1 texts"),
         ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
+        ("def f(texts): return ['a' in texts[0] or -5.0, -5.0]", "shape [2]"),
+        ("def f(texts): return ['b' in texts[0] or -5.0]", "true or false"),
+        ("def f(texts): pass", "cannot be read as numbers"),
         ("x = = 1", "SyntaxError"),
         ("f = 3", "f must be a function"),
         ("class C:\n  reads = property(lambda self: 1 / 0)\nf = C()", "ZeroDivisionError"),

@@ -17,7 +17,7 @@ from tsmc import Sigma, Target, Trace
 from tsmc.exact import TableModel
 from tsmc.runs import Phases, draw_population
 from twist import Factor, TextPotential, sample
-from twist.potential import check_prefix
+from twist.potential import check_potential
 
 INF, PROMPT = math.inf, torch.tensor([1, 2])
 
@@ -139,8 +139,15 @@ def test_a_wrong_prefix_part_is_one_line(tmp_path, body):
     path.write_text(f"import math\ndef g(texts):\n    {body}\n{tail}")
     potential = TextPotential(make_factors([f"{path}:f"], 1.0, None), letters, PROMPT)
     with pytest.raises(InputError) as caught:
-        check_prefix(tiny_conditional(1), potential, generator(0))
+        check_potential(tiny_conditional(1), potential, generator(0))
     assert f"--potential {path}:f" in str(caught.value) and WRONG[body] in str(caught.value)
+
+
+def test_a_potential_that_depends_on_its_batch_is_refused():
+    factor = Factor(lambda texts: [-float(len(texts))] * len(texts))
+    with pytest.raises(InputError, match="is -1 alone, -8 in a batch"):
+        potential = TextPotential([factor], letters, PROMPT)
+        check_potential(tiny_conditional(1), potential, generator(0))
 
 
 def test_samples_and_probabilities_agree_with_enumeration():

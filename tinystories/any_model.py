@@ -42,7 +42,10 @@ class AnyModel:
         self.vocab_size = self.output.weight.shape[0]
         limit = getattr(network.config, "max_position_embeddings", None) or len(prompt) + length
         check_positions(prompt, length, limit)
-        self.check()
+        if type(end) is not int or not NO_END <= end < self.vocab_size:
+            raise InputError(f"end is {end!r}; give one token of the network, or leave it out")
+        if length > 1:  # otherwise there is nothing to continue
+            self.check()
 
     @torch.no_grad()
     def check(self) -> None:

@@ -6,6 +6,7 @@ N rows, R runs, K particles, T steps, D width, V vocabulary.
 from collections.abc import Callable, Iterator
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from tinystories.errors import InputError
@@ -73,6 +74,8 @@ def call_potential(log_phi: Callable[..., Tensor], tokens: Tensor, *log_p: Tenso
     log_p [N] is passed on where it is given.
     """
     values = log_phi(tokens.clone(), *log_p)
+    if not isinstance(values, Tensor) or values.dtype == torch.bool:
+        raise InputError("log phi must be a tensor of numbers; for a condition 0 and -inf")
     if values.shape != tokens.shape[:1]:
         shape = list(values.shape)
         raise InputError(

@@ -27,7 +27,7 @@ from tsmc.runs import Phases, draw_population
 from tsmc.sampler import Population, Step
 from tsmc.trace import Trace
 from twist.pair import Pair
-from twist.potential import TextPotential, check_prefix, each_once, seen_from
+from twist.potential import TextPotential, check_potential, each_once, seen_from
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ def sample(
     potential has a prefix part, else 0. InputError where all weights are zero.
     """
     for name, number in (("particles", particles), ("runs", runs), ("seed", seed)):
-        if type(number) is not int or number < (name != "seed"):
+        if type(number) is not int or not (name != "seed") <= number < 2**63:
             raise InputError(f"{name} is {number!r}; give a whole number of at least 1 (a seed: 0)")
     phases = phases or Phases(seed, model.output_embeddings.device)
     if pair is None:
         pair = Pair(model, None)
-        check_prefix(model.packed(), potential, phases.stream("prefix"))
+        check_potential(model.packed(), potential, phases.stream("prefix"))
     sigma = seen_from(pair.model, model, potential)
     twist = pair.packed_twist()
     trace = Trace()

@@ -78,6 +78,9 @@ def save_pair(
 ) -> None:
     """Write a pair over p^(0) = base; write(directory, network) writes a fine-tuned p^(m)."""
     directory = Path(directory)
+    # A directory holds one pair: that of the other learner goes.
+    other = TWIST if isinstance(pair.model, Adapted) else ADAPTER
+    (directory / other).unlink(missing_ok=True)
     if isinstance(pair.model, Adapted):
         write_module(directory / ADAPTER, pair.model.adapter)
         return

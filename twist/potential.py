@@ -29,7 +29,7 @@ import torch
 from torch import Generator, Tensor
 
 from tinystories.decoder import NO_END
-from tinystories.errors import InputError
+from tinystories.errors import InputError, reason_of
 from tsmc.categorical import widest
 from tsmc.interfaces import BaseModel, LanguageModel, LogPotential, LogPrefix
 from tsmc.proposal import sample_proposal, sequence_log_probs
@@ -50,6 +50,10 @@ class Factor:
     log_prefix: Callable[..., Any] | None = None  # of the same, unfinished -> N numbers log f_t
     name: str = "the potential"  # in messages
 
+    def __post_init__(self):
+        if self.reads not in READS:
+            raise InputError(f"a factor reads {self.reads!r}; give one of {', '.join(READS)}")
+
 
 def as_log_phi(values: Any, read: Sequence | Tensor) -> Tensor:
     """log phi [N] float64 on the CPU of what a potential has returned for the N members of `read`.
@@ -57,8 +61,12 @@ def as_log_phi(values: Any, read: Sequence | Tensor) -> Tensor:
     float64 keeps the differences of values as large as 1e8. InputError for another shape, for
     truth values, which are no logarithms, and for NaN and +inf, with the text at fault.
     """
-    numbers = torch.as_tensor(values).detach().cpu()
-    if numbers.dtype == torch.bool:
+    is_list = isinstance(values, list | tuple)  # of which PyTorch would make float32, and 1 of True
+    try:
+        numbers = torch.as_tensor(values, dtype=torch.float64 if is_list else None).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"log phi cannot be read as numbers ({reason_of(error)})") from error
+    if numbers.dtype == torch.bool or (is_list and any(type(value) is bool for value in values)):
         raise InputError("log phi is true or false; return 0 for true and -inf for false")
     numbers = numbers.to(torch.float64)
     if numbers.shape != (len(read),):
@@ -94,6 +102,12 @@ class TextPotential:
         self.decode = decode
         self.prompt = prompt.tolist()
         self.end = end
+
+    def check_alike(self, model: BaseModel) -> None:
+        """InputError where the model has another prompt or another end."""
+        prompt = getattr(model, "prompt", None)
+        if self.end != model.end or (prompt is not None and prompt.tolist() != self.prompt):
+            raise InputError("the potential and the model differ in prompt or end; give both alike")
 
     def texts(self, tokens: Tensor) -> list[str]:
         """The texts, prompt included, of continuations tokens [N, T]."""
@@ -221,15 +235,24 @@ def first_sentence(words: int, strength: float = math.inf) -> Factor:
 
 
 @torch.no_grad()
-def check_prefix(model: LanguageModel, potential: TextPotential, generator: Generator) -> None:
-    """InputError where a prefix part is wrong on some of 200 texts of the model.
+def check_potential(model: LanguageModel, potential: TextPotential, generator: Generator) -> None:
+    """InputError where phi, or a prefix part of it, is wrong on some texts of the model.
 
-    It must depend on its text alone, and be finite wherever phi can still be positive.
+    Both must depend on their text alone; a prefix part must be positive wherever phi can still be.
     """
+    count = 8 if potential.log_prefix is None else 200
+    tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
+    texts = potential.texts(tokens)
+    log_phi = potential(tokens)  # [N]
+    row = log_phi.argmin().item()
+    alone = potential(tokens[row : row + 1])[0]
+    if not torch.isclose(alone, log_phi[row], 0.05, 0.5):  # bfloat16 differs a little by batch
+        fault = (
+            f"log phi of {texts[row][-80:]!r} is {alone:.3g} alone, {log_phi[row]:.3g} in a batch"
+        )
+        raise InputError(f"{fault}; it must be a function of the text")
     if potential.log_prefix is None:
         return
-    tokens = sample_proposal(model, None, 200, generator).tokens  # [N, T]
-    texts = potential.texts(tokens)
     for factor in [factor for factor in potential.factors if factor.log_prefix]:
         is_alive = potential.apply(factor.log_phi, factor.reads, texts, tokens) > -torch.inf  # [N]
         for t in range(1, model.length):
@@ -283,6 +306,8 @@ def seen_from(
     p^(0), only the zeros of the prefix part remain: p^(m) has learned the rest, which would count
     twice (measured in docs/results.md). Any f that is positive where phi is leaves Z-hat unbiased.
     """
+    if isinstance(log_phi, TextPotential):
+        log_phi.check_alike(base)
     log_prefix = getattr(log_phi, "log_prefix", None)
     if model is not base:
         log_prefix = only_zeros(log_prefix)

@@ -7,12 +7,13 @@ potential of TSMC costs nothing here, because scoring is measured by itself. K p
 P tokens of the prompt, B rows.
 """
 
-import importlib.util
 import sys
 
 from eval.run.command import stop
 
-if importlib.util.find_spec("transformers") is None:
+try:
+    import transformers  # noqa: F401
+except ImportError:
     stop("eval.bench", "error: it needs transformers; pip install -r requirements-dev.txt", 2)
 
 # isort: split

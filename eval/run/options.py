@@ -6,7 +6,6 @@ The learners' options stand beside their code in `distill/`. A field `ctl_update
 
 import argparse
 import dataclasses
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distill.options import MOST, option
+from distill.options import check, option
 from distill.pooled import PooledOptions
 from distill.published import PublishedOptions
 from eval.run.command import OneLineParser
@@ -85,7 +84,7 @@ class RunConfig(PublishedOptions, PooledOptions, EvaluationOptions):
     toxicity_model: str = option("", "toxicity classifier [the preset's]")
     similarity_model: str = option("", "sentence encoder [the preset's]")
     out: str = option("", "directory to write to, not existing yet [a new one in runs/]")
-    seed: int = option(0, "seed of everything random", 0, math.inf)
+    seed: int = option(0, "seed of everything random", 0, 2**63 - 1)
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:N or mps")
     dtype: str = option("float32", "type of the networks, but for training", choices=DTYPES)
     rows: int = option(1000, "sequences in memory at a time, at least one TSMC run", 1)
@@ -180,18 +179,6 @@ def add_argument(group: argparse._ArgumentGroup, item: dataclasses.Field) -> Non
     group.add_argument(flag_of(item.name), metavar=metavar, help=text.replace("%", "%%"), **kind)
 
 
-def check(flag: str, value: Any, low: Any = -MOST, high: Any = MOST, choices: Any = ()) -> None:
-    """InputError where an option's value is out of its range."""
-    if choices and value not in choices:
-        raise InputError(f"{flag} is {value!r}; give one of {', '.join(choices)}")
-    if isinstance(value, str):
-        if not value.isprintable():
-            raise InputError(f"{flag} holds characters that cannot be printed; give plain text")
-    elif not low <= value <= high:
-        limits = f"at least {low}" if value < low else f"at most {high}"
-        raise InputError(f"{flag} is {shortened(str(value))}; give {limits}")
-
-
 def checked(item: dataclasses.Field, value: Any) -> Any:
     """The value in the type of the option's default; InputError for another type or its range."""
     flag = flag_of(item.name)
@@ -201,6 +188,8 @@ def checked(item: dataclasses.Field, value: Any) -> Any:
     if type(value) is not wanted:
         fault = f"{flag} is {shortened(repr(value))}"
         raise InputError(f"{fault}; give a value of type {wanted.__name__}")
+    if wanted is tuple and (not value or any(type(part) is not str for part in value)):
+        raise InputError(f"{flag} is {shortened(repr(value))}; give one text or more")
     for part in value if wanted is tuple else [value]:
         check(flag, part, **item.metadata["limits"])
     return value
@@ -264,7 +253,9 @@ def saved_config(run: Path) -> RunConfig:
     """The options in the config.json of a run's directory; InputError where they do not fit."""
     path = Path(run) / "config.json"
     if Path(run).is_dir() and not path.exists():
-        raise InputError(f"{run}: no run has begun there; delete it, or name another directory")
+        is_empty = {one.name for one in Path(run).iterdir()} <= {".lock"}
+        remedy = "delete it, or name another directory" if is_empty else "name a run of main.py"
+        raise InputError(f"{run}: holds no config.json, so no run; {remedy}")
     raw = read_json(path)
     with reading(path, "holds no options of a run", "name a directory that main.py wrote"):
         return build({item.name: raw[item.name] for item in dataclasses.fields(RunConfig)})

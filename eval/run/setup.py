@@ -27,7 +27,7 @@ from tinystories.decoder import NO_END
 from tinystories.errors import InputError
 from tinystories.tokenizer import tokenizing
 from tsmc.rejection import ExactSamples
-from twist.potential import TextPotential, check_prefix
+from twist.potential import TextPotential, check_potential
 
 REMAKE = "make it anew with python -m eval.pocket target"
 SAMPLES = "samples.safetensors"
@@ -72,7 +72,9 @@ def load_setup(config: RunConfig) -> Setup:
     """`load_sigma`, the sentence encoder, and the shipped samples of sigma if they fit."""
     setup, device = load_sigma(config), config.torch_device()
     base = setup.base
-    check_prefix(base.packed(), setup.potential, torch.Generator(device).manual_seed(config.seed))
+    check_potential(
+        base.packed(), setup.potential, torch.Generator(device).manual_seed(config.seed)
+    )
     encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
     packed = tinystories.pack(encoder.to(DTYPES[config.dtype]))
     setup.encode = similarity.SimilarityScorer(packed, its_tokenizer)

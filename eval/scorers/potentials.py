@@ -10,6 +10,7 @@ import copy
 import functools
 import io
 import math
+import os
 import re
 import runpy
 import sys
@@ -100,6 +101,7 @@ def users_code(spec: str, path: Path) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     gradients = torch.set_grad_enabled(torch.is_grad_enabled())
     printed = io.StringIO()  # standard output is for results
+    here = os.getcwd()
     try:
         with contextlib.redirect_stdout(printed), gradients:
             yield
@@ -115,6 +117,7 @@ def users_code(spec: str, path: Path) -> Iterator[None]:
         raise InputError(f"--potential {spec} failed {fault}; {remedy}") from error
     finally:
         torch.set_default_dtype(dtype)
+        os.chdir(here)
 
 
 @functools.cache
@@ -126,8 +129,12 @@ def run_file(path: Path, digest: str) -> dict[str, Any]:
 def user_factor(spec: str) -> Factor:
     """The function of a user's file as a factor; InputError for whatever is wrong with either."""
     path, name = user_file(spec)
+    try:
+        digest = digest_of(path)
+    except InputError as error:
+        raise InputError(f"--potential {spec}: {error}") from error
     with users_code(spec, path):
-        function = run_file(path, digest_of(path))[name]
+        function = run_file(path, digest)[name]
         reads = getattr(function, "reads", "texts")
         prefix = getattr(function, "prefix", None)
         if not callable(function) or reads not in READS:

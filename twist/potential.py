@@ -244,7 +244,7 @@ def check_potential(model: LanguageModel, potential: TextPotential, generator: G
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
     texts = potential.texts(tokens)
     log_phi = potential(tokens)  # [N]
-    row = log_phi.argmin().item()
+    row = int(log_phi.argmin())
     alone = potential(tokens[row : row + 1])[0]
     if not torch.isclose(alone, log_phi[row], 0.05, 0.5):  # bfloat16 differs a little by batch
         fault = (

@@ -4,6 +4,7 @@ The learners keep their options beside their code; `eval/run/options.py` makes t
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from tinystories.errors import InputError, shortened
@@ -29,9 +30,9 @@ def check(flag: str, value: Any, low: Any = -MOST, high: Any = MOST, choices: An
         raise InputError(f"{flag} is {shortened(str(value))}; give {limits}")
 
 
-def check_all(options: Any) -> None:
-    """InputError where a number or a choice of the options, a dataclass, is out of its range."""
+def check_all(options: Any, named: Callable[[str], str] = str) -> None:
+    """InputError, with the field as it is `named`, where a value of a dataclass is out of range."""
     for item in dataclasses.fields(options):
         value = getattr(options, item.name)
-        if not isinstance(value, tuple):
-            check(item.name, value, **item.metadata["limits"])
+        for part in value if isinstance(value, tuple) else [value]:
+            check(named(item.name), part, **item.metadata["limits"])

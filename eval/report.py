@@ -36,8 +36,6 @@ COLUMNS = {  # quantity: title, format; others are shown under their own name
     "energy": ("energy", ".4f"),
     "kl": ("KL(sigma, q)", ".2f"),
     "log_z_hat_mean": ("log Z-hat", ".2f"),
-    "log_z_hat_std": ("(spread)", ".2f"),
-    "log_z": ("log Z", ".2f"),
     "scores": ("scores", ",.0f"),
     "exact_texts": ("exact texts for them", ".0f"),
     "ess_per_score": ("effective texts per score", ".3f"),

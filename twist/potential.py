@@ -236,40 +236,43 @@ def first_sentence(words: int, strength: float = math.inf) -> Factor:
 
 @torch.no_grad()
 def check_potential(model: LanguageModel, potential: TextPotential, generator: Generator) -> None:
-    """InputError where phi, or a prefix part of it, is wrong on some texts of the model.
+    """InputError where a factor, or its prefix part, is wrong on some texts of the model.
 
     Both must depend on their text alone; a prefix part must be positive wherever phi can still be.
     """
     count = 8 if potential.log_prefix is None else 200
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
     texts = potential.texts(tokens)
-    log_phi = potential(tokens)  # [N]
-    row = int(log_phi.argmin())
-    alone = potential(tokens[row : row + 1])[0]
-    if not torch.isclose(alone, log_phi[row], 0.05, 0.5):  # bfloat16 differs a little by batch
-        fault = (
-            f"log phi of {texts[row][-80:]!r} is {alone:.3g} alone, {log_phi[row]:.3g} in a batch"
-        )
-        raise InputError(f"{fault}; it must be a function of the text")
-    if potential.log_prefix is None:
-        return
-    for factor in [factor for factor in potential.factors if factor.log_prefix]:
-        is_alive = potential.apply(factor.log_phi, factor.reads, texts, tokens) > -torch.inf  # [N]
-        for t in range(1, model.length):
-            begun = tokens[:, :t]  # [N, t]
-            log_f = potential.prefix_of(factor, begun)  # [N]
-            row = t % len(tokens)
-            alone = potential.prefix_of(factor, begun[row : row + 1])[0]
-            fault = "" if torch.isclose(alone, log_f[row], 1e-3, 1e-3) else "differs in a batch"
-            if (is_killed := (log_f == -torch.inf) & is_alive).any():
-                row = is_killed.int().argmax().item()
-                fault = "is -inf, but a continuation has phi > 0"
-            if fault:
-                text = potential.texts(begun[row : row + 1])[0][-80:]
-                line = f"{factor.name}: the prefix part of {text!r} {fault}"
-                raise InputError(
-                    f"{line}; it must be a function of the text, positive where phi is"
-                )
+    for factor in potential.factors:
+        log_phi = potential.apply(factor.log_phi, factor.reads, texts, tokens)  # [N]
+        row = int(log_phi.argmin())
+        one = slice(row, row + 1)
+        alone = potential.apply(factor.log_phi, factor.reads, texts[one], tokens[one])[0]
+        if not torch.isclose(alone, log_phi[row], 0.05, 0.5):  # bfloat16 differs a little by batch
+            numbers = f"is {alone:.3g} alone, {log_phi[row]:.3g} in a batch"
+            fault = f"{factor.name}: log phi of {texts[row][-80:]!r} {numbers}"
+            raise InputError(f"{fault}; it must be a function of the text")
+        if factor.log_prefix is not None:
+            check_prefix(potential, factor, tokens, log_phi > -torch.inf)
+
+
+def check_prefix(
+    potential: TextPotential, factor: Factor, tokens: Tensor, is_alive: Tensor
+) -> None:
+    """`check_potential` for a prefix part, on tokens [N, T]; phi > 0 where is_alive [N]."""
+    for t in range(1, tokens.shape[1]):
+        begun = tokens[:, :t]  # [N, t]
+        log_f = potential.prefix_of(factor, begun)  # [N]
+        row = t % len(tokens)
+        alone = potential.prefix_of(factor, begun[row : row + 1])[0]
+        fault = "" if torch.isclose(alone, log_f[row], 1e-3, 1e-3) else "differs in a batch"
+        if (is_killed := (log_f == -torch.inf) & is_alive).any():
+            row = is_killed.int().argmax().item()
+            fault = "is -inf, but a continuation has phi > 0"
+        if fault:
+            text = potential.texts(begun[row : row + 1])[0][-80:]
+            line = f"{factor.name}: the prefix part of {text!r} {fault}"
+            raise InputError(f"{line}; it must be a function of the text, positive where phi is")
 
 
 def base_potential(log_phi: Callable[[Tensor], Tensor]) -> LogPotential:

@@ -27,9 +27,8 @@ def fit_surrogate(
     # A token that occurs twice counts once: what matters is whether a text has it.
     ordered = tokens.sort(1).values  # [N, T]
     is_first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)  # of equal tokens
-    parts = [
-        *zip(ordered.split(ROWS), is_first.float().split(ROWS), labels.split(ROWS), strict=True)
-    ]
+    counts = is_first.float()
+    parts = list(zip(ordered.split(ROWS), counts.split(ROWS), labels.split(ROWS), strict=True))
     scores = torch.zeros(vocab_size, 1, device=tokens.device, requires_grad=True)  # g
     # From the base rate, L-BFGS needs no steps to find that nearly all labels are zero.
     start = labels.mean().clamp(1e-6, 1 - 1e-6).logit()
@@ -41,12 +40,13 @@ def fit_surrogate(
         optimizer.zero_grad()
         total = PENALTY / 2 * scores.square().sum()
         total.backward()
+        total = total.detach()
         for some, count, label in parts:
             sums = F.embedding_bag(some, scores, per_sample_weights=count, mode="sum")  # [n, 1]
             logits = sums.squeeze(1) + intercept
             entropy = F.binary_cross_entropy_with_logits(logits, label, reduction="sum")
             entropy.backward()
-            total = total.detach() + entropy.detach()
+            total = total + entropy.detach()
         return total
 
     optimizer.step(loss)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distill.options import check, option
+from distill.options import check_all, option
 from distill.pooled import PooledOptions
 from distill.published import PublishedOptions
 from eval.run.command import OneLineParser
@@ -89,6 +89,9 @@ class RunConfig(PublishedOptions, PooledOptions, EvaluationOptions):
     dtype: str = option("float32", "type of the networks, but for training", choices=DTYPES)
     rows: int = option(1000, "sequences in memory at a time, at least one TSMC run", 1)
     quiet: bool = option(False, "no progress, only what needs attention and the table")
+
+    def __post_init__(self):
+        check_all(self, flag_of)
 
     def checkpoint(self, role: str) -> Path:
         """Directory of `lm`, `toxicity_model` or `similarity_model`, fetched where needed."""
@@ -180,7 +183,7 @@ def add_argument(group: argparse._ArgumentGroup, item: dataclasses.Field) -> Non
 
 
 def checked(item: dataclasses.Field, value: Any) -> Any:
-    """The value in the type of the option's default; InputError for another type or its range."""
+    """The value in the type of the option's default; InputError for another type."""
     flag = flag_of(item.name)
     wanted = type(item.default)
     if (wanted, type(value)) in ((tuple, list), (float, int)):  # as JSON has them
@@ -190,8 +193,6 @@ def checked(item: dataclasses.Field, value: Any) -> Any:
         raise InputError(f"{fault}; give a value of type {wanted.__name__}")
     if wanted is tuple and (not value or any(type(part) is not str for part in value)):
         raise InputError(f"{flag} is {shortened(repr(value))}; give one text or more")
-    for part in value if wanted is tuple else [value]:
-        check(flag, part, **item.metadata["limits"])
     return value
 
 

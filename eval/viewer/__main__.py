@@ -15,8 +15,9 @@ import math
 from functools import partial
 from pathlib import Path
 
+from distill.options import check
 from eval.run.command import one_line_errors, say
-from eval.run.options import OneLineParser, RunConfig, build, check, default_threshold
+from eval.run.options import OneLineParser, RunConfig, build, default_threshold
 from eval.run.run import finite_or_null
 from eval.run.setup import Setup, load_sigma
 from eval.trained import TrainedRun, draw

@@ -1,4 +1,4 @@
-"""What the tests share: one thread a worker, the shipped networks, and one small finished run."""
+"""What the tests share: the shipped networks, and one small finished run."""
 
 import os
 from collections.abc import Callable
@@ -9,13 +9,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist keeps the other co
 # isort: split
 import filelock
 import pytest
-import torch
 
 from eval.run.options import POCKET
 from eval.scorers import toxicity
 from main import main
 
-torch.set_num_threads(1)
 SMALL = [
     *("--generations", "1", "--particles", "10", "--ctl-updates", "3", "--ctl-batch-size", "20"),
     *("--distill-runs", "4", "--distill-updates", "3", "--distill-batch-size", "8"),

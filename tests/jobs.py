@@ -1,6 +1,8 @@
-"""The main job at its smallest: in this process, or in others that are forked from it.
+"""The main job at its smallest: in this process, or in others.
 
 A forked process has loaded all libraries already, and has the code that oneDNN has compiled so far.
+But forked from one that has computed on several threads it would wait for them for ever: then it is
+forked from a server that has loaded main.py and computed nothing.
 """
 
 import contextlib
@@ -16,10 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import main
 
-CONTEXT = multiprocessing.get_context("fork")
+METHOD = "fork" if torch.get_num_threads() == 1 else "forkserver"
+CONTEXT = multiprocessing.get_context(METHOD)
+CONTEXT.set_forkserver_preload(["main"])
 SIZES = [
     *("--generations", "1", "--eval-runs", "5", "--eval-particles", "4", "--rows", "16"),
     *("--eval-base-samples", "20", "--eval-target-proposals", "60", "--beta", "0.3"),

@@ -132,6 +132,7 @@ def test_a_function_of_the_users_own(own, scorer, capsys, reads, body, log_phi):
         ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
         ("def f(texts): return ['a' in texts[0] or -5.0, -5.0]", "shape [2]"),
         ("def f(texts): return ['b' in texts[0] or -5.0]", "true or false"),
+        ("import torch\ndef f(texts): return torch.tensor([1j])", "log phi is complex"),
         ("def f(texts): pass", "cannot be read as numbers"),
         ("x = = 1", "SyntaxError"),
         ("f = 3", "f must be a function"),

@@ -68,6 +68,8 @@ def as_log_phi(values: Any, read: Sequence | Tensor) -> Tensor:
         raise InputError(f"log phi cannot be read as numbers ({reason_of(error)})") from error
     if numbers.dtype == torch.bool or (is_list and any(type(value) is bool for value in values)):
         raise InputError("log phi is true or false; return 0 for true and -inf for false")
+    if numbers.is_complex():
+        raise InputError("log phi is complex; return real numbers")
     numbers = numbers.to(torch.float64)
     if numbers.shape != (len(read),):
         raise InputError(f"log phi has shape {list(numbers.shape)} for {len(read)} texts")

@@ -1,4 +1,4 @@
-"""What the tests share: the shipped networks, and one small finished run."""
+"""What the tests share: one small finished run."""
 
 import os
 from collections.abc import Callable
@@ -10,8 +10,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist keeps the other co
 import filelock
 import pytest
 
-from eval.run.options import POCKET
-from eval.scorers import toxicity
 from main import main
 
 SMALL = [
@@ -42,9 +40,3 @@ def made_once(tmp_path_factory, worker_id) -> Callable[[str, Callable[[Path], No
 def finished_run(made_once) -> Path:
     """The directory of a small finished run, made once for all workers; do not change it."""
     return made_once("finished-run", lambda run: main([*SMALL, "--out", str(run)]))
-
-
-@pytest.fixture(scope="session")
-def pocket_toxicity():
-    """The shipped classifier and its tokenizer."""
-    return toxicity.load(POCKET / "toxicity")

@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +90,7 @@ class Moment:
         os.replace = replace_and_signal
 
 
-def child(function: Callable, argument: object, folder: Path, place: dict, options: dict) -> None:
+def child(arguments: list, folder: Path, place: dict, options: dict) -> None:
     """What a process runs; what it prints is added to two files."""
     os.environ |= {name: str(value) for name, value in place.items()}
     if "moment" in options:
@@ -103,28 +103,27 @@ def child(function: Callable, argument: object, folder: Path, place: dict, optio
         open(folder / f"errors-{rank}", "a") as sys.stderr,
         open(folder / f"output-{rank}", "a") as sys.stdout,
     ):
-        function(argument)
+        run_main(arguments)
 
 
-def start(argument: object, folder: Path, function: Callable = run_main, place=(), **options):
-    """function(argument) in a process of its own, begun in the environment `place`.
+def start(arguments: list, folder: Path, place=(), **options):
+    """A main job in a process of its own, begun in the environment `place`.
 
     Options: the `moment` of a signal, and `file_limit`, the bytes that no file may exceed.
     """
-    arguments = (function, argument, folder, dict(place), options)
-    process = CONTEXT.Process(target=child, args=arguments)
+    process = CONTEXT.Process(target=child, args=(arguments, folder, dict(place), options))
     process.start()
     return process
 
 
-def start_together(argument: object, folder: Path, **options) -> list:
+def start_together(arguments: list, folder: Path, **options) -> list:
     """The same in two processes that find each other, as torchrun starts them."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     places = [job | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(2)]
-    return [start(argument, folder, place=place, **options) for place in places]
+    return [start(arguments, folder, place, **options) for place in places]
 
 
 def ended(*processes) -> list[int]:

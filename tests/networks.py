@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tinystories
 from eval.scorers import similarity, toxicity
 from tinystories.checkpoint import write_json
+from tinystories.fast import pack
 from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
 TEXTS = [
@@ -86,8 +87,11 @@ def write_vocabulary(path: Path, kind: str, **options) -> None:
     write_json(path / "tokenizer_config.json", {"tokenizer_class": name} | options)
 
 
-def write_tokenizer(path: Path, role: str) -> Tokenizer:
-    """A tokenizer.json that fits the role, and what transformers needs beside it."""
+def write(path: Path, role: str, network, layout: str = "", dtype=torch.float32) -> None:
+    """Save a network in `dtype` and a tokenizer; of safetensors, "bin" and "old bin" are made."""
+    network.to(dtype)
+    network.save_pretrained(path)
+    network.float()
     write_vocabulary(path, KIND[role])
     tokenizer = read_tokenizer(path, VOCAB_SIZE)
     for name in ("vocab.json", "merges.txt", "vocab.txt"):
@@ -96,15 +100,6 @@ def write_tokenizer(path: Path, role: str) -> Tokenizer:
     pad = {"lm": END_OF_TEXT, "toxicity": "<pad>", "similarity": "[PAD]"}[role]
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": pad}
     write_json(path / "tokenizer_config.json", options)
-    return tokenizer
-
-
-def write(path: Path, role: str, network, layout: str = "", dtype=torch.float32) -> None:
-    """Save a network in `dtype` and a tokenizer; of safetensors, "bin" and "old bin" are made."""
-    network.to(dtype)
-    network.save_pretrained(path)
-    network.float()
-    write_tokenizer(path, role)
     if "bin" not in layout:
         return
     weights = load_file(path / "model.safetensors")
@@ -132,7 +127,19 @@ def expected(role: str, network, inputs: dict[str, Tensor]) -> Tensor:
     return F.normalize(torch.stack([row[kept].mean(0) for row, kept in rows]), dim=-1)
 
 
-def assert_close(actual: Tensor, wanted: Tensor) -> None:
-    """Within 2e-5 of the largest wanted value."""
+def assert_close(actual: Tensor, wanted: Tensor, tolerance: float = 2e-5) -> None:
+    """Equal up to `tolerance` of the largest wanted value, which may be float64."""
     assert actual.shape == wanted.shape and actual.dtype == torch.float32
-    assert (actual - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    assert (actual - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+@torch.no_grad()
+def assert_same(role: str, path: Path, network, tokens: int = 24) -> None:
+    """The loaded network, plain and packed, gives what that of transformers gives."""
+    model, _ = LOAD[role](path)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, model.config.vocab_size, (3, tokens), generator=generator)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    wanted = expected(role, network, inputs)
+    for version in (model, pack(model)):
+        assert_close(version(ids) if role == "lm" else version(*inputs.values()), wanted)

@@ -92,9 +92,8 @@ def test_an_end_or_a_prompt_that_does_not_fit_is_refused():
 def test_algorithm_1_runs_and_its_q_is_the_networks_own(tmp_path, kind, kind_of_learner):
     """log q of the pair that was saved, from the logits and states of a plain forward pass."""
     model = any_model(kind)
-    phi = TextPotential(
-        [Factor(lambda texts: [-2.0 * text.count("0") for text in texts])], str_of, PROMPT
-    )
+    factor = Factor(lambda texts: [-2.0 * text.count("0") for text in texts])
+    phi = TextPotential([factor], str_of, PROMPT)
     if kind_of_learner == "published":
         sizes = {"ctl_updates": 3, "ctl_hidden_units": 6, "distill_runs": 3, "distill_updates": 2}
         learner = Published(model, phi, PublishedOptions(particles=4, **sizes), Phases(0))

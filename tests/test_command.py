@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from functools import partial
 
 import pytest
 
@@ -36,11 +37,8 @@ def closed_pipe():
     return os.fdopen(writer, "w")
 
 
-def full_disk():
-    return open("/dev/full", "w")
-
-
-STREAMS = [(closed_pipe, 141, ""), (full_disk, 2, "standard output"), (lambda: None, 0, "")]
+FULL_DISK = partial(open, "/dev/full", "w")
+STREAMS = [(closed_pipe, 141, ""), (FULL_DISK, 2, "standard output"), (lambda: None, 0, "")]
 
 
 @pytest.mark.parametrize(("stream", "code", "said"), STREAMS)
@@ -72,7 +70,7 @@ REFUSED = {
     "--no-surrogate": "--no-surrogate has no effect without --learner pooled",
     "--learner pooled --ctl-updates 5": "--ctl-updates has no effect without --learner published",
     "--as-published --ess-threshold 0.5": "--as-published sets --ess-threshold itself",
-    "--as-published --resampling residual": "--as-published sets --resampling itself",
+    "--as-published --learner pooled": "--as-published sets --learner itself",
     "--beta 5 --potential regex:a": "--beta has no effect without --potential toxicity",
 }
 

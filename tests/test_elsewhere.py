@@ -1,7 +1,8 @@
-"""What is beside a run: the row of any method's texts, statistics, the package."""
+"""What is beside a run: the row of any method's texts, statistics, package, benchmark, lesson."""
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval import score
+from distill import PublishedOptions
+from eval import lesson, score
+from eval.bench import __main__ as bench
+from eval.bench import contestants, limit
 from eval.metrics import energy_distance, energy_floor
-from tsmc import Population
+from tsmc import SCHEMES, Population
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time, there was a"
@@ -100,3 +104,29 @@ def test_the_wheel_holds_the_method_and_serves_beside_another_eval(tmp_path):
     assert python("-c", SAMPLES).stdout == "own torch.Size([1, 5, 3])\n"
     ended = python("-m", "tsmc", "runs/pocket")
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
+
+
+def test_every_race_runs(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "QUICK_PARTICLES", (3,))
+    monkeypatch.setattr(contestants, "TEXTS", 5)
+    monkeypatch.setattr(limit, "SIDE", 64)
+    monkeypatch.setattr(bench, "PublishedOptions", lambda: PublishedOptions(distill_batch_size=2))
+    size, records = bench.bench_size, []
+    monkeypatch.setattr(bench, "bench_size", lambda *options: records.extend(size(*options)))
+    bench.main(["--quick", "--size", "pocket", "--dtype", "bfloat16"])
+    assert len(records) == 5
+    printed = capsys.readouterr().out
+    for record in records:
+        assert set(record["transformers"]) == {"float32", "bfloat16"} and record["name"] in printed
+        assert min(record["seconds"], record["limit"], *record["transformers"].values()) > 0
+
+
+def test_every_estimate_agrees_and_the_figure_is_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lesson, "RUNS", 200)
+    monkeypatch.setattr(sys, "argv", ["lesson", "--out", f"{tmp_path}/lesson.png", "--seed", "1"])
+    lesson.main()
+    printed = capsys.readouterr().out
+    distances = [float(value) for value in re.findall(r"([+-][0-9.]+) errors apart", printed)]
+    assert len(distances) == 7 + len(SCHEMES) and max(map(abs, distances)) < 4
+    assert printed.count("holds") == 12 and "BROKEN" not in printed
+    assert (tmp_path / "lesson.png").read_bytes().startswith(b"\x89PNG")

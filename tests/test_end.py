@@ -1,7 +1,5 @@
 """Texts that end: a world with an absorbing token, enumerated; no loss sees behind the end."""
 
-from functools import partial
-
 import pytest
 import torch
 from worlds import bias, generator, mutant, table_world, tiny_gpt_neo
@@ -47,19 +45,9 @@ def test_p_and_q_sum_to_one_over_finished_and_unfinished_texts():
 
 @pytest.mark.parametrize("threshold", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("scheme", ["multinomial", "systematic"])
-def test_the_evidence_is_unbiased_where_texts_end(scheme, threshold):
-    model, twist, log_phi = world()
-    assert bias(model, twist, log_phi, 2, scheme, threshold) < 1e-10
-
-
-def test_the_evidence_is_unbiased_where_texts_end_and_beginnings_are_judged():
-    model, twist, log_phi = world()
-    judged = mutant(sampler)
-    judged.tsmc = partial(
-        judged.tsmc, log_prefix=lambda tokens: -0.7 * (tokens == 0).sum(-1).double()
-    )
-    for threshold in (0.9, 1.0):
-        assert bias(model, twist, log_phi, 2, "multinomial", threshold, module=judged) < 1e-10
+def test_the_evidence_is_unbiased_where_texts_end_and_beginnings_are_judged(scheme, threshold):
+    for log_prefix in (None, lambda tokens: -0.7 * (tokens == 0).sum(-1).double()):
+        assert bias(*world(), 2, scheme, threshold, log_prefix=log_prefix) < 1e-10
 
 
 BROKEN = [
@@ -89,22 +77,16 @@ def test_a_finished_text_waits_with_the_twist_of_its_end():
     assert torch.equal(drawn.log_psi[is_behind], at_end[is_behind])
 
 
-def behind(model: Conditional, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two versions of tokens that differ behind their ends alone."""
-    is_behind = ~counted(tokens, END)
-    assert is_behind.any()
-    return tokens.masked_fill(is_behind, END), tokens.masked_fill(is_behind, 3)
-
-
 def test_no_loss_sees_what_is_behind_the_end():
     model = Conditional(tiny_gpt_neo(7), torch.tensor([1, 2]), 5, END)
     tokens = sample_proposal(model, None, 64, generator(1)).tokens
-    one, other = behind(model, tokens)
-    log_p = [model.log_probs(version)[0] for version in (one, other)]
+    is_behind = ~counted(tokens, END)
+    assert is_behind.any()
+    log_p = [model.log_probs(tokens.masked_fill(is_behind, token))[0] for token in (END, 3)]
     torch.testing.assert_close(log_p[0], log_p[1])
     advantage = torch.randn(64, generator=generator(2))
     ref = torch.zeros_like(log_p[0])
-    losses = [grpo_loss(x, ref, advantage, 0.1, counted(one, END)) for x in log_p]
+    losses = [grpo_loss(x, ref, advantage, 0.1, ~is_behind) for x in log_p]
     torch.testing.assert_close(losses[0], losses[1])
     twist_model, twist, log_phi = world(3, 5)
     batch = batches_from_proposal(Sigma(twist_model, log_phi), twist, 100, generator(3))()
@@ -118,9 +100,8 @@ def test_no_loss_sees_what_is_behind_the_end():
 def test_both_learners_approach_a_sigma_of_texts_that_end():
     """KL(sigma||q) by enumeration, its mean over three seeds."""
     model = Conditional(tiny_gpt_neo(4), torch.tensor([1, 2]), 4, END)
-    phi = TextPotential(
-        [Factor(lambda texts: [-1.5 * len(t) for t in texts])], "".join, model.prompt, END
-    )
+    factor = Factor(lambda texts: [-1.5 * len(t) for t in texts])
+    phi = TextPotential([factor], "".join, model.prompt, END)
     phi.texts = lambda tokens: ["x" * int(n) for n in counted(tokens, END).sum(1)]
     phi.decode = lambda rows: ["" for _ in rows]
     target = Target(model, lambda tokens, log_p: phi(tokens))
@@ -138,11 +119,7 @@ def test_both_learners_approach_a_sigma_of_texts_that_end():
 
 def test_the_potential_reads_the_text_without_its_end():
     words = ["Once", "<end>", " a", " b"]
-    phi = TextPotential(
-        [], lambda rows: ["".join(words[t] for t in row) for row in rows], torch.tensor([0]), END
-    )
-    assert phi.texts(torch.tensor([[2, 1, 1], [1, 1, 1], [2, 3, 2]])) == [
-        "Once a",
-        "Once",
-        "Once a b a",
-    ]
+    decode = lambda rows: ["".join(words[t] for t in row) for row in rows]  # noqa: E731
+    phi = TextPotential([], decode, torch.tensor([0]), END)
+    found = phi.texts(torch.tensor([[2, 1, 1], [1, 1, 1], [2, 3, 2]]))
+    assert found == ["Once a", "Once", "Once a b a"]

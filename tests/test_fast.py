@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import randomise
+from networks import assert_close, randomise
 from torch import nn
 from worlds import generator, tiny_gpt_neo
 
@@ -19,18 +19,6 @@ from twist.adapter import Adapter
 from twist.mlp import TwistMLP
 
 needs_onednn = pytest.mark.skipif(not products.HAS_ONEDNN, reason="this PyTorch has no oneDNN")
-
-
-@pytest.fixture
-def all_by_onednn(monkeypatch):
-    """Products go to oneDNN however small they are."""
-    monkeypatch.setattr(products, "SMALLEST", 1)
-
-
-def assert_near(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-6) -> None:
-    """Equal up to `tolerance` of the largest number."""
-    assert actual.shape == wanted.shape
-    assert (actual.double() - wanted.double()).abs().max() <= tolerance * wanted.abs().max()
 
 
 def encoder(kind: type[nn.Module]) -> nn.Module:
@@ -61,11 +49,12 @@ NETWORKS = {
 
 @pytest.mark.parametrize(("make", "inputs"), NETWORKS.values(), ids=NETWORKS)
 @torch.no_grad()
-def test_a_packed_network_computes_what_the_plain_one_does(all_by_onednn, make, inputs):
-    """In every type; bfloat16 within what its rounding costs."""
+def test_a_packed_network_computes_what_the_plain_one_does(monkeypatch, make, inputs):
+    """In every type, all products by oneDNN; bfloat16 within what its rounding costs."""
+    monkeypatch.setattr(products, "SMALLEST", 1)
     plain = make()
     kinds = [type(module) for module in plain.modules()]
-    assert_near(pack(plain)(*inputs), plain(*inputs), 1e-5)
+    assert_close(pack(plain)(*inputs), plain(*inputs), 1e-5)
     assert [type(module) for module in plain.modules()] == kinds, "the plain one stays as it is"
 
     def output(dtype: torch.dtype) -> torch.Tensor:
@@ -79,13 +68,6 @@ def test_a_packed_network_computes_what_the_plain_one_does(all_by_onednn, make, 
     rounded = output(torch.bfloat16)
     assert rounded.dtype == torch.float32 and not torch.equal(rounded, exact.float())
     assert (rounded - exact).abs().mean() < 0.1 * exact.abs().mean()
-
-
-def operands(*rows: int, sizes=(96, 160)) -> list[torch.Tensor]:
-    """x [*rows, I], weight [O, I], bias [O], of size 1."""
-    source, (inputs, outputs) = generator(0), sizes
-    shapes = (*rows, inputs), (outputs, inputs), (outputs,)
-    return [torch.randn(shape, generator=source) for shape in shapes]
 
 
 LAYOUTS = {
@@ -102,7 +84,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("sizes", [(96, 160), (160, 96)])
 def test_values_and_gradients(rows, sizes, with_bias, layout):
     """Whichever of the gradient and the input is narrower, and however both lie in memory."""
-    x, weight, bias = operands(*rows, sizes=sizes)
+    source, (inputs, outputs) = generator(0), sizes
+    shapes = (*rows, inputs), (outputs, inputs), (outputs,)
+    x, weight, bias = (torch.randn(shape, generator=source) for shape in shapes)
     assert suits_onednn(x, weight)
     place = LAYOUTS[layout]
     factors = place(torch.randn(*rows, sizes[1], generator=generator(1)))
@@ -112,8 +96,8 @@ def test_values_and_gradients(rows, sizes, with_bias, layout):
     outputs = linear(*ours), F.linear(*exact)
     for output in outputs:
         (output * factors.to(output.dtype)).sum().backward()
-    assert_near(*outputs)
+    assert_close(*outputs, 2e-6)
     for mine, theirs in zip(ours, exact, strict=True):
-        assert_near(mine.grad, theirs.grad)
+        assert_close(mine.grad, theirs.grad, 2e-6)
     with torch.no_grad():
-        assert_near(linear(*ours), outputs[1])
+        assert_close(linear(*ours), outputs[1], 2e-6)

@@ -19,6 +19,7 @@ K, T = 7, 4
 ABOUT = {"run": "r", "runs": 1, "prompt": "Hello", "length": T, "particles": K, "seed": 0}
 ABOUT |= {"resampling": "x", "ess_threshold": 0.7, "potential": ["y"]}
 HTML = TEMPLATE.read_text(encoding="utf-8")
+TOKENIZER = read_tokenizer(POCKET / "lm", 4096)
 
 
 def draws(seed: int = 0, scheme: str = "multinomial", ess_threshold: float = 0.7) -> Drawn:
@@ -32,29 +33,21 @@ def draws(seed: int = 0, scheme: str = "multinomial", ess_threshold: float = 0.7
     return Drawn([], scores, weights, population.log_mean_z(), population, trace, seed)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return read_tokenizer(POCKET / "lm", 4096)
-
-
 def data_of(text: str) -> dict:
     pattern = r'<script type="application/json" id="data">(.*?)</script>'
     return json.loads(re.search(pattern, text, re.DOTALL).group(1), parse_constant=pytest.fail)
 
 
-def population_of(drawn: Drawn, tokenizer) -> dict:
-    return data_of(page({0: drawn}, ABOUT, tokenizer, None))["populations"][0]
-
-
 @pytest.mark.parametrize("ess_threshold", [0.0, 0.7, 1.0])
-def test_a_node_is_a_prefix_with_its_particles(tokenizer, ess_threshold):
+def test_a_node_is_a_prefix_with_its_particles(ess_threshold):
     drawn = draws(3, "systematic", ess_threshold)
-    trace, data = drawn.trace, population_of(drawn, tokenizer)
+    trace = drawn.trace
+    (data,) = data_of(page({0: drawn}, ABOUT, TOKENIZER, None))["populations"]
     texts, prefixes = [""], torch.empty(K, 0, dtype=torch.long)
     for t, nodes in enumerate(data["nodes"]):
         prefixes = prefixes[trace.ancestors[t - 1, 0]] if t > 0 else prefixes
         prefixes = torch.cat([prefixes, trace.tokens[t, 0, :, None]], 1)  # [K, t]
-        words = tokenizer.decode_batch(prefixes.tolist(), skip_special_tokens=False)
+        words = TOKENIZER.decode_batch(prefixes.tolist(), skip_special_tokens=False)
         texts = [texts[parent] + token for parent, token, *_ in nodes]
         assert sorted(texts) == sorted(set(words))
         assert [node[0] for node in nodes] == sorted(node[0] for node in nodes)
@@ -66,9 +59,8 @@ def test_a_node_is_a_prefix_with_its_particles(tokenizer, ess_threshold):
             wanted = [len(own), *one, shares[own].sum().item(), sum(k in own for k in lines)]
             assert node[2:] == pytest.approx(wanted, abs=0.0051)
     ends = [words.index(text) for text in texts]
-    assert data["scores"]["log_phi"] == pytest.approx(
-        drawn.scores["log_phi"][ends].tolist(), abs=0.0051
-    )
+    log_phi = drawn.scores["log_phi"][ends].tolist()
+    assert data["scores"]["log_phi"] == pytest.approx(log_phi, abs=0.0051)
     assert len(data["scores"]["toxicity"]) == len(ends)
     assert data["ess"] == pytest.approx(trace.ess[:, 0].tolist(), rel=0.01)
     assert data["log_z_hat"] == pytest.approx(trace.log_z[:, 0].tolist(), abs=1e-3)
@@ -83,26 +75,26 @@ def test_a_page_needs_nothing_but_itself(path):
     assert "default-src 'none'" in text
 
 
-def test_texts_cannot_leave_their_script_element(tokenizer):
+def test_texts_cannot_leave_their_script_element():
     hostile = "</script><script>alert(1)</script><!-- \u2028"
-    text = page({0: draws()}, ABOUT | {"prompt": hostile}, tokenizer, -7.5)
+    text = page({0: draws()}, ABOUT | {"prompt": hostile}, TOKENIZER, -7.5)
     assert text.count("</script>") == HTML.count("</script>") and "\u2028" not in text
     data = data_of(text)
     assert data["about"] == ABOUT | {"prompt": hostile} and "{{" not in text
     assert data["log_z_sigma"] == -7.5 and len(data["populations"]) == 1
 
 
-def test_the_picture_follows_the_best_sample_and_shows_phi(tokenizer, tmp_path, monkeypatch):
+def test_the_picture_follows_the_best_sample_and_shows_phi(tmp_path, monkeypatch):
     drawn = draws(seed=3, scheme="systematic")
     figures = []
     monkeypatch.setattr(picture, "save_figure", lambda figure, path: figures.append(figure))
     lines = drawn.trace.lineages()[:, 0]  # [T, K]
     log_phi = drawn.scores["log_phi"][: lines.shape[1]]
-    picture.draw_genealogy(drawn.trace, log_phi, tokenizer, tmp_path / "picture.png")
+    picture.draw_genealogy(drawn.trace, log_phi, TOKENIZER, tmp_path / "picture.png")
     axes, bars = figures[0].axes
     best = log_phi[lines[-1]].argmax().item()
     sample = drawn.population.samples[0, best].tolist()
-    written = [tokenizer.decode([token], skip_special_tokens=False).strip() for token in sample]
+    written = [TOKENIZER.decode([token], skip_special_tokens=False).strip() for token in sample]
     assert [text.get_text() for text in axes.texts] == written
     assert list(axes.lines[-1].get_ydata()) == [*lines[:, best].tolist(), best]
     widths = torch.tensor([bar.get_width() for bar in bars.patches])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from networks import VOCAB_SIZE, assert_close, oracle, write
+from networks import VOCAB_SIZE, assert_same, oracle, write
 from safetensors.torch import load_file, save_file
 from worlds import generator, tiny_gpt_neo
 
@@ -13,6 +13,7 @@ import tinystories
 from eval.run.options import POCKET
 from tinystories import Conditional, InputError, products
 from tinystories import decoder as decoder_module
+from tinystories.checkpoint import fingerprint
 from tinystories.fast import pack
 
 PAIR = [["global", "local"], 1]
@@ -33,22 +34,12 @@ def version(request, monkeypatch):
     return {"plain": lambda model: model, "packed": pack}[request.param]
 
 
-@torch.no_grad()
-def assert_same_logits(path: Path, reference, positions: int = 24) -> None:
-    """Our loaded model, plain and packed, gives their logits on random tokens."""
-    plain, _ = tinystories.load(path)
-    ids = torch.randint(plain.config.vocab_size, (3, positions), generator=generator(1))
-    wanted = reference(ids).logits
-    for model in (plain, pack(plain)):
-        assert_close(model(ids), wanted)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_of_random_checkpoints(tmp_path, shape, tied):
     reference = oracle("lm", tie_word_embeddings=tied, **SHAPES[shape])
     write(tmp_path, "lm", reference)
-    assert_same_logits(tmp_path, reference)
+    assert_same("lm", tmp_path, reference)
 
 
 def change_tensors(path: Path, changes: dict[str, torch.Tensor | None]) -> None:
@@ -67,13 +58,13 @@ def test_mask_buffers_and_a_copy_of_the_tied_head_are_not_weights(tmp_path):
         added[name + "bias"] = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
         added[name + "masked_bias"] = torch.tensor(-1e9)
     change_tensors(tmp_path, added)
-    assert_same_logits(tmp_path, reference)
+    assert_same("lm", tmp_path, reference)
 
 
 def test_logits_of_the_pocket_checkpoint():
     read = transformers.AutoModelForCausalLM.from_pretrained
     reference = read(POCKET / "lm", dtype=torch.float32).eval()
-    assert_same_logits(POCKET / "lm", reference, reference.config.max_position_embeddings)
+    assert_same("lm", POCKET / "lm", reference, reference.config.max_position_embeddings)
 
 
 @pytest.mark.parametrize("kinds", [("global", "local"), ("local", "local"), ("global", "global")])
@@ -158,13 +149,6 @@ def test_prompt_and_continuation_may_fill_every_position(version):
             Conditional(tiny_gpt_neo(11), torch.zeros(prompt, dtype=torch.long), 4)
 
 
-def error_of(path: Path) -> str:
-    with pytest.raises(InputError) as caught:
-        tinystories.load(path)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
-    return str(caught.value)
-
-
 BIAS = "transformer.ln_f.bias"
 TENSORS = [
     ({BIAS: None}, "missing: ln_f.bias"),
@@ -180,6 +164,11 @@ TENSORS = [
 @pytest.mark.parametrize(("changes", "words"), TENSORS, ids=[words for _, words in TENSORS])
 def test_tensors_that_do_not_fit_are_named(tmp_path, changes, words):
     write(tmp_path, "lm", oracle("lm"))
+    before = fingerprint(tmp_path)
     change_tensors(tmp_path, changes)
-    message = error_of(tmp_path)
+    assert fingerprint(tmp_path) != before
+    with pytest.raises(InputError) as caught:
+        tinystories.load(tmp_path)
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 1000
     assert words in message and str(tmp_path / "model.safetensors") in message

@@ -2,35 +2,21 @@
 
 from pathlib import Path
 
-import networks
 import pytest
 import torch
 import transformers
-from networks import AUTO, LOAD, TEXTS, assert_close, oracle, write, write_vocabulary
+from networks import AUTO, LOAD, TEXTS, assert_same, oracle, write, write_vocabulary
 
 import tinystories
 from eval.run.options import PRESETS, RunConfig
 from tinystories import InputError
 from tinystories.checkpoint import read_tensors, weight_file
-from tinystories.fast import pack
 from tinystories.tokenizer import read_tokenizer
 
 PARAMETERS = {"lm": 107_111_424, "toxicity": 124_646_401, "similarity": 22_713_216}
 OPTIONS = {"lm": "lm", "toxicity": "toxicity_model", "similarity": "similarity_model"}
 LAYOUTS = {"safetensors": torch.float32, "bin": torch.float16, "old bin": torch.float32}
 ROLES = pytest.mark.parametrize("role", list(LOAD))
-
-
-def assert_same(role: str, path: Path, network, tokens: int = 20) -> None:
-    """The loaded network, plain and packed, gives what that of transformers gives."""
-    model, _ = LOAD[role](path)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, model.config.vocab_size, (2, tokens), generator=generator)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    wanted = networks.expected(role, network, inputs)
-    for version in (model, pack(model)):
-        with torch.no_grad():
-            assert_close(version(ids) if role == "lm" else version(*inputs.values()), wanted)
 
 
 @ROLES

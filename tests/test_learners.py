@@ -2,16 +2,17 @@
 
 import copy
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 import torch
-from worlds import generator, rare_potential, tiny_conditional
+from worlds import Recorded, generator, rare_potential, tiny_conditional
 
 from distill.pooled import Pooled, PooledOptions
 from distill.published import Published, PublishedOptions
 from tsmc.exact import Target, Tree
-from tsmc.resampling import SCHEMES
+from tsmc.resampling import normalise
 from tsmc.runs import Phases, draw_population
 from twist.mlp import TwistMLP
 from twist.pair import Pair
@@ -20,28 +21,14 @@ from twist.potential import seen_from
 
 BASE = tiny_conditional(0)
 TARGET = Target(BASE, rare_potential)
-PUBLISHED = PublishedOptions(
-    particles=20,
-    ctl_updates=30,
-    ctl_batch_size=50,
-    ctl_learning_rate=4e-3,
-    ctl_hidden_units=16,
-    distill_runs=20,
-    distill_updates=30,
-    distill_batch_size=64,
-    distill_learning_rate=3e-3,
-    distill_lora_learning_rate=3e-2,
-)
-POOLED = PooledOptions(
-    pool_first_draws=200,
-    pool_first_rounds=4,
-    pool_first_updates=20,
-    pool_draws=600,
-    pool_updates=50,
-    pool_batch_size=64,
-    pool_learning_rate=5e-3,
-    pool_hidden_units=16,
-)
+SIZES = {"ctl_updates": 30, "ctl_batch_size": 50, "ctl_hidden_units": 16, "particles": 20}
+SIZES |= {"distill_runs": 20, "distill_updates": 30, "distill_batch_size": 64}
+RATES = {"ctl_learning_rate": 4e-3, "distill_learning_rate": 3e-3}
+RATES |= {"distill_lora_learning_rate": 3e-2}
+POOL = {"pool_first_draws": 200, "pool_first_rounds": 4, "pool_first_updates": 20}
+POOL |= {"pool_draws": 600, "pool_updates": 50, "pool_batch_size": 64}
+POOL |= {"pool_learning_rate": 5e-3, "pool_hidden_units": 16}
+PUBLISHED, POOLED = PublishedOptions(**SIZES, **RATES), PooledOptions(**POOL)
 LEARNERS = {  # the learner, its options, and what KL after lines 1, 3 and 4 may be over p^(0)'s
     "full": (Published, PUBLISHED, (0.53, 0.33, 0.25)),
     "LoRA": (Published, replace(PUBLISHED, student="lora"), (0.53, 0.5, 0.31)),
@@ -78,34 +65,21 @@ def test_every_line_brings_the_proposal_closer_to_sigma(name):
 ONE = TwistMLP(8, 6, 7, generator(0)).requires_grad_(False)  # psi = 1
 
 
-def random_pair() -> Pair:
+@pytest.mark.parametrize("ess_threshold", [0.0, 1.0])
+def test_all_runs_count_alike_whatever_their_evidence(ess_threshold):
+    """Weighted particles where runs resample at the end, else their samples."""
+    options = replace(PUBLISHED, particles=8, distill_runs=30, ess_threshold=ess_threshold)
     psi = copy.deepcopy(ONE)
     torch.nn.init.normal_(psi.last.weight, generator=generator(1))
-    return Pair(tiny_conditional(1), psi)
-
-
-def test_weighted_and_resampled_samples_have_the_same_expectation():
-    """Shares of each first token in 2000 runs of 8: equal up to error; weights vary less."""
-    options = replace(PUBLISHED, particles=8, distill_runs=2000)
-    phases, pair = Phases(0), random_pair()
+    phases, pair = Phases(0), Pair(tiny_conditional(1), psi)
     tokens, weights = learner_of(Published, options, phases).samples(pair, 1)
-    assert tokens.shape == (16000, 4) and weights.sum().item() == pytest.approx(1, abs=1e-4)
     sigma = seen_from(pair.model, BASE, rare_potential)
-    rule = {"resample": SCHEMES["multinomial"], "ess_threshold": 0.0}
-    runs = draw_population(phases, "sampling", 1, sigma, pair.twist, 8, 2000, **rule)
-    assert torch.equal(runs.tokens.flatten(0, 1), tokens)
-
-    def shares(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weight of each first token in each run [R, V]."""
-        first = torch.nn.functional.one_hot(tokens[..., 0].view(2000, 8), 7).double()
-        return (weights.view(2000, 8, 1) * first).sum(1)
-
-    weighted = shares(tokens, 2000 * weights.double())
-    resampled = shares(runs.samples, torch.full((16000,), 1 / 8).double())
-    error = (resampled - weighted).std(0) / 2000**0.5
-    assert ((resampled - weighted).mean(0).abs() < 4 * error + 1e-9).all()
-    assert weighted.var(0).sum() < 0.98 * resampled.var(0).sum()
-    assert (weighted.mean(0) - 1 / 7).abs().max() > 0.1, "no trivial shares"
+    given = (phases, "sampling", 1, sigma, pair.packed_twist(), 8, 30)
+    runs = draw_population(*given, **options.rule())
+    shares = normalise(runs.log_weights) if ess_threshold == 0 else torch.full((30, 8), 1 / 8)
+    wanted = runs.tokens if ess_threshold == 0 else runs.samples
+    assert torch.equal(tokens, wanted.flatten(0, 1))
+    torch.testing.assert_close(weights, shares.flatten() / 30)
 
 
 def test_runs_that_die_are_not_distilled():
@@ -133,21 +107,13 @@ def test_without_the_effective_potential_the_target_drifts(is_effective):
     assert (found - wanted).abs().max() < 0.25 * (wanted - other).abs().max()
 
 
-class Reported(Phases):
-    """Phases that keep what each reported."""
-
-    def __init__(self, seed: int):
-        super().__init__(seed)
-        self.reports = {}
-
-    def once(self, phase, m, steps, compute):
-        rows = self.reports[phase] = []
-        return compute(self.stream(phase, m), lambda **figures: rows.append(figures))
-
-
 def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows():
     """By p^(0) until something has phi > 0, then from step to step, and the last fits sigma."""
-    proposals = []
+    proposals, reports = [], defaultdict(Recorded)
+
+    class Reported(Phases):
+        def once(self, phase, m, steps, compute):
+            return compute(self.stream(phase, m), reports[phase])
 
     class Watched(Pooled):
         def draw(self, q, phase, m, count):
@@ -156,10 +122,9 @@ def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows():
             if len(proposals) == 1:
                 self.pool.rounds[0].log_weights[:] = -math.inf
 
-    phases = Reported(0)
     sizes = {"pool_first_draws": 99, "pool_first_rounds": 4, "pool_first_updates": 3}
     options = replace(POOLED, **sizes, pool_first_ess=0.7)
-    learner = Watched(BASE, rare_potential, options, phases, 8.0)
+    learner = Watched(BASE, rare_potential, options, Reported(0), 8.0)
     pair = learner.line_1()
     rounds = learner.pool.rounds
     assert [len(one.tokens) for one in rounds] == [25, 25, 25, 24]
@@ -167,10 +132,9 @@ def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows():
     assert proposals[2] is not proposals[3]
     for step in (2, 3):
         power = tempered(Pool(rounds[:step]), options.pool_first_ess)[1]
-        reports = phases.reports[f"ladder {step}"]
-        assert [row["power"] for row in reports] == [power] * 3 and power < 1
-    assert {row["power"] for row in phases.reports["distillation"]} == {1.0}
-    assert "ladder 1" not in phases.reports
+        assert [row["power"] for row in reports[f"ladder {step}"]] == [power] * 3 and power < 1
+    assert {row["power"] for row in reports["distillation"]} == {1.0}
+    assert "ladder 1" not in reports
     model = learner.line_3(pair, 1)
     assert len(rounds) == 5 and proposals[-1] is pair.model.adapter
     assert learner.line_4(model, 1) == Pair(model, None)

@@ -1,17 +1,17 @@
 """Potentials: the ready ones, products, a user's file and what can be wrong with it, whole runs."""
 
+import contextlib
 import math
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eval.run.evaluate import check_base_rate
-from eval.run.options import RunConfig
+from eval.run.options import POCKET, RunConfig
+from eval.scorers import toxicity
 from eval.scorers.potentials import make_factors
-from eval.scorers.toxicity import ToxicityScorer
 from tinystories.errors import InputError
 from twist.potential import Factor, TextPotential, power
 
@@ -25,8 +25,8 @@ def letters(rows: list[list[int]]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def scorer(pocket_toxicity) -> ToxicityScorer:
-    return ToxicityScorer(*pocket_toxicity)
+def scorer() -> toxicity.ToxicityScorer:
+    return toxicity.ToxicityScorer(*toxicity.load(POCKET / "toxicity"))
 
 
 @pytest.mark.parametrize(
@@ -91,16 +91,7 @@ def test_what_is_not_understood_is_one_line(scorer, spec):
         make_factors([spec], 1.0, scorer)
 
 
-@pytest.fixture
-def own(tmp_path) -> Callable[..., str]:
-    """Makes the option that names a function of the user's own, from its body."""
-
-    def write(body: str, reads: str = "texts") -> str:
-        path = tmp_path / "my.py"
-        path.write_text(f"import sys, numpy, torch\ndef f({reads}): {body}\nf.reads = {reads!r}\n")
-        return f"{path}:f"
-
-    return write
+MODES = "torch.set_default_dtype(torch.float64); torch.set_grad_enabled(False)"
 
 
 @pytest.mark.parametrize(
@@ -112,16 +103,20 @@ def own(tmp_path) -> Callable[..., str]:
         ("texts", "texts.pop(); return [-1.0, -1.0]", [-1.0, -1.0]),
         ("continuations", "return [float(len(text)) for text in continuations]", [4.0, 4.0]),
         ("tokens", "return -3.0 * tokens.zero_()[:, 0] - 2", [-2.0, -2.0]),
+        ("texts", f"{MODES}; return torch.zeros(len(texts))", [0.0, 0.0]),
     ],
 )
-def test_a_function_of_the_users_own(own, scorer, capsys, reads, body, log_phi):
+def test_a_function_of_the_users_own(tmp_path, scorer, capsys, reads, body, log_phi):
     """It may return what it likes, works on a copy, and --beta does not apply to it."""
-    factors = make_factors([own(body, reads)], 10.0, scorer)
+    path = tmp_path / "my.py"
+    path.write_text(f"import torch\ndef f({reads}): {body}\nf.reads = {reads!r}\n")
+    factors = make_factors([f"{path}:f"], 10.0, scorer)
     tokens = torch.tensor([[3, 4], [5, 6]])
     value = TextPotential(factors, letters, PROMPT)(tokens)
     assert value.tolist() == log_phi and value.dtype == torch.float64 and not value.requires_grad
     assert tokens.tolist() == [[3, 4], [5, 6]]
     assert capsys.readouterr().out == "", "standard output is for results"
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize(
@@ -153,19 +148,17 @@ def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, scorer, content, 
     assert message.isprintable() and message.endswith("N numbers below infinity")
 
 
-def test_a_rare_constraint_names_the_remedy_at_once():
-    """The published learner needs ten of its batch, and refuses what it would hardly ever see."""
-    found = {}
-    for learner in ("pooled", "published"):
-        said = []
-        for alive in (0, 1, 40, 2000):
-            log_phi = torch.full((2000,), -INF)
-            log_phi[:alive] = 0
-            try:
-                config = RunConfig(learner=learner)
-                check_base_rate(SimpleNamespace(say=said.append), config, log_phi)
-            except InputError as error:
-                assert "add --learner pooled" in str(error) and alive < 2
-        found[learner] = ["(~8 behind its name), or raise --" in line for line in said]
-        assert "40 of 2000" in said[2]
-    assert found == {"pooled": [True, True, False], "published": [True, True, False]}
+@pytest.mark.parametrize("learner", ["pooled", "published"])
+def test_a_rare_constraint_names_the_remedy_at_once(learner):
+    """Of its first batch ten should have phi > 0; the published learner refuses less than 0.5."""
+    said, batch = [], {"pooled": "pool_first_draws", "published": "ctl_batch_size"}[learner]
+    config, run = RunConfig(learner=learner, **{batch: 500}), SimpleNamespace(say=said.append)
+    for alive in (0, 1, 39, 40, 2000):
+        log_phi = torch.full((2000,), -INF)
+        log_phi[:alive] = 0
+        is_refused = learner == "published" and alive < 2
+        refusal = pytest.raises(InputError, match="add --learner pooled, soften the potential")
+        with refusal if is_refused else contextlib.nullcontext():
+            check_base_rate(run, config, log_phi)
+    assert ["soften the potential (~" in line for line in said] == [True, True, True, False]
+    assert "40 of 2000" in said[3]

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ import tsmc.sampler
 from eval.run.options import read_config
 from eval.scorers.potentials import make_factors
 from tinystories.errors import InputError
-from tsmc import Sigma, Target, Trace
-from tsmc.exact import TableModel
+from tsmc import Sigma, Target
 from tsmc.runs import Phases, draw_population
 from twist import Factor, TextPotential, sample
 from twist.potential import check_potential
@@ -35,10 +33,9 @@ def dead_world():
 def error(scheme: str = "multinomial", ess_threshold: float = 1.0, *changes) -> float:
     """How far Z-hat and the samples are from unbiased, with the sampler changed or as it is."""
     world, log_prefix = dead_world()
-    sampler = mutant(tsmc.sampler, *changes)
-    sampler.tsmc = partial(sampler.tsmc, log_prefix=log_prefix)
+    options = {"module": mutant(tsmc.sampler, *changes), "log_prefix": log_prefix}
     try:
-        return worlds.bias(*world, 2, scheme, ess_threshold, module=sampler)
+        return worlds.bias(*world, 2, scheme, ess_threshold, **options)
     except InputError:  # log Z-hat is NaN or infinite
         return INF
 
@@ -47,10 +44,8 @@ def error(scheme: str = "multinomial", ess_threshold: float = 1.0, *changes) -> 
 def test_unbiased_with_dead_beginnings_and_conditional_runs_stay_exact(ess_threshold):
     for scheme in ("multinomial", "systematic"):
         assert error(scheme, ess_threshold) < 1e-12
-    sampler = mutant(tsmc.sampler)
-    sampler.tsmc = partial(sampler.tsmc, log_prefix=lambda tokens: -2.0 * tokens.sum(-1).double())
     world = (*table_world(2, 3, seed=2), 2, "multinomial", ess_threshold)
-    inverse = worlds.mean_inverse(*world, module=sampler)
+    inverse = worlds.mean_inverse(*world, log_prefix=lambda tokens: -2.0 * tokens.sum(-1).double())
     assert abs(inverse - 1) < 1e-12
 
 
@@ -66,17 +61,6 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_mutant_is_caught(name):
     assert max(error("multinomial", rule, MUTANTS[name]) for rule in (1.0, ADAPTIVE)) > 1e-3
-
-
-def test_a_finished_text_keeps_its_prefix_part():
-    model, seen = TableModel(torch.zeros(7, 2).double(), 3, end=1), Trace()
-    log_prefix = lambda tokens: -(tokens == 1).any(1).double()  # noqa: E731
-    rule = {"ess_threshold": 0.0, "observer": seen, "log_prefix": log_prefix}
-    phi = lambda tokens, log_p: 0.0 * log_p  # noqa: E731
-    tsmc.sampler.tsmc(model, None, phi, 50, generator(0), **rule)
-    ended = (seen.tokens == 1).cummax(0).values.double()  # [T, R, K]
-    wanted = torch.stack([-ended[0], ended[0] - ended[1], ended[1]])
-    torch.testing.assert_close(seen.log_w, wanted)
 
 
 def test_many_runs_use_the_prefix_part_of_sigma():
@@ -125,29 +109,25 @@ def test_products_add_their_prefix_parts_and_an_unfinished_character_is_left_out
     assert TextPotential([Factor(none)], letters, PROMPT).log_prefix is None
 
 
-WRONG = {
-    "return [0.0 if len(t) > 3 else -math.inf for t in texts]": "' is -inf, but a cont",
-    "return [-float(len(texts))] * len(texts)": "differs in a batch",
-    "return [math.nan] * len(texts)": "log phi is nan for 'bc",
+ZERO = "[0.0] * len(texts)"
+WRONG = {  # log f, log phi: the fault
+    ("[0.0 if len(t) > 3 else -math.inf for t in texts]", ZERO): "' is -inf, but a cont",
+    ("[-float(len(texts))] * len(texts)", ZERO): "differs in a batch",
+    ("[math.nan] * len(texts)", ZERO): "log phi is nan for 'bc",
+    (ZERO, "[-float(len(texts))] * len(texts)"): "is -1 alone, -",
 }
 
 
-@pytest.mark.parametrize("body", WRONG)
-def test_a_wrong_prefix_part_is_one_line(tmp_path, body):
+@pytest.mark.parametrize(("log_f", "log_phi"), WRONG)
+def test_what_is_no_function_of_the_text_is_one_line(tmp_path, log_f, log_phi):
     path = tmp_path / "my.py"
-    tail = "def f(texts): return [0.0] * len(texts)\nf.prefix = g\n"
-    path.write_text(f"import math\ndef g(texts):\n    {body}\n{tail}")
+    parts = f"def g(texts): return {log_f}\ndef f(texts): return {log_phi}\nf.prefix = g\n"
+    path.write_text(f"import math\n{parts}")
     potential = TextPotential(make_factors([f"{path}:f"], 1.0, None), letters, PROMPT)
     with pytest.raises(InputError) as caught:
         check_potential(tiny_conditional(1), potential, generator(0))
-    assert f"--potential {path}:f" in str(caught.value) and WRONG[body] in str(caught.value)
-
-
-def test_a_potential_that_depends_on_its_batch_is_refused():
-    factor = Factor(lambda texts: [-float(len(texts))] * len(texts))
-    with pytest.raises(InputError, match="is -1 alone, -8 in a batch"):
-        potential = TextPotential([factor], letters, PROMPT)
-        check_potential(tiny_conditional(1), potential, generator(0))
+    assert f"--potential {path}:f" in str(caught.value)
+    assert WRONG[log_f, log_phi] in str(caught.value)
 
 
 def test_samples_and_probabilities_agree_with_enumeration():
@@ -169,9 +149,5 @@ def test_samples_and_probabilities_agree_with_enumeration():
 
 
 def test_the_threshold_follows_the_potential():
-    for more, threshold in (
-        ("without:a", 0.5),
-        ("keyword:a", 0),
-        ("without:a --ess-threshold 1", 1),
-    ):
-        assert read_config(["--potential", *more.split()], "")[0].ess_threshold == threshold
+    for more, wanted in (("without:a", 0.5), ("keyword:a", 0), ("without:a --ess-threshold 1", 1)):
+        assert read_config(["--potential", *more.split()], "")[0].ess_threshold == wanted

@@ -14,12 +14,10 @@ from worlds import generator
 import tinystories
 from eval import load_run
 from eval.run.options import POCKET
-from eval.run.setup import toxicity
 from eval.trained import read_network
 from eval.viewer import __main__ as viewer
 from tinystories import Conditional
 from tinystories.checkpoint import read_json, read_metadata, write_json
-from tinystories.errors import InputError
 from tsmc import proposal_log_probs
 from tsmc.proposal import sequence_log_probs
 from tsmc.resampling import log_mean_exp, normalise
@@ -120,16 +118,6 @@ def test_the_command_line_and_programs_draw_the_same(run, printed):
     record = json.loads(printed("--json", "--potential", "keyword~2:was"))
     had = [" was" in row["text"][len(PROMPT) :] for row in record["weighted"]]
     assert [row["log_phi"] for row in record["weighted"]] == [0.0 if has else -2.0 for has in had]
-
-
-def test_weights_that_are_all_zero_are_one_line(run, capsys, monkeypatch):
-    zero = lambda scorer, texts: torch.full((len(texts),), -torch.inf)  # noqa: E731
-    monkeypatch.setattr(toxicity.ToxicityScorer, "__call__", zero)
-    with pytest.raises(InputError, match="weight zero"):
-        load_run(run).sample(particles=4)
-    with pytest.raises(SystemExit):
-        viewer.main([str(run), "--particles", "4"])
-    assert "ended with weight zero; use more particles" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line(capsys, tmp_path, run):

@@ -1,17 +1,20 @@
-"""The sampler against enumeration: unbiased evidence and samples over all paths, and edge cases."""
+"""The sampler against enumeration: unbiased over all paths; edge cases, invariants."""
 
 import pytest
 import torch
 import worlds
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from worlds import ADAPTIVE, bias, generator, hard_potential, mean_inverse, table_world
 
 from tinystories import InputError
 from tsmc import interfaces
 from tsmc.exact import TableTwist, Target
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
-from tsmc.resampling import SCHEMES
+from tsmc.resampling import SCHEMES, normalise
 from tsmc.runs import Phases, draw_population
 from tsmc.sampler import Sigma, tsmc
+from tsmc.trace import Trace
 
 EXACT = 1e-12  # rounding of float64
 
@@ -126,26 +129,17 @@ def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeyp
     assert max(sizes) <= max(limit, 15)  # one sequence at least
 
 
-SIZES = [(length, 2, ess) for length in (2, 3) for ess in (1.0, ADAPTIVE, 0.0)]
-SIZES += [(2, 3, 1.0), (3, 1, 1.0)]
-
-
-@pytest.mark.parametrize(("length", "particles", "ess_threshold"), SIZES)
-def test_the_mean_of_one_over_z_hat_is_that_of_one_over_z(length, particles, ess_threshold):
-    world = table_world(length, length, seed=2)
-    mean = mean_inverse(*world, particles, ess_threshold=ess_threshold)
-    assert mean == pytest.approx(1, abs=EXACT)
-
-
+@pytest.mark.parametrize("can_die", [False, True])
 @pytest.mark.parametrize(("length", "particles"), [(3, 2), (2, 3), (3, 1)])
-@pytest.mark.parametrize("ess_threshold", [1.0, ADAPTIVE, 0.0])
-def test_where_runs_can_die_it_is_the_chance_to_live_over_z(length, particles, ess_threshold):
-    model, twist, _ = table_world(2, length, seed=6)
-    potential = hard_potential(2, length, {2: -1.0, 2**length - 2: -0.3})
-    world = (model, twist, potential, particles, "multinomial", ess_threshold)
+@pytest.mark.parametrize("ess", [1.0, ADAPTIVE, 0.0])
+def test_the_mean_of_one_over_z_hat_is_the_chance_to_live_over_z(length, particles, ess, can_die):
+    model, twist, potential = table_world(2, length, seed=6)
+    if can_die:
+        potential = hard_potential(2, length, {2: -1.0, 2**length - 2: -0.3})
+    world = (model, twist, potential, particles, "multinomial", ess)
     chances, population = worlds.every_path(*world)
     alive = chances[population.is_alive()].sum().item()
-    assert 0.05 < alive < 0.95
+    assert 0.05 < alive < 0.95 if can_die else alive == pytest.approx(1, abs=EXACT)
     assert mean_inverse(*world) == pytest.approx(alive, abs=EXACT)
 
 
@@ -182,3 +176,61 @@ def test_streams_of_other_names_seeds_and_generations_are_others():
     names = [("a", 0), ("a", 1), ("a", None), ("b", 0), ("a", 0, 0)]
     seeds = {Phases(seed).stream(*name).initial_seed() for seed in (0, 1) for name in names}
     assert len(seeds) == 10 and Phases(0).stream("a", 0).initial_seed() in seeds
+
+
+sizes = st.integers(1, 4)
+numbers = st.integers(0, 10**6)
+random_worlds = st.builds(table_world, sizes, sizes, numbers, st.sampled_from([0.1, 1.0, 5.0]))
+schemes = st.sampled_from(list(SCHEMES.values()))
+choices = {"particles": st.integers(1, 8), "runs": sizes, "resample": schemes}
+choices |= {"ess_threshold": st.sampled_from([0.0, 0.3, 0.8, 1.0])}
+options = st.fixed_dictionaries(choices)
+quick = settings(max_examples=25, deadline=None)
+
+
+@quick
+@given(random_worlds, options, numbers)
+def test_optimal_twist_is_exact_whatever_the_options(world, options, seed):
+    model, _, potential = world
+    target, trace = Target(model, potential), Trace()
+    optimal = TableTwist(target.optimal_log_psi())
+    options |= {"generator": generator(seed), "observer": trace}
+    population = tsmc(model, optimal, potential, **options)
+    wanted = torch.zeros_like(trace.log_w)
+    wanted[0] = target.log_z  # the evidence is known at the first step
+    torch.testing.assert_close(trace.log_w, wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(population.log_z, wanted[0, :, 0], rtol=0, atol=1e-10)
+    everyone = torch.full_like(population.ess, options["particles"])
+    torch.testing.assert_close(population.ess, everyone)
+
+
+@quick
+@given(random_worlds, options, numbers, st.lists(st.floats(-50, 50), min_size=4, max_size=4))
+def test_a_constant_in_each_step_of_the_twist_changes_nothing(world, options, seed, constants):
+    model, twist, potential = world
+    widths = torch.tensor([model.vocab_size**t for t in range(model.length)])
+    shift = torch.tensor(constants[: model.length]).double().repeat_interleave(widths)
+    shifted = TableTwist(twist.log_psi.detach() + shift[:, None])
+    plain = tsmc(model, twist, potential, generator=generator(seed), **options)
+    moved = tsmc(model, shifted, potential, generator=generator(seed), **options)
+    torch.testing.assert_close(moved.log_z, plain.log_z, rtol=0, atol=1e-9)
+    assert torch.equal(moved.samples, plain.samples)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("ess_threshold", [1.0, 0.6, 0.0])
+def test_genealogy_weights_and_tokens_rebuild_the_samples(scheme, ess_threshold):
+    """Each step multiplies Z-hat by the mean of w under the weights from before it."""
+    model, twist, potential = table_world(3, 5, seed=1)
+    trace = Trace()
+    options = (SCHEMES[scheme], ess_threshold, trace)
+    population = tsmc(model, twist, potential, 7, generator(0), 4, *options)
+    samples = trace.tokens.gather(2, trace.lineages()).permute(1, 2, 0)  # [R, K, T]
+    assert torch.equal(samples, population.samples)
+    assert trace.tokens.shape == trace.log_w.shape == trace.ancestors.shape == (5, 4, 7)
+    torch.testing.assert_close(trace.log_weights[-1], population.log_weights)
+    torch.testing.assert_close(trace.ess[-1], population.ess)
+    assert torch.equal(trace.log_z[-1], population.log_z)
+    before = normalise(trace.log_weights - trace.log_w)  # [T, R, K]
+    gained = (before * trace.log_w.exp()).sum(-1).log()
+    torch.testing.assert_close(trace.log_z, gained.cumsum(0))

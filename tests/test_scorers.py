@@ -39,11 +39,6 @@ def checkpoint(tmp_path_factory, role):
     return SimpleNamespace(path=path, scores=scores, long_score=long_score)
 
 
-def scorer_of(role, path, batch_size=64) -> Runner:
-    """Raw scores: logits or vectors."""
-    return Runner(*LOAD[role](path), batch_size)
-
-
 @pytest.mark.parametrize("version", [lambda model: model, pack], ids=["plain", "packed"])
 def test_scores_are_those_of_transformers(role, checkpoint, monkeypatch, version):
     monkeypatch.setattr(products, "SMALLEST", 1)  # all products are computed by oneDNN
@@ -90,7 +85,7 @@ def test_toxicity_is_a_log_probability_that_stays_finite(checkpoint):
 
 
 def test_a_score_depends_neither_on_the_batch_nor_on_the_order(role, checkpoint):
-    run = scorer_of(role, checkpoint.path)
+    run = Runner(*LOAD[role](checkpoint.path))
     alone = torch.cat([run([text]) for text in TEXTS])
     assert alone.std(0).max() > 0.04
     for size in (1, 2, 4, 100):
@@ -107,7 +102,7 @@ def test_save_is_read_by_transformers_and_by_load(role, checkpoint, tmp_path, dt
     assert {tensor.dtype for tensor in stored.values()} == {dtype}
     network = networks.AUTO[role].from_pretrained(tmp_path, dtype=torch.float32).eval()
     wanted = expected(role, network, encoded(tmp_path, TEXTS))
-    assert_close(scorer_of(role, tmp_path)(TEXTS), wanted)
+    assert_close(Runner(*LOAD[role](tmp_path))(TEXTS), wanted)
     if dtype == torch.float32:
         assert_close(wanted, checkpoint.scores)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import run_main
 
-import main
 from distill.finetune import Diverged
 from eval import baseline, parts, report, study
 from eval.metrics import energy_distance
@@ -22,21 +22,13 @@ ROOT = Path(__file__).parents[1]
 SMALL = study.read_study(["--quick"])[0]
 
 
-def run_here(arguments: list[str]) -> float:
-    """`run_main` in this process and without figures; no processor time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "draw_figures", lambda *_: None)
-        main.main(arguments)
-    return 0.0
-
-
 @pytest.fixture(scope="session")
 def whole(made_once) -> Path:
     """A finished study, made once for all workers; do not change it."""
 
     def make(out: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(parts, "run_main", run_here)
+            patch.setattr(parts, "run_main", lambda arguments: run_main(arguments) or 0.0)
             for part in (part for stage in study.stages(SMALL) for part in stage):
                 study.run_part(SMALL, part, out)
             study.main([*QUICK, str(out)])
@@ -89,10 +81,8 @@ def test_means_are_those_of_the_seeds_and_changes_are_paired(whole):
             mean, low, high = rows["samples", name, 1]["numbers"][quantity]
             expected = sum(row[quantity] for row in each[name]) / 2
             assert mean == pytest.approx(expected, rel=1e-5) and low <= mean <= high
-    changes = [
-        after["kl"] - before["kl"]
-        for before, after in zip(*[each[n] for n in ("default", "pooled")], strict=True)
-    ]
+    pairs = zip(each["default"], each["pooled"], strict=True)
+    changes = [after["kl"] - before["kl"] for before, after in pairs]
     found = rows["changes", "default, generation 1 → pooled, generation 1", None]["numbers"]["kl"]
     assert found[0] == pytest.approx(sum(changes) / 2, rel=1e-5)
     before = rows["populations", "pooled", 0]["numbers"]["K = 4"][0]
@@ -228,9 +218,6 @@ def test_a_word_differs_beyond_its_noise_on_either_side():
 
 
 def test_the_page_shows_the_results_that_are_committed():
-    """docs/results.md holds the tables of docs/results/results.json, of one version."""
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    path = ROOT / "docs" / "results" / "results.json"
-    assert path.exists() or "<!-- table" not in page
-    if path.exists():
-        assert report.fill(page, json.loads(path.read_text())) == page
+    results = json.loads((ROOT / "docs" / "results" / "results.json").read_text())
+    assert "<!-- table" in page and report.fill(page, results) == page

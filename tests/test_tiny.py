@@ -1,7 +1,6 @@
-"""docs/tiny.py against the enumeration of tsmc/exact.py; then broken on purpose, to test the tests.
+"""docs/tiny.py against the enumeration of tsmc/exact.py.
 
-A mutant is its source with one expression replaced. Most checks shrink its world by the same means,
-to 3 letters and 4 steps. S prefixes, N of which can grow, V letters, T steps.
+Most checks shrink its world to 3 letters and 4 steps. S prefixes, N of which can grow.
 """
 
 import itertools
@@ -12,7 +11,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 from worlds import ListedPotential, generator, mutant
 
 from eval.viewer.explainer import load_tiny
@@ -20,11 +18,6 @@ from tsmc.exact import TableModel, TableTwist, Target
 from twist.potential import effective_potential
 
 SMALL = ("V, T, BETA = 4, 8, 5.0", "V, T, BETA = 3, 4, 5.0")
-
-
-def load(*changes: tuple[str, str]) -> ModuleType:
-    """docs/tiny.py as a module, with expressions replaced."""
-    return mutant(load_tiny(), *changes)
 
 
 class World:
@@ -41,14 +34,10 @@ class World:
         self.log_p = tiny.language_model(logits)
         self.log_psi = tiny.by_prefix(log_psi)
         self.log_phi_m = tiny.effective_potential(self.base, self.log_phi, self.log_p)
-        self.target = target_of(tiny, base, logits, self.log_phi)
+        first, model = (TableModel(rows, tiny.T).requires_grad_(False) for rows in (base, logits))
+        potential = effective_potential(ListedPotential(self.log_phi, tiny.V), first)
+        self.target = Target(model, potential)  # sigma as p^(m) sees it
         self.twist = TableTwist(log_psi)
-
-
-def target_of(tiny: ModuleType, base: Tensor, logits: Tensor, log_phi: Tensor) -> Target:
-    """sigma as p^(m) sees it, from the logits of p^(0) and p^(m)."""
-    first, model = (TableModel(rows, tiny.T).requires_grad_(False) for rows in (base, logits))
-    return Target(model, effective_potential(ListedPotential(log_phi, tiny.V), first))
 
 
 def enumeration_error(tiny: ModuleType, generation: int) -> float:
@@ -99,26 +88,21 @@ TOLERANCE = {enumeration_error: 1e-9, evidence_error: 4.0, gradient_error: 0.006
 
 @pytest.mark.parametrize("generation", [0, 1])
 def test_every_check_passes_and_the_ctl_gradient_converges(generation):
-    tiny = load(SMALL)
+    tiny = mutant(load_tiny(), SMALL)
     for check, tolerance in TOLERANCE.items():
         assert check(tiny, generation) < tolerance
-    assert enumeration_error(load(), generation) < TOLERANCE[enumeration_error]
+    assert enumeration_error(load_tiny(), generation) < TOLERANCE[enumeration_error]
     errors = [gradient_error(tiny, generation, size) for size in (20, 500, 20000)]
     assert errors[0] > 2 * errors[1] > 4 * errors[2]
 
 
-def table(printed: str) -> list[list[float]]:
-    """The numbers of the printed table behind the generation, sigma's row last."""
-    rows = [line.split() for line in printed.splitlines()[1:]]
-    assert all(re.fullmatch("[a-z]+", word) for row in rows for word in row[-3:])
-    return [[float(cell.rstrip("%")) for cell in row[1:-3]] for row in rows]
-
-
 def test_a_run_takes_seconds_and_every_generation_is_closer_to_sigma(capsys):
     start = time.process_time()
-    load().main(3)
+    load_tiny().main(3)
     assert time.process_time() - start < 15
-    *rows, last = table(capsys.readouterr().out)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert all(re.fullmatch("[a-z]+", word) for line in lines for word in line[-3:])
+    *rows, last = [[float(cell.rstrip("%")) for cell in line[1:-3]] for line in lines]
     _, kl, estimated, log_z, spread, ess, palindromes = zip(*rows, strict=True)
     assert all(later < earlier for earlier, later in itertools.pairwise(kl))
     assert kl[-1] < 0.6 * kl[0] and estimated == pytest.approx(kl, abs=0.4)

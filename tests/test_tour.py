@@ -15,16 +15,8 @@ from tsmc.resampling import log_mean_exp
 
 TOUR = Path(__file__).parents[1] / "docs" / "tour.ipynb"
 CELLS = json.loads(TOUR.read_text(encoding="utf-8"))["cells"]
+TEXT = "\n\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown")
 DECIMAL = re.compile(r"-?\d+\.\d+")
-
-
-def source(kind: str) -> str:
-    return "\n\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == kind)
-
-
-def stored(cell: dict) -> str:
-    """What the notebook says that a cell prints."""
-    return "".join(line for output in cell["outputs"] for line in output["text"])
 
 
 @pytest.fixture
@@ -47,20 +39,20 @@ def test_every_cell_prints_what_stands_below_it(copy):
         if cell["cell_type"] == "code":
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec("".join(cell["source"]), namespace)
-            found, expected = printed.getvalue(), stored(cell)
+            found = printed.getvalue()
+            expected = "".join(line for output in cell["outputs"] for line in output["text"])
             assert DECIMAL.sub("#", found).split() == DECIMAL.sub("#", expected).split()
             for a, b in zip(DECIMAL.findall(found), DECIMAL.findall(expected), strict=True):
                 unit = 10.0 ** -len(b.partition(".")[2])
                 assert float(a) == pytest.approx(float(b), rel=0.02, abs=1.01 * unit), (a, b)
     drawn = {picture.name for picture in (copy / "docs").glob("*.png")}
-    assert drawn == set(re.findall(r"\(([\w-]+\.png)\)", source("markdown"))) and len(drawn) == 2
+    assert drawn == set(re.findall(r"\(([\w-]+\.png)\)", TEXT)) and len(drawn) == 2
 
 
 def test_every_link_and_every_function_is_there():
-    text = source("markdown")
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "https://" not in link]
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if "https://" not in link]
     assert len(links) > 5 and all((TOUR.parent / link).exists() for link in links)
-    named = re.findall(r"`([\w/]+\.py)`:\s+`(\w+)`", text)
+    named = re.findall(r"`([\w/]+\.py)`:\s+`(\w+)`", TEXT)
     assert len(named) > 15
     for path, name in named:
         code = (TOUR.parents[1] / path).read_text(encoding="utf-8")

@@ -43,18 +43,7 @@ def mutant(module: types.ModuleType, *changes: tuple[str, str]) -> types.ModuleT
 
 def sequence_numbers(tokens: Tensor, vocab_size: int) -> Tensor:
     """Place [N] of tokens [N, T] in lexicographic order."""
-    numbers = torch.zeros_like(tokens[:, 0])
-    for t in range(tokens.shape[1]):
-        numbers = numbers * vocab_size + tokens[:, t]
-    return numbers
-
-
-def chi_square_p_value(counts: Tensor, probabilities: Tensor) -> float:
-    """p value of counts [N] under probabilities [N] that are all positive."""
-    expected = counts.sum() * probabilities
-    statistic = (counts - expected).square().div(expected).sum().double()
-    half_dof = torch.tensor((len(counts) - 1) / 2).double()
-    return torch.special.gammaincc(half_dof, statistic / 2).item()
+    return tokens @ vocab_size ** torch.arange(tokens.shape[1]).flip(0)
 
 
 class ListedPotential:
@@ -193,8 +182,8 @@ def every_path(
 ):
     """Probabilities [R] and `Population` of all random paths.
 
-    Options: an `observer`; `references` [N, T], for each of which all conditional paths are taken;
-    a `module` that stands in for `tsmc.sampler`.
+    Options: an `observer`; a `log_prefix`; `references` [N, T], for each of which all conditional
+    paths are taken; a `module` that stands in for `tsmc.sampler`.
     """
     module = options.get("module", tsmc.sampler)
     reference = options.get("references")
@@ -207,6 +196,7 @@ def every_path(
     paths = Paths(combinations, runs, skipped)
     with injected(paths, scheme, module) as resample:
         rest = (resample, ess_threshold, options.get("observer"), reference)
+        rest += (options.get("log_prefix"),)
         population = module.tsmc(model, twist, potential, particles, generator(0), runs, *rest)
     return paths.probabilities(), population
 

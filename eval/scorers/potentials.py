@@ -89,12 +89,6 @@ def user_file(spec: str) -> tuple[Path, str] | None:
     return (Path(path), name) if path.endswith(".py") and not is_ready else None
 
 
-def fingerprints(potential: Sequence[str]) -> list[str]:
-    """What the potential depends on: the names of its factors, and the sha256 of a user's file."""
-    places = [(spec, user_file(spec)) for spec in potential]
-    return [f"{at[1]} of {digest_of(at[0])}" if at else spec for spec, at in places]
-
-
 @contextlib.contextmanager
 def users_code(spec: str, path: Path) -> Iterator[None]:
     """Whatever a user's code raises becomes an InputError; PyTorch's modes are put back."""

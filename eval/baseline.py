@@ -9,13 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 
-import torch
-
-from distill.dpo import dpo
 from distill.finetune import BaselineConfig
-from distill.grpo import grpo
-from eval.run.setup import Setup
-from tsmc.interfaces import BaseModel
 
 METHODS = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")
 FIRST = tuple(itertools.product((0, 1, 2), (-1, 0, 1)))  # settings (i, j) that are tried first
@@ -31,20 +25,6 @@ def baseline_config(
     return BaselineConfig(rate, 0.01, strength, max(1, int(scores // batch_size)), batch_size)
 
 
-def train(
-    method: str, setup: Setup, config: BaselineConfig, generator: torch.Generator
-) -> BaseModel:
-    """The policy of a baseline, trained from p^(0); Diverged where it is not finite."""
-    learn = dpo if method.startswith("dpo") else grpo
-    return learn(setup.base, setup.potential, config, method.endswith("lora"), generator)
-
-
-def neighbours(setting: Setting) -> list[Setting]:
-    """The settings with the next smaller and the next larger step size or strength."""
-    i, j = setting
-    return [(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)]
-
-
 def search(
     energy: Callable[[Setting], float], first: tuple[Setting, ...], widenings: int
 ) -> tuple[Setting, bool]:
@@ -52,12 +32,14 @@ def search(
 
     Up to `widenings` times, the neighbours of the best setting that have not been tried are.
     """
-    tried = {setting: energy(setting) for setting in first}
-    for _ in range(widenings):
+    tried: dict[Setting, float] = {}
+    missing = list(first)
+    for _ in range(widenings + 1):
+        tried |= {setting: energy(setting) for setting in missing}
         best = min(tried, key=tried.__getitem__)
-        missing = [setting for setting in neighbours(best) if setting not in tried]
+        i, j = best
+        around = [(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)]
+        missing = [setting for setting in around if setting not in tried]
         if math.isinf(tried[best]) or not missing:
             break
-        tried |= {setting: energy(setting) for setting in missing}
-    best = min(tried, key=tried.__getitem__)
-    return best, tried.keys() >= set(neighbours(best))
+    return best, not missing

@@ -5,6 +5,7 @@ writes one PNG. The colours are those of Okabe and Ito, which colour-blind reade
 and each series also has a marker or line style of its own.
 """
 
+import math
 from pathlib import Path
 
 import matplotlib
@@ -45,7 +46,7 @@ def style(name: str) -> tuple[str, str]:
 def similarity_plot(results: dict, key: str, path: Path) -> None:
     """Base, Target and the generations, joined in order (paper, Fig. 1), the score +- 95 %."""
     figure, axes = plt.subplots(figsize=(5, 4))
-    rows = {name: row for name, row in named_rows(results).items() if row[key] is not None}
+    rows = {name: row for name, row in named_rows(results).items() if math.isfinite(row[key])}
     joined = [(row["similarity"], row[key]) for name, row in rows.items() if name not in ENDS]
     if joined:
         axes.plot(*np.array(joined).T, color="#999999", lw=1, zorder=1)
@@ -87,8 +88,12 @@ def learning_curves(records: list[dict], path: Path) -> None:
 def histogram(scores: dict[str, list[float]], key: str, path: Path) -> None:
     """Shares of texts by score in 20 bins, logarithmic, a line for each source of texts."""
     figure, axes = plt.subplots(figsize=(6, 4))
-    lowest = 0.0 if key == "toxicity" else min(map(min, scores.values()), default=0.0)
-    edges = np.linspace(lowest, 1.0 if key == "toxicity" else 1e-6, 21)
+    if key == "toxicity":
+        edges = np.linspace(0.0, 1.0, 21)
+    else:
+        lowest = min(map(min, scores.values()), default=0.0)
+        highest = max(map(max, scores.values()), default=0.0)
+        edges = np.linspace(lowest, max(highest, lowest + 1e-6), 21)
     for i, (name, values) in enumerate(scores.items()):
         shares = np.histogram(values, edges)[0] / len(values)
         axes.stairs(shares, edges, color=style(name)[0], label=name, lw=2, ls=DASHES[i % 4])

@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Generator, Tensor
 
+from distill.options import check
 from eval.figures import COLOURS, MARKERS, save_figure
 from eval.run.command import one_line_errors
 from eval.run.options import OneLineParser
@@ -143,6 +144,7 @@ def main() -> None:
         parser.add_argument("--out", type=Path, default=Path("lesson.png"), help="the figure")
         parser.add_argument("--seed", type=int, default=0, help="of everything random")
         args = parser.parse_args()
+        check("--seed", args.seed, low=0, high=2**63 - 1)
         generator = Generator().manual_seed(args.seed)
         model = TableModel.random(VOCABULARY, LENGTH, generator)
         target = Target(model, log_phi)

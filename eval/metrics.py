@@ -20,7 +20,6 @@ Particles of one run are dependent, so the intervals, all 95 %, come from whole 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +30,6 @@ from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.interfaces import LanguageModel, Twist
 from tsmc.proposal import proposal_log_probs, sequence_log_probs
 from tsmc.rejection import ExactSamples
-from twist.potential import TextPotential, each_once
 
 WIDEST = 1.0  # spread of log Z-hat up to which the interval of `log_mean_z` is given
 
@@ -53,25 +51,6 @@ class Samples:
         return rows
 
 
-def score(
-    tokens: Tensor,
-    potential: TextPotential,
-    log_toxicity: Callable[[list[str]], Tensor] | None,
-    group: list[int] | None = None,
-) -> Samples:
-    """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
-    texts = potential.texts(tokens)
-    scores = {"log_phi": potential.of_texts(texts, tokens)}
-    if log_toxicity is not None:
-        scores["toxicity"] = each_once(log_toxicity, texts).double().exp()
-    return Samples(texts, scores, group or list(range(len(texts))))
-
-
-def runs_of(samples: Tensor) -> list[int]:
-    """The number of the run of each of samples [R, K, T], in the order of samples [R K, T]."""
-    return [run for run in range(len(samples)) for _ in range(samples.shape[1])]
-
-
 def pair_distances(x: Tensor, y: Tensor) -> Tensor:
     """|x_i - y_j| [N, M] float64 of vectors x [N, D], y [M, D]."""
     return torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist")
@@ -89,17 +68,18 @@ def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
     return 2 * pair_distances(x, y).mean().item() - within_x - within_y
 
 
-def energy_floor(y: Tensor, n: int, generator: torch.Generator, splits: int = 3000) -> float:
+def energy_floor(y: Tensor, n: int) -> float:
     """The 95 % quantile of the energy distance of n exact samples from the exact samples y [M, D].
 
-    It is that between random halves of y, of which no more are known, carried over to sizes n and
-    M: between samples of one distribution, the distance has the same law but for a factor of 1/n +
-    1/M. Particles of a run depend on each other and count for fewer.
+    It is that between S = 3000 random halves of y, of which no more are known, carried over to
+    sizes n and M: between samples of one distribution, the distance has the same law but for a
+    factor of 1/n + 1/M. Particles of a run depend on each other and count for fewer.
     """
     count = len(y)
     half = count // 2
     distances = pair_distances(y, y).cpu()  # [M, M]
-    order = torch.rand(splits, count, generator=generator).argsort(1)  # [S, M]
+    generator = torch.Generator().manual_seed(0)
+    order = torch.rand(3000, count, generator=generator).argsort(1)  # [S, M]
     is_first = (order < half).double()  # [S, M]
     sums = is_first @ distances  # [S, M]
     within = (sums * is_first).sum(1)  # [S] over ordered pairs of the first half
@@ -123,14 +103,6 @@ def log_mean_z(log_z: Tensor) -> tuple[float, float]:
     return math.log(mean.value) + peak.item(), mean.half_width() / mean.value
 
 
-def energy_column(samples: Samples, vectors: Tensor, exact_vectors: Tensor) -> dict[str, float]:
-    """`energy` of texts with embeddings vectors [N, D]; absent where they are all in one group."""
-    group = torch.tensor(samples.group, device=vectors.device)
-    if group[0] == group[-1]:
-        return {}
-    return {"energy": energy_distance(vectors, exact_vectors, group)}
-
-
 def mean_scores(samples: Samples) -> dict[str, float]:
     """The mean of each score with its interval over groups, and the share with phi > 0."""
     group = torch.tensor(samples.group)
@@ -150,24 +122,19 @@ def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = N
     """
     row = mean_scores(samples)
     row |= {"similarity": mean_pairwise_cosine(vectors), "num_sequences": len(samples.texts)}
-    if exact_vectors is not None:
-        row |= energy_column(samples, vectors, exact_vectors)
+    group = torch.tensor(samples.group, device=vectors.device)
+    if exact_vectors is not None and group[0] != group[-1]:  # else no two texts are independent
+        row["energy"] = energy_distance(vectors, exact_vectors, group)
     return row
 
 
-def kl_terms(
+def kl_target_proposal(
     model: LanguageModel, twist: Twist | None, base: LanguageModel, exact: ExactSamples
-) -> Tensor:
-    """log p^(0)(s) + log phi(s) - log q(s) [N] of exact samples of sigma."""
+) -> tuple[Estimate, Tensor]:
+    """KL(sigma||q) in nats, and log p^(0)(s) + log phi(s) - log q(s) [N] of the exact samples.
+
+    The mean of these terms is taken as independent of log Z_sigma.
+    """
     log_q = proposal_log_probs(model, twist, exact.tokens)[1]  # [N]
-    return sequence_log_probs(base, exact.tokens) + exact.log_phi - log_q
-
-
-def kl_target_proposal(terms: Tensor, exact: ExactSamples) -> Estimate:
-    """KL(sigma||q) in nats of `kl_terms` [N], taken as independent of log Z_sigma."""
-    return difference(mean_estimate(terms), exact.evidence())
-
-
-def distinct_share(tokens: Tensor) -> float:
-    """Different sequences over K, mean over runs, of tokens [R, K, T]."""
-    return sum(len(run.unique(dim=0)) / len(run) for run in tokens) / len(tokens)
+    terms = sequence_log_probs(base, exact.tokens) + exact.log_phi - log_q  # [N]
+    return difference(mean_estimate(terms), exact.evidence()), terms

@@ -1,10 +1,5 @@
 """What the parts of the study measure (`eval/study.py` has their list): rows of numbers.
 
-    target      p^(0), the best of 50 of its texts by phi, rejection at each beta, exact samples
-    run         a run of main.py: its generations, and new populations of their pairs
-    sweep       settings of a baseline, until the best by energy lies inside
-    baseline    the best of these at the whole cost
-
 All parts share the M exact samples y of sigma. The `terms` of a row say what each y adds, so that
 the error of their mean is, to first order, the error that the exact samples bring:
 
@@ -31,7 +26,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from distill.dpo import dpo
 from distill.finetune import Diverged
+from distill.grpo import grpo
 from eval import baseline, metrics
 from eval.run.evaluate import draw_model
 from eval.run.options import RunConfig, read_config
@@ -135,10 +132,6 @@ class Task:
         self.setup.exact = exact
         self.setup.exact_vectors = self.setup.encode(self.setup.potential.texts(exact.tokens))
 
-    def score(self, tokens: Tensor) -> metrics.Samples:
-        """The texts of tokens [N, T] with their scores."""
-        return metrics.score(tokens, self.setup.potential, self.setup.log_toxicity)
-
     def measure(self, name: str, samples: metrics.Samples, table: str = "samples") -> dict:
         """A row of a table: the numbers of a set of texts, its histogram, and three of them."""
         vectors = self.setup.encode(samples.texts)  # [N, D]
@@ -156,8 +149,7 @@ class Task:
     def add_kl(self, row: dict, model: LanguageModel, twist: Twist | None) -> dict:
         """The row with KL(sigma||q); without a twist q is the model."""
         base, exact = self.setup.base.packed(), self.setup.exact
-        terms = metrics.kl_terms(model, twist, base, exact)
-        kl = metrics.kl_target_proposal(terms, exact)
+        kl, terms = metrics.kl_target_proposal(model, twist, base, exact)
         row["terms"]["kl"] = terms.tolist()
         return row | {"kl": kl.value, "kl_half_width": kl.half_width()}
 
@@ -201,31 +193,30 @@ def measure_target(task: Task) -> dict:
             raise InputError("fewer than 4 exact samples were accepted; soften the potential")
         save_target(task.run, setup.exact, sigma_key(config))
     task.embed_exact()
-    exact = task.score(setup.exact.tokens)
-    plain = task.score(draw_model(task.phases, "base", None, base, config.eval_base_samples))
+    exact = setup.score(setup.exact.tokens)
+    plain = setup.score(draw_model(task.phases, "base", base, config.eval_base_samples))
     task.words = telling_words(exact.texts, plain.texts, study.words)
     drawn = study.best_of * study.best_texts
-    tokens = draw_model(task.phases, "best of n", None, base, drawn)
+    tokens = draw_model(task.phases, "best of n", base, drawn)
     groups = setup.potential(tokens).view(-1, study.best_of)  # [best_texts, n]
     best = groups.argmax(1) + study.best_of * torch.arange(len(groups), device=groups.device)
     kept = rejection("beta 1", lambda rows: setup.log_toxicity(setup.potential.texts(rows)))
-    noise = torch.Generator().manual_seed(0)
     count = config.eval_runs * config.eval_particles
     log_z = setup.exact.evidence()
     target = {  # its energy is the noise level
-        "energy": metrics.energy_floor(setup.exact_vectors, count, noise),
+        "energy": metrics.energy_floor(setup.exact_vectors, count),
         "log_z": log_z.value,
         "log_z_half_width": log_z.half_width(),
     }
-    accepted = (1.0, len(kept["tokens"]) / study.proposals)
-    accepted += (len(exact.texts) / setup.exact.num_proposals,)
-    by_beta = {"0": plain, "1": task.score(kept["tokens"]), f"{config.beta:g}": exact}
+    by_beta = [("0", plain, 1.0)]
+    by_beta.append(("1", setup.score(kept["tokens"]), len(kept["tokens"]) / study.proposals))
+    by_beta.append((f"{config.beta:g}", exact, len(exact.texts) / setup.exact.num_proposals))
     rows = [
         task.add_kl(task.measure("Base", plain), base, None),
-        task.measure(f"Best of {study.best_of}", task.score(tokens[best])),
+        task.measure(f"Best of {study.best_of}", setup.score(tokens[best])),
         task.measure("Target", exact) | target,
     ]
-    for (name, samples), share in zip(by_beta.items(), accepted, strict=True):
+    for name, samples, share in by_beta:
         rows.append(task.measure(name, samples, "beta") | {"accepted": share})
     return {"rows": rows, "words": task.words}
 
@@ -328,14 +319,16 @@ def train_baseline(task: Task, setting: baseline.Setting, share: float) -> dict:
     options = baseline.baseline_config(method, setting, scores, study.batch_size)
     row = {"table": "samples", "name": method, "scores": options.updates * options.batch_size}
     row |= {"learning_rate": options.learning_rate, "strength": options.strength}
+    learn = dpo if method.startswith("dpo") else grpo
+    is_lora = method.endswith("lora")
     try:
         stream = task.phases.stream(method, *setting)
-        policy = baseline.train(method, setup, options, stream).packed()
+        policy = learn(setup.base, setup.potential, options, is_lora, stream).packed()
     except Diverged as error:
         return row | {"diverged": str(error)}
     phase = f"{method} {setting}"
-    tokens = draw_model(task.phases, phase, None, policy, config.eval_base_samples)
-    return task.add_kl(row | task.measure(method, task.score(tokens)), policy, None)
+    tokens = draw_model(task.phases, phase, policy, config.eval_base_samples)
+    return task.add_kl(row | task.measure(method, setup.score(tokens)), policy, None)
 
 
 MEASURE = {

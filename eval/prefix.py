@@ -1,4 +1,4 @@
-"""Where resampling pays: `python -m eval.prefix --out docs/prefix.png [--run RUN]`
+"""Where resampling pays: `python -m eval.prefix --out docs/prefix.png`
 
     log phi(s_{1:T}) = -2 (letters e in the text),   log f_t(s_{1:t}) = the same of a beginning
 
@@ -6,8 +6,7 @@ Each way to sample draws R = 100 independent runs of K particles, so all have eq
 and compute phi R K times; f is computed R K (T - 1) times where ESS < K/2 resamples. A line has the
 mean of log Z-hat with its 95 % interval over runs, its spread, and the seconds; the gain over the
 last token alone has an interval of its own. log Z is exact in a world of 3^8 texts and otherwise
-comes from all runs of the last way with the largest K. With RUN, of the pooled learner, the same
-for its phi and its q: p proposes and f_t = q / p of the beginning, or q proposes and f is 1.
+comes from all runs of the last way with the largest K.
 """
 
 import time
@@ -24,17 +23,12 @@ from distill.options import check
 from eval.figures import COLOURS, DASHES, MARKERS, save_figure
 from eval.run.command import one_line_errors
 from eval.run.options import POCKET, OneLineParser
-from eval.trained import TrainedRun, read_network
-from tinystories.errors import InputError
 from tsmc import SCHEMES, Phases, Sigma
 from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.exact import TableModel, Target
 from tsmc.interfaces import LanguageModel, LogPrefix, Twist
-from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import log_mean_with_error
 from tsmc.runs import draw_population
-from twist.pair import load_pair
-from twist.potential import base_potential, seen_from
 
 PROMPT = "Once upon a time, there was a"
 STRENGTH = 2.0  # nats for each letter e
@@ -69,49 +63,25 @@ def cost_ways(model: LanguageModel, costs: Tensor) -> list[Way]:
     return ways + both("tilted", sigma, tilt, lambda tokens: -costs[tokens[:, :-1]].sum(-1))
 
 
-def ways_of_run(run: Path) -> list[Way]:
-    """p^(0) and the last q of a pooled run, for its potential."""
-    trained = TrainedRun(run)
-    setup = trained.setup(trained.config)
-    pair = load_pair(trained.path, setup.base, read_network)
-    if pair.twist is not None:
-        raise InputError(f"{run}: is not of the pooled learner; name a run of --learner pooled")
-    q = pair.model
-    p = setup.base.packed()
-
-    def ratio(tokens: Tensor) -> Tensor:
-        """log q / p [N] of beginnings [N, t]."""
-        return sequence_log_probs(q, tokens) - sequence_log_probs(p, tokens)
-
-    ways = both("p", Sigma(p, base_potential(setup.potential)), None, ratio)
-    return [*ways, Way("q, ESS < K/2", seen_from(q, setup.base, setup.potential), None, 0.5)]
-
-
-def measure(way: Way, particles: int, runs: int) -> tuple[Tensor, str]:
-    """log Z-hat [R], and a line of the table about it."""
-    rule = {"resample": SCHEMES["systematic"], "ess_threshold": way.ess_threshold}
-    began = time.perf_counter()
-    given = (Phases(rows=5000), way.title, None, way.sigma, way.twist, particles, runs)
-    log_z = draw_population(*given, **rule).log_z
-    mean = mean_estimate(log_z)
-    numbers = f"{mean.value:8.2f} +-{mean.half_width():5.2f} {log_z.std():7.2f}"
-    return log_z, f"{way.title:20} {particles:5} {numbers} {time.perf_counter() - began:8.0f}"
-
-
 def compare(title: str, ways: list[Way], sizes: list[int], runs: int, exact: float | None) -> dict:
     """Print the lines of every way and K, and what each pair of ways differs by."""
     print(f"\n{title}\n{'':20}     K  mean log Z-hat   spread  seconds")
     found: dict[tuple[str, int], Estimate] = {}
-    for particles in sizes:
+    for particles in sorted(sizes):
         before = None
         for way in ways:
-            log_z, line = measure(way, particles, runs)
-            print(line, flush=True)
-            found[way.title, particles] = mean_estimate(log_z)
+            began = time.perf_counter()
+            given = (Phases(rows=5000), way.title, None, way.sigma, way.twist, particles, runs)
+            rule = {"resample": SCHEMES["systematic"], "ess_threshold": way.ess_threshold}
+            log_z = draw_population(*given, **rule).log_z  # [R]
+            mean = mean_estimate(log_z)
+            numbers = f"{mean.value:8.2f} +-{mean.half_width():5.2f} {log_z.std():7.2f}"
+            seconds = time.perf_counter() - began
+            print(f"{way.title:20} {particles:5} {numbers} {seconds:8.0f}", flush=True)
             if before is not None and way.ess_threshold > 0:
-                gain = difference(found[way.title, particles], before)
+                gain = difference(mean, before)
                 print(f"{'':20} gain {gain.value:8.2f} +-{gain.half_width():5.2f}", flush=True)
-            before = found[way.title, particles]
+            before = found[way.title, particles] = mean
     evidence = Estimate(*log_mean_with_error(log_z), runs - 1.0)
     truth = evidence.value if exact is None else exact
     source = f"+- {evidence.half_width():.2f}" if exact is None else "exactly"
@@ -140,8 +110,8 @@ def draw(tables: list[dict], path: Path) -> None:
     save_figure(figure, path)
 
 
-def tables(run: Path | None, lengths: list[int], sizes: list[int], runs: int) -> Iterator[dict]:
-    """The enumerable world, the pocket model for each length, and a trained run."""
+def tables(lengths: list[int], sizes: list[int], runs: int) -> Iterator[dict]:
+    """The enumerable world, and the pocket model for each length."""
     model = TableModel.random(3, 8, torch.Generator().manual_seed(0))
     ways = cost_ways(model, torch.tensor([STRENGTH, 0.0, 0.0]).double())
     exact = Target(model, ways[0].sigma.log_potential).log_z
@@ -153,8 +123,6 @@ def tables(run: Path | None, lengths: list[int], sizes: list[int], runs: int) ->
     for length in lengths:
         model = tinystories.Conditional(network, prompt, length).packed()
         yield compare(f"T = {length}", cost_ways(model, costs), sizes, runs, None)
-    if run is not None:
-        yield compare(f"{run.name}", ways_of_run(run), sizes, runs, None)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -163,7 +131,6 @@ def main(arguments: list[str] | None = None) -> None:
         parser = OneLineParser(prog="eval.prefix", description=__doc__.splitlines()[0])
         add = parser.add_argument
         add("--out", type=Path, required=True, help="PNG to write")
-        add("--run", type=Path, help="run of main.py --learner pooled")
         add("--lengths", type=int, nargs="*", default=[20, 40, 60, 80], help="T [20 40 60 80]")
         add("--particles", type=int, nargs="+", default=[10, 50], help="K [10 50]")
         add("--runs", type=int, default=100, help="R [100]")
@@ -171,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
         check("--runs", args.runs, low=2)
         for size in args.particles + args.lengths:
             check("--particles or --lengths", size, low=1)
-        draw(list(tables(args.run, args.lengths, args.particles, args.runs)), args.out)
+        draw(list(tables(args.lengths, args.particles, args.runs)), args.out)
 
 
 if __name__ == "__main__":

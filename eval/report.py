@@ -112,9 +112,9 @@ def target_of(places: dict[Place, Seeds], table: str = "samples") -> dict:
     return next(iter(places[table, "Target", None].values()))
 
 
-def label(place: Place) -> str:
+def label(name: str, m: int | None) -> str:
     """Name and generation."""
-    return place[1] + ("" if place[2] is None else f", generation {place[2]}")
+    return name + ("" if m is None else f", generation {m}")
 
 
 def comparisons(places: dict[Place, Seeds]) -> list[tuple[Place, Place]]:
@@ -167,7 +167,8 @@ def numbers_of(place: Place, rows: list[dict], log_z_error: float) -> dict[str, 
     numbers = {}
     for name, first in rows[0].items():
         each = [row.get(name) for row in rows]
-        if not isinstance(first, int | float) or None in each or name == "generation":
+        is_number = isinstance(first, int | float) and None not in each
+        if not is_number or name == "generation" or name.endswith("_half_width"):
             continue
         values = torch.tensor(each, dtype=torch.float64)
         kind = "positive" if name in POSITIVE else "share" if name in SHARES else "any"
@@ -175,13 +176,13 @@ def numbers_of(place: Place, rows: list[dict], log_z_error: float) -> dict[str, 
         own = rows[0].get(f"{name}_half_width")
         if len(rows) > 1:
             error = shared_error(place, name, rows, log_z_error)
-            numbers[name] = interval(values, error, kind)
+            found = interval(values, error, kind)
         elif own is not None:
-            numbers[name] = interval(values.repeat(2), own, kind)  # as if seeds did not differ
+            found = interval(values.repeat(2), own, kind)  # as if seeds did not differ
         else:
-            numbers[name] = [values.item()]
-    rounded = {name: [float(f"{x:.6g}") for x in number] for name, number in numbers.items()}
-    return {name: number for name, number in rounded.items() if not name.endswith("_half_width")}
+            found = [values.item()]
+        numbers[name] = [float(f"{number:.6g}") for number in found]
+    return numbers
 
 
 def shared_error(place: Place, name: str, rows: list[dict], log_z_error: float) -> float:
@@ -206,7 +207,7 @@ def summarise(parts: dict[Part, dict]) -> dict:
     places = by_place(parts)
     target, words = target_of(places), target_of(places, "words")
     for before, after in comparisons(places):
-        name = f"{label(before)} → {label(after)}"
+        name = f"{label(*before[1:])} → {label(*after[1:])}"
         places["changes", name, None] = change(places[before], places[after])
     add_population_changes(places)
     rows = []
@@ -258,8 +259,8 @@ def markdown(rows: list[dict], names: tuple[str, ...] | None) -> str:
     names = names or tuple(dict.fromkeys(name for row in rows for name in row["numbers"]))
     lines = [["", *(COLUMNS.get(name, (name,))[0] for name in names)], ["---"] * (len(names) + 1)]
     for row in rows:
-        place = (row["table"], row["name"], row["generation"])
-        lines.append([label(place), *(cell(row, name) for name in names)])
+        named = label(row["name"], row["generation"])
+        lines.append([named, *(cell(row, name) for name in names)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -271,8 +272,7 @@ def tables(results: dict) -> dict[str, str]:
     shown = {name: markdown(rows[name], columns) for name, columns in TABLES.items()}
     lines = []
     for row in [*rows["beta"], *(row for row in rows["samples"] if row["name"] in LEARNERS)]:
-        place = (row["table"], row["name"], row["generation"])
-        named = f"{'beta ' * (row['table'] == 'beta')}{label(place)}"
+        named = f"{'beta ' * (row['table'] == 'beta')}{label(row['name'], row['generation'])}"
         lines += [f"- {named}: {' '.join(text.split())}" for text in row["texts"]]
     return shown | {"texts": "\n".join(lines)}
 

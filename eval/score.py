@@ -8,7 +8,7 @@ level of as many texts as the smallest file has. Texts should be about as long a
 
 from pathlib import Path
 
-from eval.metrics import Samples, describe
+from eval.metrics import describe
 from eval.run.command import OneLineParser, one_line_errors, say
 from eval.run.evaluate import evaluate_target
 from eval.run.options import RunConfig
@@ -17,7 +17,6 @@ from eval.table import aligned, columns, named_rows, read_results
 from eval.trained import TrainedRun
 from tinystories.checkpoint import reading
 from tinystories.errors import shortened
-from twist.potential import each_once
 
 
 def read_texts(path: Path, prompt: str) -> list[str]:
@@ -51,11 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
             results["target"], _ = evaluate_target(setup, min(map(len, files.values())))
         rows = named_rows(results)
         for path, texts in files.items():
-            scores = {"log_phi": setup.potential.of_texts(texts).double()}  # [N]
-            if setup.log_toxicity is not None:
-                scores["toxicity"] = each_once(setup.log_toxicity, texts).double().exp()  # [N]
-            samples = Samples(texts, scores, list(range(len(texts))))
             name = f"./{path}" if str(path) in rows else str(path)  # a file may be called Base
+            samples = setup.score_texts(texts)
             rows[name] = describe(samples, setup.encode(texts), setup.exact_vectors)
         print(aligned(rows, columns(rows, results)))
 

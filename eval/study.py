@@ -90,7 +90,7 @@ def read_study(arguments: list[str] | None) -> tuple[Study, argparse.Namespace]:
         raise InputError(f"--seeds needs at least two, all different and none {study.sweep_seed}")
     if args.jobs < 1:
         raise InputError(f"--jobs is {args.jobs}; give at least 1")
-    if "--seed" in others:
+    if any(other.partition("=")[0] == "--seed" for other in others):
         raise InputError("--seed is for a single run; give --seeds")
     study = replace(study, seeds=seeds, options=f"{study.options} {shlex.join(others)}")
     made_by = {"version": version()} | identity(study.config("default", 0))
@@ -120,7 +120,7 @@ def run_part(study: Study, part: Part, out: Path) -> None:
     except InputError as error:
         raise InputError(f"{part.name}: {error}") from error
     result = {"seconds": time.process_time() - start} | result
-    write_json(task.file, finite_or_null(json.loads(json.dumps(result))))
+    write_json(task.file, finite_or_null(result))
 
 
 def chosen(study: Study, only: list[str]) -> list[list[Part]]:
@@ -129,9 +129,8 @@ def chosen(study: Study, only: list[str]) -> list[list[Part]]:
     swept = {part.method for part in named if part.kind == "baseline"}
     named |= {part for part in stages(study)[1] if part.kind == "sweep" and part.method in swept}
     if not named:
-        raise InputError(
-            f"--only {' '.join(only)}: no part begins so; name one of {', '.join(RUNS)}"
-        )
+        names = ", ".join(RUNS)
+        raise InputError(f"--only {' '.join(only)}: no part begins so; name one of {names}")
     named.add(target_part(study))
     return [[part for part in stage if part in named] for stage in stages(study)]
 

@@ -55,8 +55,7 @@ def summarise(runs: list[dict]) -> str:
     shown = columns(named[0], runs[0])
     for rows, run in zip(named, runs, strict=True):
         first, last = run["generations"][0], run["generations"][-1]
-        numbers = [key for _, key, _ in shown if key in first]
-        both = [key for key in numbers if None not in (first[key], last.get(key))]
+        both = [key for _, key, _ in shown if None not in (first.get(key), last.get(key))]
         rows["Last - first"] = {key: last[key] - first[key] for key in both}
     shared = [name for name in named[0] if all(name in rows for rows in named)]
     return aligned({name: [rows[name] for rows in named] for name in shared}, shown, interval)

@@ -76,12 +76,6 @@ class TrainedRun:
             raise InputError(f"{fault}; restore what it had, or make a new run")
         return load_setup(config)
 
-    def draw(self, config: RunConfig, particles: int, runs: int) -> Drawn:
-        """R = runs populations of K = particles; equal options give equal texts."""
-        setup = self.setup(config)
-        pair = load_pair(self.path, setup.base, read_network)
-        return draw(setup, pair, config, particles, runs)
-
     def sample(
         self, prompt: str = "", particles: int = 50, runs: int = 8, length: int = 0, seed: int = 0
     ) -> Drawn:
@@ -90,4 +84,6 @@ class TrainedRun:
         InputError for options out of range, changed networks, and where all weights are zero.
         """
         config = self.options(prompt=prompt, length=length or None, seed=seed)
-        return self.draw(config, particles, runs)
+        setup = self.setup(config)
+        pair = load_pair(self.path, setup.base, read_network)
+        return draw(setup, pair, config, particles, runs)

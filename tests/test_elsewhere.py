@@ -58,7 +58,7 @@ def test_the_energy_distance_tells_distributions_apart():
     y, same, other = (torch.randn(400, 3, generator=source) for _ in range(3))
     other = other + 1
     apart = torch.arange(400)
-    floor = energy_floor(y, 400, source)
+    floor = energy_floor(y, 400)
     distance = energy_distance(other, y, apart)
     assert abs(energy_distance(same, y, apart)) < 2 * floor < 0.1 * distance
     between = torch.cdist(other, y).mean()

@@ -42,9 +42,9 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
     assert set(config["networks"]) == {"lm", "toxicity_model", "similarity_model"}
     metrics = read(finished_run / "metrics.jsonl")
     phases = {f"{record['generation']} {record['phase']} {record['step']}" for record in metrics}
-    assert len(phases) == len(metrics) == 14
+    assert len(phases) == len(metrics) == 13
     assert {"None base samples 1", "0 twist learning 3", "0 evaluation 1"} < phases
-    assert {"1 sampling 1", "1 distillation 3", "1 twist learning 3", "1 bare model 1"} < phases
+    assert {"1 sampling 1", "1 distillation 3", "1 twist learning 3"} < phases
     samples = read(finished_run / "samples.jsonl")
     assert sum(row["source"] == "generation 1" for row in samples) == 18
     assert all(row["text"].startswith("Once upon a time, there was a") for row in samples)

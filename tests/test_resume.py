@@ -66,7 +66,6 @@ MOMENTS = {  # a file, and whether the kill comes after it
         ("1-distillation.safetensors", False),
         ("generation-1/model.safetensors", False),
         ("generation-1/twist.safetensors", False),
-        ("1-bare-model.safetensors", True),
         ("results.json", False),
     ],
     "pooled": [

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 
 from eval import summary
+from eval.figures import histogram
 from eval.run.options import RunConfig
 from eval.run.run import Progress, Run
 from eval.run.setup import load_target, save_target
@@ -168,3 +170,11 @@ def test_resuming_and_finishing_remove_only_what_the_run_wrote(tmp_path):
         resumed.finish({})
     assert all((run / name).read_text() == "mine" for name in names)
     assert sorted(os.listdir(run / "resume")) == ["my-notes.txt", "own.safetensors"]
+
+
+@pytest.mark.parametrize("values", [[-30.0, -0.1], [0.5, 4.0], [2.0, 2.0]])
+def test_the_histogram_holds_every_score(tmp_path, monkeypatch, values):
+    drawn = []
+    monkeypatch.setattr(Axes, "stairs", lambda self, shares, *edges, **look: drawn.append(shares))
+    histogram({"Base": values}, "log_phi", tmp_path / "figure.png")
+    assert drawn[0].sum() == pytest.approx(1) and (tmp_path / "figure.png").exists()

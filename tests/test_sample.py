@@ -14,7 +14,7 @@ from worlds import generator
 import tinystories
 from eval import load_run
 from eval.run.options import POCKET
-from eval.trained import read_network
+from eval.trained import draw, read_network
 from eval.viewer import __main__ as viewer
 from tinystories import Conditional
 from tinystories.checkpoint import read_json, read_metadata, write_json
@@ -81,7 +81,7 @@ def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
     config = trained.options(prompt=prompt, ess_threshold=0.0, rows=18, beta=0.3)
     setup = trained.setup(config)
     pair = load_pair(trained.path, setup.base, read_network)
-    drawn = trained.draw(config, 9, 4)  # two chunks of two runs
+    drawn = draw(setup, pair, config, 9, 4)  # two chunks of two runs
     tokens = drawn.population.tokens.flatten(0, 1)  # [R K, T]
     log_phi = config.beta * setup.log_toxicity(drawn.texts).double()
     log_q = proposal_log_probs(pair.model, pair.twist, tokens)[1]

@@ -15,7 +15,7 @@ from transformers import AutoModel
 
 from eval.scorers import similarity, toxicity
 from eval.scorers.encoder import Runner
-from eval.scorers.similarity import SimilarityScorer, mean_pairwise_cosine
+from eval.scorers.similarity import mean_pairwise_cosine
 from tinystories import products
 from tinystories.errors import InputError
 from tinystories.fast import pack
@@ -117,7 +117,7 @@ def test_the_genuine_minilm():
     wanted = expected("similarity", oracle, encoded(path, texts, limit=256))
     model, tokenizer = similarity.load(path)
     for version in (model, pack(model)):
-        vectors = SimilarityScorer(version, tokenizer, batch_size=3)(texts)
+        vectors = Runner(version, tokenizer, batch_size=3)(texts)
         assert vectors.shape == (len(texts), 384)
         assert_close(vectors, wanted)
 

@@ -131,7 +131,7 @@ def test_only_divergence_is_recorded_as_divergence(whole, monkeypatch):
         raise error
 
     task = Task(SMALL, part_named("dpo-full-1"), whole)
-    monkeypatch.setattr(baseline, "train", fail)
+    monkeypatch.setattr(parts, "dpo", fail)
     error = Diverged("the trained model is not finite")
     assert parts.measure_baseline(task)["rows"][0]["diverged"] == str(error)
     assert not set(parts.measure_sweep(task)["rows"][0]) & {"energy", "kl"}

@@ -236,6 +236,10 @@ def first_sentence(words: int, strength: float = math.inf) -> Factor:
     return Factor(log_phi, "continuations", log_prefix)
 
 
+READY = {"keyword": keyword, "regex": regex, "without": without, "first-sentence": first_sentence}
+"""Functions (argument, strength) -> Factor by name."""
+
+
 @torch.no_grad()
 def check_potential(model: LanguageModel, potential: TextPotential, generator: Generator) -> None:
     """InputError where a factor, or its prefix part, is wrong on some texts of the model.

@@ -3,7 +3,7 @@
 The size "paper" is that of TinyStories-33M, RoBERTa-base and MiniLM, with random weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import transformers
@@ -68,10 +68,10 @@ def counterpart(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         theirs = transformers.GPTNeoConfig(**config_to_json(config))
         twin, state = transformers.GPTNeoForCausalLM(theirs), names_on_disk(state)
     elif isinstance(network, similarity.SentenceEncoder):
-        theirs = transformers.BertConfig(**config.to_dict())
+        theirs = transformers.BertConfig(**asdict(config))
         twin = transformers.BertModel(theirs, add_pooling_layer=False)
     else:
-        theirs = transformers.RobertaConfig(**config.to_dict(), num_labels=1)
+        theirs = transformers.RobertaConfig(**asdict(config), num_labels=1)
         twin = transformers.RobertaForSequenceClassification(theirs)
     twin.load_state_dict(state, strict=False)  # lm_head.weight is the embedding
     return twin.to(next(network.parameters()).device, dtype).eval()

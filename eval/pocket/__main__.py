@@ -1,10 +1,8 @@
 """Make the pocket checkpoints anew: `python -m eval.pocket WHAT --help` (`docs/pocket.md`).
 
 Each command trains or draws, and writes the result and its `figures.json` into --out. The defaults
-are those of the shipped checkpoints. `target` draws exact samples by rejection, which belong to the
-two checkpoints that it names only:
-
-    sigma(s) = p(s) phi(s) / Z_sigma,   log phi(s) = beta log p(toxic | s)
+are those of the shipped checkpoints. `target` draws exact samples of sigma by rejection, which
+belong to the two checkpoints that it names only.
 """
 
 from argparse import ArgumentParser, Namespace

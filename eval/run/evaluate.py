@@ -28,15 +28,13 @@ ENOUGH = 200  # exact samples of the target
 TARGET = ("target by rejection", None)
 
 
-def draw_model(
-    phases: Phases, phase: str, m: int | None, model: LanguageModel, count: int
-) -> Tensor:
+def draw_model(phases: Phases, phase: str, model: LanguageModel, count: int) -> Tensor:
     """Independent samples [N, T] of a bare model for the table, N = count."""
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
         return {"tokens": sample_proposal(model, None, size, generator).tokens}
 
-    return phases.draw(phase, m, count, draw)["tokens"]
+    return phases.draw(phase, None, count, draw)["tokens"]
 
 
 def plan(learner: Published | Pooled, setup: Setup, config: RunConfig) -> dict[Place, float]:
@@ -47,8 +45,6 @@ def plan(learner: Published | Pooled, setup: Setup, config: RunConfig) -> dict[P
     for m in range(config.generations + 1):
         phases |= {(phase, m): work for phase, work in learner.plan(m).items()}
         phases["evaluation", m] = 2.0 * config.eval_runs * config.eval_particles
-        if config.learner == "published" and m:
-            phases["bare model", m] = config.eval_base_samples
     return phases
 
 
@@ -68,8 +64,7 @@ def draw_target(
     expected = f"about {proposals * rate:.0f} exact samples of the target"
     run.say(f"drawing {proposals} base samples for {expected}", is_progress=True)
     draw = partial(draw_accepted, setup.base.packed(), setup.potential)
-    drawn = run.draw(*TARGET, proposals, draw)
-    exact = exact_samples(drawn)
+    exact = exact_samples(run.draw(*TARGET, proposals, draw))
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
         run.say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
@@ -81,10 +76,10 @@ def draw_target(
 
 def evaluate_ends(run: Run, setup: Setup, config: RunConfig) -> dict:
     """The results with their rows Target and Base: where sigma and p^(0) stand."""
-    results = {"prompt": setup.prompt, "potential": list(config.potential)}
+    results = {"prompt": config.prompt, "potential": list(config.potential)}
     base = setup.base.packed()
-    tokens = draw_model(run, "base samples", None, base, config.eval_base_samples)
-    samples = metrics.score(tokens, setup.potential, setup.log_toxicity)
+    tokens = draw_model(run, "base samples", base, config.eval_base_samples)
+    samples = setup.score(tokens)
     check_base_rate(run, config, samples.scores["log_phi"])
     if setup.exact is None:
         setup.exact = draw_target(run, setup, config, samples.scores["log_phi"])
@@ -101,11 +96,11 @@ def evaluate_ends(run: Run, setup: Setup, config: RunConfig) -> dict:
 def evaluate_target(setup: Setup, particles: int) -> tuple[dict, metrics.Samples]:
     """Row `target`: the exact samples; `particles` is how many samples a generation's row has."""
     exact = setup.exact
-    samples = metrics.score(exact.tokens, setup.potential, setup.log_toxicity)
+    samples = setup.score(exact.tokens)
     vectors = setup.exact_vectors = setup.encode(samples.texts)
     row = metrics.describe(samples, vectors)
     if len(vectors) >= 4:  # two in each half
-        row["energy"] = metrics.energy_floor(vectors, particles, torch.Generator().manual_seed(0))
+        row["energy"] = metrics.energy_floor(vectors, particles)
     row |= {"log_z": exact.log_z, "log_z_std_error": exact.log_z_std_error}
     row |= {"num_samples": len(exact.tokens), "num_proposals": exact.num_proposals}
     return row, samples
@@ -139,8 +134,9 @@ def evaluate_generation(
     log_z, log_z_half_width = metrics.log_mean_z(population.log_z)
     population = population.alive()
     final = population.samples
-    group = metrics.runs_of(final)
-    samples = metrics.score(final.flatten(0, 1), setup.potential, setup.log_toxicity, group)
+    group = torch.arange(len(final)).repeat_interleave(final.shape[1]).tolist()  # [R K] its run
+    samples = setup.score(final.flatten(0, 1), group)
+    distinct = [len(run.unique(dim=0)) / len(run) for run in final]  # [R]
     row = {
         "generation": m,
         **metrics.describe(samples, setup.encode(samples.texts), setup.exact_vectors),
@@ -148,7 +144,7 @@ def evaluate_generation(
         "log_z_hat_mean": population.log_z.mean().item(),
         "log_z_hat_std": population.log_z.std().item() if len(population.log_z) > 1 else 0.0,
         "ess": population.ess.mean().item(),
-        "distinct": metrics.distinct_share(final),
+        "distinct": sum(distinct) / len(distinct),
         "worth": 1 / population.shares().square().sum().item() / final[..., 0].numel(),
         "dead_runs": runs - len(population.log_z),
         "num_runs": runs,
@@ -156,8 +152,8 @@ def evaluate_generation(
     if row["log_z_hat_std"] <= metrics.WIDEST:
         row["log_z_half_width"] = log_z_half_width
     if setup.exact is not None:
-        terms = metrics.kl_terms(sigma.model, twist, setup.base.packed(), setup.exact)
-        kl = metrics.kl_target_proposal(terms, setup.exact)
+        base = setup.base.packed()
+        kl, _ = metrics.kl_target_proposal(sigma.model, twist, base, setup.exact)
         row |= {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
     return row, samples
 
@@ -173,13 +169,7 @@ def finish_generation(
     twist = pair.packed_twist()
     sizes = (config.eval_particles, config.eval_runs)
     population = draw_population(run, "evaluation", m, sigma, twist, *sizes, **config.rule())
-    bare = None
-    if pair.model is not setup.base and pair.twist is not None:  # then p^(m) is not q
-        tokens = draw_model(run, "bare model", m, sigma.model, config.eval_base_samples)
-        bare = metrics.mean_scores(metrics.score(tokens, setup.potential, setup.log_toxicity))
     row, samples = evaluate_generation(setup, sigma, twist, m, population)
-    if bare is not None:
-        row["model"] = bare
     source = torch.Generator().manual_seed(run.seed)
     shares = population.shares().flatten()  # [R K] of the weight of all runs
     chosen = torch.multinomial(shares, EXAMPLES, replacement=True, generator=source)

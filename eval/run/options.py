@@ -18,7 +18,7 @@ from distill.options import check_all, option
 from distill.pooled import PooledOptions
 from distill.published import PublishedOptions
 from eval.run.command import OneLineParser
-from eval.scorers.potentials import CLASSIFIED, has_prefix
+from eval.scorers.potentials import CLASSIFIED, rule
 from tinystories.checkpoint import read_json, reading
 from tinystories.errors import InputError, shortened
 from tinystories.hub import checkpoint_directory
@@ -53,7 +53,7 @@ PRESETS = {"pocket": Preset(), "paper": PAPER}
 class EvaluationOptions:
     eval_particles: int = option(50, "K in testing", 1)
     eval_runs: int = option(40, "independent TSMC runs whose particles are pooled", 2)
-    eval_base_samples: int = option(2000, "samples of the bare p^(m)", 2)
+    eval_base_samples: int = option(2000, "samples of p^(0)", 2)
     eval_target_proposals: int = option(
         100_000, "most draws for 200 exact samples, if none are shipped; 0: none", 0
     )
@@ -65,9 +65,7 @@ class RunConfig(PublishedOptions, PooledOptions, EvaluationOptions):
 
     generations: int = option(2, "M, generations after generation 0", 0)
     learner: str = option("published", "how to learn", choices=("published", "pooled"))
-    as_published: bool = option(
-        False, "the published learner with multinomial resampling at every step"
-    )
+    as_published: bool = option(False, "the published learner, multinomial resampling at each step")
     potential: tuple[str, ...] = option(
         ("toxicity",),
         "phi: toxicity, nontoxicity, keyword:WORD, regex:PATTERN, without:WORD, "
@@ -167,11 +165,7 @@ def add_argument(group: argparse._ArgumentGroup, item: dataclasses.Field) -> Non
     default, text = item.default, item.metadata["help"]
     if item.type is bool:
         shown = f"{text} [{'on' if default else 'off'}]"
-        group.add_argument(
-            flag_of(item.name),
-            action=argparse.BooleanOptionalAction,
-            help=shown,
-        )
+        group.add_argument(flag_of(item.name), action=argparse.BooleanOptionalAction, help=shown)
         return
     if choices := item.metadata["limits"]["choices"]:
         text += f": {', '.join(choices)}"
@@ -199,14 +193,14 @@ def checked(item: dataclasses.Field, value: Any) -> Any:
 def build(values: dict[str, Any]) -> RunConfig:
     """A config from values by name; the others have their defaults."""
     fields = dataclasses.fields(RunConfig)
-    return RunConfig(
-        **{item.name: checked(item, values.get(item.name, item.default)) for item in fields}
-    )
+    full = {item.name: checked(item, values.get(item.name, item.default)) for item in fields}
+    return RunConfig(**full)
 
 
 def default_threshold(potential: Iterable[str]) -> float:
     """The share of K under which runs resample; without a prefix part only at the end."""
-    return 0.5 if has_prefix(potential) else 0.0
+    rules = [rule(spec) for spec in potential if spec not in CLASSIFIED]
+    return 0.5 if any(factor.log_prefix is not None for factor in rules) else 0.0
 
 
 def refuse_unread(config: RunConfig, given: dict[str, Any]) -> None:

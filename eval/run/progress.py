@@ -80,17 +80,23 @@ class Progress:
         """Write the line anew on a terminal."""
         if self.is_terminal:
             step = len(self.records)
-            details = [f"{step}/{self.steps}", *map(figure, told(self.records[-1:]).items())]
-            line = self.line(step / max(1, self.steps), *details)
+            line = self.line(step / max(1, self.steps), f"{step}/{self.steps}", *self.told())
             line = line[: shutil.get_terminal_size().columns - 1]
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
             self.shown = time.monotonic()
+
+    def told(self) -> list[str]:
+        """The figures of the last step that people read; a tempered target has no telling loss."""
+        last = self.records[-1] if self.records else {}
+        names = ["power", "positive"] if last.get("power", 1) < 1 else ["loss", "ess"]
+        titles = {"positive": "phi > 0 in"}
+        return [f"{titles.get(name, name)} {last[name]:.3g}" for name in names if name in last]
 
     def end(self) -> float:
         """The phase has been computed; returns its seconds, which a log has in a line."""
         seconds = time.monotonic() - self.start
         if self.is_shown and not self.is_terminal:
-            say(self.line(1.0, duration(seconds), *map(figure, told(self.records[-1:]).items())))
+            say(self.line(1.0, duration(seconds), *self.told()))
         self.clear()
         self.work += self.plan.get(self.place, 0.0)
         self.seconds += seconds
@@ -100,16 +106,3 @@ class Progress:
         """Make room for another line on a terminal."""
         if self.is_terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def told(records: list[dict]) -> dict[str, float]:
-    """The figures of the last record that people read; a tempered target has no telling loss."""
-    last = records[-1] if records else {}
-    names = ["power", "positive"] if last.get("power", 1) < 1 else ["loss", "ess"]
-    return {name: last[name] for name in names if name in last}
-
-
-def figure(pair: tuple[str, float]) -> str:
-    """A figure by its name; the share of texts with phi > 0 has a longer one."""
-    name, value = pair
-    return f"{'phi > 0 in' if name == 'positive' else name} {value:.3g}"

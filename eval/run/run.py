@@ -14,10 +14,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import filelock
 import torch
@@ -62,7 +62,7 @@ def read_phase(path: Path, identity: str) -> tuple[dict[str, Tensor], list[dict]
         return tensors, json.loads(metadata["records"])
 
 
-class Run(Phases):
+class Run(Phases, contextlib.AbstractContextManager):
     """The phases of a run in its directory, which is locked inside the `with` block."""
 
     def __init__(self, config: RunConfig, resumed: Path | None, networks: dict[str, str]):
@@ -71,9 +71,8 @@ class Run(Phases):
         `networks` names by hash what else the results depend on.
         """
         super().__init__(config.seed, config.torch_device(), config.rows)
-        self.is_quiet = config.quiet
         self.writes = processes.rank() == 0
-        self.progress = Progress(self.writes and not self.is_quiet)
+        self.progress = Progress(self.writes and not config.quiet)
         self.seconds: list[dict] = []  # of each phase, in seconds.json
         self.records: list[dict] = []  # the lines of metrics.jsonl
         self.samples: list[dict] = []  # the lines of samples.jsonl
@@ -125,9 +124,6 @@ class Run(Phases):
             raise InputError(f"{fault}; put it back and continue with --resume")
         return self.directory
 
-    def __enter__(self) -> "Run":
-        return self
-
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if self.writes:
             self.lock.release()
@@ -158,7 +154,8 @@ class Run(Phases):
             if self.writes:
                 write_phase(path, tensors, identity, records)
                 checkpoint.write_json(self.path / SECONDS, {"phases": self.seconds})
-        self.log(records)
+        self.records += records
+        self.write_lines("metrics.jsonl", self.records)
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def computed(
@@ -196,11 +193,6 @@ class Run(Phases):
 
         return self.kept(phase, m, len(sizes), compute)
 
-    def log(self, records: list[dict]) -> None:
-        """Add records to metrics.jsonl."""
-        self.records += records
-        self.write_lines("metrics.jsonl", self.records)
-
     def add_samples(self, rows: list[dict]) -> None:
         """Add rows to samples.jsonl."""
         self.samples += finite_or_null(rows)
@@ -213,7 +205,7 @@ class Run(Phases):
 
     def say(self, line: str, is_progress: bool = False) -> None:
         """A line on standard error, of one process; with --quiet, progress is left out."""
-        if self.writes and not (is_progress and self.is_quiet):
+        if self.writes and (self.progress.is_shown or not is_progress):
             self.progress.clear()
             say(line)
 
@@ -255,10 +247,6 @@ def new_directory(config: RunConfig) -> Path:
     return path
 
 
-def finite_or_null(value):
-    """Lists and dictionaries with None in place of NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite_or_null(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [finite_or_null(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite_or_null(value: Any) -> Any:
+    """The value as JSON has it, with None in place of NaN and infinity, which JSON lacks."""
+    return json.loads(json.dumps(value), parse_constant=lambda constant: None)

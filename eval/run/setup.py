@@ -18,8 +18,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import tinystories
+from eval.metrics import Samples
 from eval.run.options import DTYPES, PRESETS, RunConfig
 from eval.scorers import similarity, toxicity
+from eval.scorers.encoder import Runner
 from eval.scorers.potentials import make_factors, user_file
 from tinystories import Conditional, checkpoint
 from tinystories.checkpoint import digest_of, fingerprint, reading
@@ -27,7 +29,7 @@ from tinystories.decoder import NO_END
 from tinystories.errors import InputError
 from tinystories.tokenizer import tokenizing
 from tsmc.rejection import ExactSamples
-from twist.potential import TextPotential, check_potential
+from twist.potential import TextPotential, check_potential, each_once
 
 REMAKE = "make it anew with python -m eval.pocket target"
 SAMPLES = "samples.safetensors"
@@ -38,13 +40,25 @@ class Setup:
     """The fixed parts of Algorithm 1 and of its evaluation."""
 
     tokenizer: Tokenizer
-    prompt: str
     base: Conditional  # p^(0) after the prompt
     potential: TextPotential
     log_toxicity: Callable[[list[str]], Tensor] | None  # a column of the table, if phi reads it
-    encode: similarity.SimilarityScorer | None = None  # embeds texts, for the table
+    encode: Runner | None = None  # embeds texts, N texts -> [N, D], for the table
     exact: ExactSamples | None = None  # exact samples of sigma, if there are any
     exact_vectors: Tensor | None = None  # [N, D] embeddings of the exact samples
+
+    def score(self, tokens: Tensor, group: list[int] | None = None) -> Samples:
+        """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
+        return self.score_texts(self.potential.texts(tokens), tokens, group)
+
+    def score_texts(
+        self, texts: list[str], tokens: Tensor | None = None, group: list[int] | None = None
+    ) -> Samples:
+        """The same of N texts; InputError where the potential reads tokens and there are none."""
+        scores = {"log_phi": self.potential.of_texts(texts, tokens)}
+        if self.log_toxicity is not None:
+            scores["toxicity"] = each_once(self.log_toxicity, texts).exp()
+        return Samples(texts, scores, group or list(range(len(texts))))
 
 
 def load_sigma(config: RunConfig) -> Setup:
@@ -65,22 +79,20 @@ def load_sigma(config: RunConfig) -> Setup:
 
     potential = TextPotential(make_factors(config.potential, config.beta, scorer), decode, ids, end)
     potential(ids.repeat(config.length)[None, : config.length])  # fails before files are written
-    return Setup(tokenizer, config.prompt, base, potential, scorer)
+    return Setup(tokenizer, base, potential, scorer)
 
 
 def load_setup(config: RunConfig) -> Setup:
     """`load_sigma`, the sentence encoder, and the shipped samples of sigma if they fit."""
     setup, device = load_sigma(config), config.torch_device()
-    base = setup.base
-    check_potential(
-        base.packed(), setup.potential, torch.Generator(device).manual_seed(config.seed)
-    )
+    source = torch.Generator(device).manual_seed(config.seed)
+    check_potential(setup.base.packed(), setup.potential, source)
     encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
     packed = tinystories.pack(encoder.to(DTYPES[config.dtype]))
-    setup.encode = similarity.SimilarityScorer(packed, its_tokenizer)
+    setup.encode = Runner(packed, its_tokenizer)
     directory = PRESETS[config.preset].target
     if directory is not None and not config.lm and not config.toxicity_model:
-        exact = load_target(directory, sigma_key(config), base.vocab_size)
+        exact = load_target(directory, sigma_key(config), setup.base.vocab_size)
         setup.exact = exact and exact.to(device)
     return setup
 
@@ -150,7 +162,7 @@ def load_target(directory: Path, key: dict, vocab_size: int) -> ExactSamples | N
         if made_for.get(name) != key.get(name):
             return None
     for role in ("lm", "toxicity"):
-        if made_for[role] != key[role]:
+        if made_for.get(role) != key[role]:
             raise InputError(f"{path}: stale, it was made for another {role} checkpoint; {REMAKE}")
     tensors = checkpoint.read_tensors(samples)
     with reading(samples, "not the exact samples", REMAKE):

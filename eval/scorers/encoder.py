@@ -39,10 +39,6 @@ class EncoderConfig:
     layer_norm_eps: float = 1e-12
     pad_token_id: int = 0
 
-    def to_dict(self) -> dict:
-        """The fields in the Hugging Face layout, without those in which BERT and RoBERTa differ."""
-        return {"hidden_act": "gelu"} | dataclasses.asdict(self)
-
 
 class SelfAttention(nn.Module):
     """Multi-head attention of all tokens to all tokens that are no padding."""
@@ -195,6 +191,7 @@ def save(
 ) -> None:
     """Write what `load_scorer` and transformers read, with weights in `dtype`."""
     tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    config = {"model_type": model.model_type, "num_labels": 1} | model.config.to_dict()
+    config = {"model_type": model.model_type, "num_labels": 1, "hidden_act": "gelu"}
+    config |= dataclasses.asdict(model.config)
     pad = tokenizer.id_to_token(model.config.pad_token_id)
     save_network(path, config, tensors, tokenizer, pad_token=pad)

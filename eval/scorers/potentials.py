@@ -15,7 +15,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,8 @@ from torch import Tensor
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.checkpoint import digest_of
 from tinystories.errors import InputError, reason_of
-from twist.potential import (
-    READS,
-    Factor,
-    as_log_phi,
-    first_sentence,
-    keyword,
-    power,
-    regex,
-    without,
-)
+from twist.potential import READS, READY, Factor, as_log_phi, power
 
-READY = {"keyword": keyword, "regex": regex, "without": without, "first-sentence": first_sentence}
 CLASSIFIED = ("toxicity", "nontoxicity")
 FORMS = f"{', '.join(CLASSIFIED)}, keyword:WORD, regex:PATTERN, without:WORD, first-sentence:WORDS "
 FORMS += "or FILE.py:NAME"
@@ -57,11 +47,6 @@ def make_factors(potential: Sequence[str], beta: float, scorer: ToxicityScorer) 
 def rule(spec: str) -> Factor:
     """The factor of a value of --potential that needs no classifier."""
     return user_factor(spec) if user_file(spec) else ready_factor(spec)
-
-
-def has_prefix(potential: Iterable[str]) -> bool:
-    """Whether a factor has a prefix part; InputError where one is not understood."""
-    return any(rule(spec).log_prefix is not None for spec in potential if spec not in CLASSIFIED)
 
 
 def ready_factor(spec: str) -> Factor:

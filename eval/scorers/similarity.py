@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eval.scorers.encoder import Encoder, EncoderConfig, Runner, load_scorer
+from eval.scorers.encoder import Encoder, EncoderConfig, load_scorer
 from eval.scorers.encoder import save as save
 from tinystories.errors import InputError
 from tinystories.gpt_neo import at_least_float32
@@ -37,7 +37,6 @@ class SentenceEncoder(Encoder):
 
 
 load = functools.partial(load_scorer, SentenceEncoder)  # (path, device="cpu")
-SimilarityScorer = Runner  # N texts -> unit vectors [N, D]
 
 
 def mean_pairwise_cosine(vectors: Tensor) -> float:

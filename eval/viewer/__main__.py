@@ -12,7 +12,6 @@ proposes. Options whose default is not named are those of RUN or of main.py.
 import argparse
 import json
 import math
-from functools import partial
 from pathlib import Path
 
 from distill.options import check
@@ -20,12 +19,13 @@ from eval.run.command import one_line_errors, say
 from eval.run.options import OneLineParser, RunConfig, build, default_threshold
 from eval.run.run import finite_or_null
 from eval.run.setup import Setup, load_sigma
-from eval.trained import TrainedRun, draw
+from eval.trained import TrainedRun, draw, read_network
 from eval.viewer import genealogy
 from tinystories.checkpoint import write_text
 from tinystories.errors import printable
 from tsmc import SCHEMES
 from twist import Drawn
+from twist.pair import load_pair
 
 SHOWN = ("prompt", "length", "seed", "resampling", "ess_threshold", "potential")
 OPTIONS = (*SHOWN, "device", "lm")
@@ -74,37 +74,32 @@ def remarks(drawn: Drawn, config: RunConfig, trained: RunConfig | None) -> list[
     return lines
 
 
-def draw_all(args: argparse.Namespace) -> tuple[RunConfig, Setup, RunConfig | None, dict]:
-    """The options, what is fixed, a run's own options, and a function for each generation."""
-    usual = 200 if args.run is None else 50
-    particles = usual if args.particles is None else args.particles
+def load(args: argparse.Namespace) -> tuple[RunConfig, Setup, RunConfig | None, dict]:
+    """The options, what is fixed, a run's own options, and the pair of each generation."""
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     if args.run is None:
         config = build({"ess_threshold": default_threshold(args.potential)} | given)
-        setup = load_sigma(config)
-        sizes = (particles, args.runs)
-        return config, setup, None, {None: partial(draw, setup, None, config, *sizes)}
+        return config, load_sigma(config), None, {None: None}
     trained = [TrainedRun(args.run, m, args.device) for m in dict.fromkeys(args.generation)]
     config = trained[0].options(**given)
     setup = trained[0].setup(config)
-    draws = {}
-    for one in trained:
-        one.setup = trained[0].setup  # the networks are loaded once
-        draws[one.generation] = partial(one.draw, config, particles, args.runs)
-    return config, setup, trained[0].config, draws
+    pairs = {one.generation: load_pair(one.path, setup.base, read_network) for one in trained}
+    return config, setup, trained[0].config, pairs
 
 
 def sample(args: argparse.Namespace) -> None:
     """Print what p, or each generation of a run, draws; then write its page and its picture."""
     check("--samples", args.samples, low=1)
     say("loading the networks" + (f" of {args.run}" if args.run else ""))
-    config, setup, trained, draws = draw_all(args)
+    config, setup, trained, pairs = load(args)
+    usual = 200 if args.run is None else 50
+    particles = usual if args.particles is None else args.particles
     about = {"run": args.run, "runs": args.runs}
     about |= {name: getattr(config, name) for name in SHOWN}
+    about["particles"] = particles
     populations = {}
-    for m, draw_one in draws.items():
-        drawn = draw_one()
-        about["particles"] = drawn.population.log_weights.shape[1]
+    for m, pair in pairs.items():
+        drawn = draw(setup, pair, config, particles, args.runs)
         record = about | {
             "generation": m,
             "remarks": remarks(drawn, config, trained),
@@ -126,7 +121,7 @@ def sample(args: argparse.Namespace) -> None:
     if args.picture:
         from eval.viewer.picture import draw_genealogy  # matplotlib takes a second to load
 
-        log_phi = drawn.scores["log_phi"][: about["particles"]]  # of the first run
+        log_phi = drawn.scores["log_phi"][:particles]  # of the first run
         draw_genealogy(drawn.trace, log_phi, setup.tokenizer, args.picture)
         say(f"wrote {args.picture}")
 

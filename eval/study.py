@@ -31,7 +31,8 @@ from pathlib import Path
 import torch
 
 from eval.baseline import METHODS
-from eval.parts import LEARNERS, MEASURE, RUNS, Part, Study, Task, files, target_part
+from eval.measure import MEASURE, Task
+from eval.parts import LEARNERS, RUNS, Part, Study, files, target_part
 from eval.report import draw_figures, fill, summarise, tables, version
 from eval.run.command import OneLineParser, one_line_errors
 from eval.run.run import finite_or_null

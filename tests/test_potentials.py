@@ -13,7 +13,8 @@ from eval.run.options import POCKET, RunConfig
 from eval.scorers import toxicity
 from eval.scorers.potentials import make_factors
 from tinystories.errors import InputError
-from twist.potential import Factor, TextPotential, power
+from twist.factors import power
+from twist.potential import Factor, TextPotential
 
 INF = math.inf
 PROMPT = torch.tensor([1, 2])

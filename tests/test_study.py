@@ -11,9 +11,10 @@ import torch
 from jobs import run_main
 
 from distill.finetune import Diverged
-from eval import baseline, parts, report, study
+from eval import baseline, intervals, measure, report, study
+from eval.measure import Task, energy_terms
 from eval.metrics import energy_distance
-from eval.parts import ABLATIONS, LEARNERS, Part, Task, energy_terms, files
+from eval.parts import ABLATIONS, LEARNERS, Part, files
 from tinystories.errors import InputError
 from tsmc.estimate import mean_estimate
 
@@ -28,7 +29,7 @@ def whole(made_once) -> Path:
 
     def make(out: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(parts, "run_main", lambda arguments: run_main(arguments) or 0.0)
+            patch.setattr(measure, "run_main", lambda arguments: run_main(arguments) or 0.0)
             for part in (part for stage in study.stages(SMALL) for part in stage):
                 study.run_part(SMALL, part, out)
             study.main([*QUICK, str(out)])
@@ -131,15 +132,15 @@ def test_only_divergence_is_recorded_as_divergence(whole, monkeypatch):
         raise error
 
     task = Task(SMALL, part_named("dpo-full-1"), whole)
-    monkeypatch.setattr(parts, "dpo", fail)
+    monkeypatch.setattr(measure, "dpo", fail)
     error = Diverged("the trained model is not finite")
-    assert parts.measure_baseline(task)["rows"][0]["diverged"] == str(error)
-    assert not set(parts.measure_sweep(task)["rows"][0]) & {"energy", "kl"}
+    assert measure.measure_baseline(task)["rows"][0]["diverged"] == str(error)
+    assert not set(measure.measure_sweep(task)["rows"][0]) & {"energy", "kl"}
     error = InputError("own.py: the server is down")
     with pytest.raises(InputError, match="the server is down"):
-        parts.measure_baseline(task)
+        measure.measure_baseline(task)
     with pytest.raises(InputError, match=r"^main.py has failed"):
-        parts.run_main(["--no-such-option"])
+        measure.run_main(["--no-such-option"])
 
 
 @pytest.mark.parametrize("option", ["--jobs 0", "--seeds 1", "--seeds 1 1", "--seeds 1 70", "--no"])
@@ -170,9 +171,11 @@ def test_intervals_stay_in_the_possible_range():
     for values in ([0.9, 0.99, 0.8], [0.001, 0.3, 0.1]):
         values = torch.tensor(values, dtype=torch.float64)
         for kind in ("share", "positive"):
-            mean, low, high = report.interval(values, 0.05, kind)
+            mean, low, high = intervals.interval(values, 0.05, kind)
             assert 0 < low < mean < high and (kind == "positive" or high < 1)
-    mean, low, high = report.interval(torch.tensor([0.01, -0.02, 0.02]).double(), 0.0, "positive")
+    mean, low, high = intervals.interval(
+        torch.tensor([0.01, -0.02, 0.02]).double(), 0.0, "positive"
+    )
     assert low == 0 < mean < high
 
 
@@ -186,16 +189,16 @@ def test_an_error_that_all_seeds_share_is_added_once():
         name: {seed: {"kl": kl, "terms": terms[name]} for seed, kl in enumerate(values[name])}
         for name in values
     }
-    change = [*report.change(seeds["A"], seeds["B"]).values()]
+    change = [*intervals.change(seeds["A"], seeds["B"]).values()]
 
     def half(values: list[float], *shared: float) -> float:
         estimate = mean_estimate(torch.tensor(values, dtype=torch.float64))
         return math.hypot(estimate.half_width(), *shared)
 
     exact = [mean_estimate(term).half_width() for term in (common, moved)]
-    mean = report.shared_error(("samples", "A", 0), "kl", [*seeds["A"].values()], 0.6)
+    mean = intervals.shared_error(("samples", "A", 0), "kl", [*seeds["A"].values()], 0.6)
     assert mean == pytest.approx(math.hypot(exact[0], 0.6))
-    found = report.numbers_of(("changes", "", None), change, 0.6)["kl"]
+    found = intervals.numbers_of(("changes", "", None), change, 0.6)["kl"]
     assert found[0] == pytest.approx(-0.925)
     assert found[2] - found[0] == pytest.approx(half([-1.0, -0.9, -0.9, -0.9], exact[1]), rel=1e-4)
 
@@ -213,8 +216,8 @@ def test_the_terms_of_the_energy_distance_give_the_error_of_the_exact_samples():
 
 def test_a_word_differs_beyond_its_noise_on_either_side():
     for low, expected in ((0.55, True), (0.4, False), (0.2, True)):
-        assert report.differs([low, low + 0.01, low + 0.02], 0.41, 530, 0.005) == expected
-    assert not report.differs([0.5, 0.7, 0.3], 0.41, 530, 0.005), "seeds that disagree"
+        assert intervals.differs([low, low + 0.01, low + 0.02], 0.41, 530, 0.005) == expected
+    assert not intervals.differs([0.5, 0.7, 0.3], 0.41, 530, 0.005), "seeds that disagree"
 
 
 def test_the_page_shows_the_results_that_are_committed():

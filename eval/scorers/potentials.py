@@ -25,7 +25,8 @@ from torch import Tensor
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.checkpoint import digest_of
 from tinystories.errors import InputError, reason_of
-from twist.potential import READS, READY, Factor, as_log_phi, power
+from twist.factors import READY, power
+from twist.potential import READS, Factor, as_log_phi
 
 CLASSIFIED = ("toxicity", "nontoxicity")
 FORMS = f"{', '.join(CLASSIFIED)}, keyword:WORD, regex:PATTERN, without:WORD, first-sentence:WORDS "

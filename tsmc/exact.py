@@ -65,10 +65,8 @@ class Tree:
             ends = all_sequences(self.vocab_size, t, device)[:: self.vocab_size]  # the last token 0
             slices = row_slices(len(ends), t * self.vocab_size)
             parts = [model.log_probs(ends[rows])[1:] for rows in slices]
-            log_p = torch.cat([logits[:, -1] for logits, _ in parts]).log_softmax(
-                -1
-            )  # [V^(t-1), V]
-            self.log_p.append(absorbed(log_p, ends, model.end))
+            logits = torch.cat([logits[:, -1] for logits, _ in parts])  # [V^(t-1), V]
+            self.log_p.append(absorbed(logits.log_softmax(-1), ends, model.end))
             self.hidden.append(torch.cat([hidden[:, -1] for _, hidden in parts]))
 
     def sequences(self) -> Tensor:

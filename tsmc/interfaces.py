@@ -77,10 +77,8 @@ def call_potential(log_phi: Callable[..., Tensor], tokens: Tensor, *log_p: Tenso
     if not isinstance(values, Tensor) or values.dtype == torch.bool:
         raise InputError("log phi must be a tensor of numbers; for a condition 0 and -inf")
     if values.shape != tokens.shape[:1]:
-        shape = list(values.shape)
-        raise InputError(
-            f"log phi has shape {shape} for {len(tokens)} texts; return one number each"
-        )
+        fault = f"log phi has shape {list(values.shape)} for {len(tokens)} texts"
+        raise InputError(f"{fault}; return one number each")
     return values
 
 

@@ -71,23 +71,27 @@ def grpo(
 ) -> BaseModel:
     """pi, trained from p^(0) = base, a plain network that is kept, for log_phi(tokens [N, T]) [N].
 
-    Reports the loss, which is b times the penalty because A has mean 0, and the samples' mean phi.
+    Reports the loss, which for texts of one length is b times the penalty because A has mean 0, and
+    the samples' mean phi.
     InputError where log phi is NaN or +inf, Diverged where the trained model is not finite.
     """
     student = Student(base.network, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
 
-    def loss(tokens: Tensor, advantage: Tensor) -> Tensor:
+    def loss(tokens: Tensor, advantage: Tensor, relative_length: Tensor) -> Tensor:
         with torch.no_grad():
             log_ref = base.log_probs(tokens)[0]  # [N, T]
         is_counted = counted(tokens, base.end)
         log_pi = policy.log_probs(tokens)[0]  # [N, T]
-        return grpo_loss(log_pi, log_ref, advantage, config.strength, is_counted)
+        mean = grpo_loss(log_pi, log_ref, advantage, config.strength, is_counted)
+        return mean * relative_length.mean()  # the part's share of the tokens of the batch
 
     for _ in range(config.updates):
         current = base.with_network(student.merged()).packed()
         tokens = sample_proposal(current, None, config.batch_size, generator).tokens
         reward = rewards(log_phi, tokens)
-        mean_loss = student.update(loss, ROWS, tokens, advantages(reward))
+        lengths = counted(tokens, base.end).sum(1).float()  # [N]
+        rows = (tokens, advantages(reward), lengths / lengths.mean())
+        mean_loss = student.update(loss, ROWS, *rows)
         report(loss=mean_loss, phi=reward.exp().mean())
     return base.with_network(student.finish())

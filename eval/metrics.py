@@ -96,7 +96,7 @@ def log_mean_z(log_z: Tensor) -> tuple[float, float]:
 
     The interval is honest only while log Z-hat varies little: beyond WIDEST the mean rests on a few
     runs, and the largest values are those that no run has met. At a spread of 1.3 nats it covers
-    log Z in 87 % of all cases, at 3 in 48 %.
+    log Z in 88 % of all cases (40 runs), at 3 in 48 %.
     """
     peak = log_z.max()
     mean = mean_estimate((log_z - peak).exp())  # positive: the largest is one
@@ -133,7 +133,8 @@ def kl_target_proposal(
 ) -> tuple[Estimate, Tensor]:
     """KL(sigma||q) in nats, and log p^(0)(s) + log phi(s) - log q(s) [N] of the exact samples.
 
-    The mean of these terms is taken as independent of log Z_sigma.
+    The error takes their mean as independent of log Z_sigma, which comes from the same draws: for
+    q = p^(0) and the shipped samples it is .065, where their covariance would make it .054.
     """
     log_q = proposal_log_probs(model, twist, exact.tokens)[1]  # [N]
     terms = sequence_log_probs(base, exact.tokens) + exact.log_phi - log_q  # [N]

@@ -59,7 +59,7 @@ def table(results: dict, source: Path) -> str:
 def closing(results: dict, run: Path) -> str:
     """What a run ends with: texts, the break-even against rejection, and the next command.
 
-    A score gives 1 / sum W^2 over the number of particles, for their weights W in the last table.
+    A score gives 1 / sum W^2 over the number of particles, for their weights W in the last row.
     """
     lines = []
     with reading(run / "results.json", "holds no results of a run"):
@@ -71,7 +71,7 @@ def closing(results: dict, run: Path) -> str:
             rate = math.exp(rows["Target"]["log_z"])
             kept = f"Rejection keeps 1 text in {1 / rate:,.0f}"
             cost = f"training has scored as many texts as {results['scores'] * rate:,.0f} exact"
-            gain = f"now a score gives {rows[last]['worth']:.2f} effective samples"
+            gain = f"now a score gives at most {rows[last]['worth']:.2f} effective samples"
             lines += ["", f"{kept}; {cost} samples need; {gain}."]
     return "\n".join([*lines, f"Everything is in {run}; more texts: python -m tsmc {run}"])
 

@@ -15,6 +15,7 @@ from tinystories.errors import InputError
 from tsmc import Sigma, Target
 from tsmc.runs import Phases, draw_population
 from twist import Factor, TextPotential, sample
+from twist.factors import regex
 from twist.potential import check_potential
 
 INF, PROMPT = math.inf, torch.tensor([1, 2])
@@ -143,6 +144,9 @@ def test_samples_and_probabilities_agree_with_enumeration():
     assert abs(share.value - exact) < 2 * share.half_width() < 0.2
     never = drawn.probability(lambda text: "z" in text)
     assert never.value == 0 and never.half_width() > 1 / drawn.ess
+    drawn = sample(model, TextPotential([regex("c")], letters, model.prompt), particles=20, runs=5)
+    excluded = drawn.probability(lambda text: "c" not in text)  # holds for texts without weight
+    assert excluded.value == 0 and excluded.half_width() > 1 / drawn.ess
     for wrong in ({"runs": "8"}, {"particles": 0}, {"seed": 0.5}):
         with pytest.raises(InputError, match="give a whole number"):
             sample(model, phi, **wrong)

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from matplotlib.axes import Axes
 
 from eval import summary
 from eval.figures import histogram
+from eval.metrics import Samples
+from eval.run.evaluate import evaluate_generation
 from eval.run.options import RunConfig
 from eval.run.run import Progress, Run
 from eval.run.setup import load_target, save_target
 from tinystories.checkpoint import replacing, write_json, write_text
 from tinystories.errors import InputError
-from tsmc import ExactSamples, Phases
+from tsmc import ExactSamples, Phases, Population
 
 KEY = {"lm": "a" * 64, "toxicity": "b" * 64, "prompt": "Once", "length": 3, "beta": 10.0}
 KEY |= {"potential": ["toxicity"]}
@@ -182,3 +185,19 @@ def test_the_histogram_holds_every_score(tmp_path, monkeypatch, values):
     monkeypatch.setattr(Axes, "stairs", recorded)
     histogram({"Base": values}, "log_phi", tmp_path / "figure.png")
     assert drawn[0].sum() == pytest.approx(1) and (tmp_path / "figure.png").exists()
+
+
+def test_texts_of_dead_runs_count_as_scored():
+    """Two runs of two particles, one run dead: four texts are scored, two with weight remain."""
+    tokens = torch.arange(4).view(2, 2, 1)
+    log_weights = torch.tensor([[0.0, 0.0], [-math.inf, -math.inf]])
+    log_z = torch.tensor([0.0, -math.inf])
+    ancestors = torch.tensor([[0, 1], [0, 1]])
+    ess = torch.tensor([2.0, 0.0])
+    population = Population(tokens, log_weights, log_weights, ancestors, tokens, log_z, ess)
+    scores = {"log_phi": torch.zeros(2).double()}
+    setup = SimpleNamespace(exact=None, exact_vectors=None, encode=lambda texts: torch.eye(2))
+    setup.score = lambda rows, group: Samples(["a", "b"], scores, group)
+    row, _ = evaluate_generation(setup, None, None, 0, population)
+    assert row["worth"] == 0.5 and row["dead_runs"] == 1
+    assert math.isnan(row["log_z_hat_std"]) and "log_z_half_width" not in row, "of one run alone"

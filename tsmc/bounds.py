@@ -49,6 +49,7 @@ class BoundsProblem:
     ) -> Tensor:
         """log Z-hat [R] of R = runs runs, conditional ones where each has a reference [R, T]."""
         options = {"ess_threshold": self.ess_threshold, "resample": self.resample}
+        options["log_prefix"] = self.sigma.log_prefix
         log_z = []
         for rows in torch.arange(runs).split(max(1, self.max_rows // self.particles)):
             if reference is not None:

@@ -55,6 +55,7 @@ class Tree:
         """Evaluate `model` after every prefix; InputError where V^T exceeds two million."""
         self.vocab_size = model.vocab_size
         self.length = model.length
+        self.end = model.end
         if self.vocab_size**self.length > LIMIT:
             sizes = f"{self.vocab_size}^{self.length} sequences"
             raise InputError(f"{sizes} cannot be enumerated; shorten the length or the vocabulary")
@@ -78,6 +79,19 @@ class Tree:
         if twist is None:
             return [torch.zeros_like(log_p) for log_p in self.log_p]
         return [twist(hidden) for hidden in self.hidden]
+
+    def prefix_log_psi(self, twist: Twist | None) -> list[Tensor]:
+        """log psi(s_{1:t}) of every prefix: T of [V^t], t = 1..T; that of a finished text waits."""
+        before = torch.zeros_like(self.log_p[0][:, 0])  # [1]
+        levels = []
+        for t, log_psi in enumerate(self.log_psi(twist), start=1):
+            prefixes = all_sequences(self.vocab_size, t, before.device)
+            is_behind = ~counted(prefixes, self.end)[:, -1]  # [V^t]
+            before = torch.where(
+                is_behind, before.repeat_interleave(self.vocab_size), log_psi.flatten()
+            )
+            levels.append(before)
+        return levels
 
     def prefix_log_q(self, twist: Twist | None = None) -> list[Tensor]:
         """log q(s_{1:t}) of every prefix: T + 1 of [V^t], t = 0..T; without a twist log p."""
@@ -133,8 +147,8 @@ class Target:
     def ctl_loss(self, twist: Twist | None) -> Tensor:
         """eq. 5, whose gradient is eq. 6."""
         loss = torch.zeros_like(self.log_p[0][0])
-        for t, log_psi in enumerate(self.tree.log_psi(twist), start=1):
-            log_pi = (self.log_p[t] + log_psi.flatten()).log_softmax(0)  # [V^t]
+        for t, log_psi in enumerate(self.tree.prefix_log_psi(twist), start=1):
+            log_pi = (self.log_p[t] + log_psi).log_softmax(0)  # [V^t]
             loss = loss + kl_divergence(self.log_sigma[t], log_pi)
         return loss
 

@@ -72,15 +72,19 @@ class Drawn:
         return [self.row(k) for k in places.tolist()]
 
     def evidence(self) -> Estimate:
-        """log Z-hat of all runs together, with its error over runs."""
+        """log Z-hat of all runs together, with its error over runs.
+
+        The error is too small where log Z-hat differs by more than a nat between runs.
+        """
         runs = self.population.log_z
         return Estimate(*log_mean_with_error(runs), max(1.0, len(runs) - 1.0))
 
     def probability(self, event: Callable[[str], bool]) -> Estimate:
         """P(event(text)) under sigma: the share of the weight, with its error over runs.
 
-        `half_width()` is half of its 95 % interval. Where the event holds for none or for all of
-        the texts, 1 / ESS stands for the error. InputError where every weight is zero.
+        `half_width()` is half of its 95 % interval. The error is at least that of ESS independent
+        texts, because runs agree too well where a few texts have nearly all the weight. InputError
+        where every weight is zero.
         """
         shares = self.log_weights.exp().view_as(self.population.log_weights)  # [R, K]
         if not shares.any():
@@ -89,9 +93,9 @@ class Drawn:
         value = (shares * holds).sum().item()
         residuals = (shares * (holds - value)).sum(1)  # [R] of the ratio of two means
         error = math.sqrt(len(shares)) * residuals.std().item() if len(shares) > 1 else math.inf
-        if holds.min() == holds.max():
-            error = 1 / self.ess
-        return Estimate(value, error, max(1.0, len(shares) - 1.0))
+        # The second term is what remains where the event holds for none of the texts, or for all.
+        least = math.sqrt(max(0.0, value * (1 - value)) / self.ess + 1 / self.ess**2)
+        return Estimate(value, max(error, least), max(1.0, len(shares) - 1.0))
 
 
 def sample(

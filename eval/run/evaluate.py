@@ -142,10 +142,11 @@ def evaluate_generation(
         **metrics.describe(samples, setup.encode(samples.texts), setup.exact_vectors),
         "log_z": log_z,
         "log_z_hat_mean": population.log_z.mean().item(),
-        "log_z_hat_std": population.log_z.std().item() if len(population.log_z) > 1 else 0.0,
+        "log_z_hat_std": population.log_z.std().item() if len(final) > 1 else math.nan,
         "ess": population.ess.mean().item(),
         "distinct": sum(distinct) / len(distinct),
-        "worth": 1 / population.shares().square().sum().item() / final[..., 0].numel(),
+        # Texts of dead runs were scored as well.
+        "worth": 1 / population.shares().square().sum().item() / (runs * final.shape[1]),
         "dead_runs": runs - len(population.log_z),
         "num_runs": runs,
     }

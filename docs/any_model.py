@@ -1,8 +1,9 @@
 """Algorithm 1 for a causal language model of `transformers` and a function of texts.
 
-`python any_model.py` runs anywhere after `pip install .` and `pip install transformers`. Another
-model needs its name and a `prompt` in its language; another constraint its `log_phi`; for the
-paper's learner write `Published(model, phi, PublishedOptions(), Phases(seed=0))`.
+After `pip install .` and `pip install transformers`, `python docs/any_model.py` runs in the
+repository. Elsewhere, give `main` the name of your model and a `prompt` in its language; another
+constraint is another `log_phi`. For the paper's learner write
+`Published(model, phi, PublishedOptions(), Phases(seed=0))`.
 """
 
 import torch

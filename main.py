@@ -2,8 +2,8 @@
 
     line 1      psi^(0) <- CTL on p^(0)
     line 2      for m = 1..M
-    line 3          p^(m)   <- SD on samples of TSMC(p^(m-1), psi^(m-1))      eq. 7
-    line 4          psi^(m) <- CTL-m on p^(m)                                 eq. 6
+    line 3          p^(m)   <- distil samples of TSMC(p^(m-1), psi^(m-1))     eq. 7
+    line 4          psi^(m) <- contrastive twist learning (CTL) on p^(m)      eq. 6
 
 The target never changes: sigma(s_{1:T}) is proportional to p^(0)(s_{1:T}) phi(s_{1:T}) (eq. 2), and
 p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). `distill/published.py` has the paper's
@@ -53,7 +53,7 @@ def make_learner(run: Run, setup: Setup, config: RunConfig) -> Published | Poole
     """The learner that the options name, for p^(0) and phi; `run` computes its phases."""
     if config.learner == "published":
         return Published(setup.base, setup.potential, config, run)
-    # phi = p^beta is nearly 0 for every text; its beta-th root gives labels that differ.
+    # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
     scale = max(config.beta, 1.0) if config.has_classifier() else 1.0
     return Pooled(setup.base, setup.potential, config, run, scale)
 

@@ -20,7 +20,7 @@ What the paper leaves open:
  7. std is the population's (divided by N). A = 0 where all rewards are equal.
  8. A reward of -inf, where phi is zero, stands for the limit of a falling reward. Beside it the
     differences between finite rewards vanish: A becomes that of the indicator of phi > 0.
- 9. The gradient of the k3 term takes the samples as given, as the formula says. Its mean over
+ 9. The gradient of the penalty takes the samples as given, as the formula says. Its mean over
     samples of the policy is the gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)),
     which is what the term's value estimates.
 

@@ -1,4 +1,4 @@
-"""Our learner: every line of Algorithm 1 is "draw from q, weigh, fit q".
+"""Our learner: lines 1 and 3 of Algorithm 1 draw from q, weigh the draws, and fit q to them.
 
     draw    s ~ q, independent sequences without resampling; they join the pool of all draws
     weigh   w(s) = p^(0)(s) phi(s) / q(s)                               truncated, `twist/pool.py`
@@ -14,7 +14,8 @@ weights the minimum is q = sigma, of all q that an adapter can be.
     line 3          one step from q^(m-1)
     line 4          nothing: p^(m) = q^(m) has learned what a twist could add, so psi^(m) = 1
 
-psi^(0) is q^(0) / p^(0), normalised; for m >= 1 psi^(m) is 1. The ladder follows the tempered
+psi^(0)(s_{1:t}) is q^(0)_t(s_t) / p^(0)(s_t | s_{0:t-1}), and for m >= 1 psi^(m) is 1; the pair
+(p^(0), psi^(0)) is kept as (q^(0), 1), which is the same by eq. 8. The ladder follows the tempered
 targets of adaptive multilevel twisted SMC (arXiv:2608.21736). Each fit may use the scores g of the
 surrogate (`twist/surrogate.py`), a logistic regression of phi on all draws: few draws have a
 weight, but all have a score. N sequences in the pool, U updates, n rows of a batch, T tokens, D
@@ -50,7 +51,9 @@ class PooledOptions:
     surrogate: bool = option(True, "let the adapter see a score of phi for each token")
     pool_first_draws: int = option(7000, "sequences drawn for psi^(0)", 1)
     pool_first_rounds: int = option(8, "steps of the ladder that they are drawn in", 1)
-    pool_first_ess: float = option(0.1, "ESS that chooses b, for each text with phi > 0", 0, 1)
+    pool_first_ess: float = option(
+        0.1, "share of the texts with phi > 0 that the ESS of a step must reach", 0, 1
+    )
     pool_first_updates: int = option(30, "gradient steps of a step of the ladder", 1)
     pool_draws: int = option(9000, "sequences drawn from q in each further generation", 1)
     pool_least_ess: float = option(0.05, "truncate weights to an ESS of this share of all", 0, 1)

@@ -6,9 +6,9 @@ palindromes, which are rare:
     sigma(s) = p(s) phi(s) / Z_sigma,    log phi(s) = -BETA * (mirrored pairs of s that differ)
 
 Only its end shows whether a word is a palindrome, so a sampler must look ahead: that is the job of
-the twist psi. Ours is light, it sees the position and the letter before. And at first it starves:
-few of the words that it learns from please phi. So the words that twisted SMC finds teach the next
-language model, with which the next twist starves less:
+the twist psi. Ours sees no more than the position and the letter before. At first few of the words
+that it learns from have a large phi, so it learns little. So the words that twisted SMC finds teach
+the next language model, from which the next twist learns more:
 
     psi^(0) <- CTL on p^(0)                                                   line 1 of Algorithm 1
     for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
@@ -30,8 +30,8 @@ the last V^T are the whole words.
 `python docs/tiny.py` takes a few seconds; a seed may follow. In the table KL(sigma||q) falls with
 every generation. It stands beside its estimate from 1000 exact samples. From first to last log
 Z-hat rises and spreads less over the runs, and more words of a batch count in twist learning (ESS).
-log Z-hat ends a little low even where it hardly spreads: it knows nothing of words that q hardly
-ever writes, while the exact KL does. Last comes sigma itself, by enumeration.
+log Z-hat ends a little low even where it hardly spreads: it misses words that q hardly ever writes,
+which the exact KL counts. Last comes sigma itself, by enumeration.
 """
 
 import itertools

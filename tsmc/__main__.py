@@ -1,4 +1,4 @@
-"""`python -m tsmc RUN [PROMPT]`: samples of a trained pair, a shorter name for `eval.viewer`."""
+"""`python -m tsmc`: samples of a trained pair, or of p, a shorter name for `eval.viewer`."""
 
 import runpy
 import sys

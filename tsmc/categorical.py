@@ -6,7 +6,7 @@ Each row has a uniform number of its own, so its token does not depend on what i
 The inversion has two levels: the block of 64 categories that the uniform falls into, then the
 category inside it. Sums across blocks are in float64 where the device has it, so that rounding does
 not change a block's frequency however large V is; inside a block, a category with less than 1e-7 of
-the block's weight may never be drawn. A category of zero weight never is. N rows, V categories.
+the block's weight may never be drawn. One of zero weight is never drawn. N rows, V categories.
 """
 
 import torch

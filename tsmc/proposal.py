@@ -71,9 +71,9 @@ def draw(
 
 
 def wait(step: Extension, is_finished: Tensor, log_psi: Tensor, end: int) -> Extension:
-    """The step, where finished texts [...] only repeat their end: log psi stays, all else is 0.
+    """The step, where finished texts [...] only repeat their end, without a change of their weight.
 
-    log_psi [...] is that before the step, which the normaliser equals: the weight does not change.
+    log_psi [...] is that before the step; it stays, and the normaliser equals it.
     """
     return Extension(
         tokens=step.tokens.masked_fill(is_finished, end),

@@ -52,7 +52,7 @@ class Population:
     """R runs of K particles at t = T: a weighted set, and samples of equal weight."""
 
     tokens: Tensor  # [R, K, T]
-    log_phi: Tensor  # [R, K] as the model sees it: log p + log phi is that of the target
+    log_phi: Tensor  # [R, K] of phi^(m) as this model sees it: log p + log phi is log p^(0) phi
     log_weights: Tensor  # [R, K] gathered since the last resampling before t = T
     ancestors: Tensor  # [R, K] of the final resampling
     samples: Tensor  # [R, K, T] of equal weight: resampled at t = T

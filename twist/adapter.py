@@ -5,7 +5,7 @@
 h = h_{t-1} is the final hidden state of p^(0), and e [V, D] are its output embeddings; neither is
 trained. The MLP moves h by U, so what is learned about one token serves tokens with similar
 embeddings as well, and one product gives the logits. g [V] are the scores of the surrogate
-(`twist/surrogate.py`): an embedding of one number for each token. Without them U and h are all.
+(`twist/surrogate.py`): an embedding of one number for each token. They may be left out.
 
 Read as a twist of p^(0), log psi = U e + a g, the adapter has q as its twist-induced proposal. D
 width, H hidden units, V vocabulary, N rows, T tokens.

@@ -5,11 +5,10 @@
     without           log phi = 0 where the continuation does not hold the word, else -strength
     first_sentence    log phi = -strength |words of the continuation's first sentence - wanted|
 
-At strength infinity, the default, a factor is hard: a text that misses has phi = 0. The last four
+At strength infinity, the default, a factor is hard: a text that misses has phi = 0. All but `power`
 read the continuation alone, whose two ends count as ends of words, even where its last token leaves
-a word unfinished. The last two have a prefix part log f_t as well (`tsmc/sampler.py`), which is
-what log phi of every continuation of a beginning contains: there only finished words and sentences
-count.
+a word unfinished. `without` and `first_sentence` have a prefix part log f_t (`tsmc/sampler.py`),
+the part of log phi that no continuation can change: there only finished words and sentences count.
 """
 
 import math

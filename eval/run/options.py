@@ -125,7 +125,7 @@ class RunConfig(PublishedOptions, PooledOptions, EvaluationOptions):
 
 GROUPS = {  # titles in --help, and the class that declares the options
     "the run, what it aims at and the networks": RunConfig,
-    "the published learner (--learner published)": PublishedOptions,
+    "the published learner (--resampling and --ess-threshold serve both)": PublishedOptions,
     "the pooled learner (--learner pooled)": PooledOptions,
     "the table": EvaluationOptions,
 }

@@ -28,11 +28,14 @@ def whole(made_once) -> Path:
     """A finished study, made once for all workers; do not change it."""
 
     def make(out: Path) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in the study's own processes: more threads round differently
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measure, "run_main", lambda arguments: run_main(arguments) or 0.0)
             for part in (part for stage in study.stages(SMALL) for part in stage):
                 study.run_part(SMALL, part, out)
             study.main([*QUICK, str(out)])
+        torch.set_num_threads(threads)
 
     return made_once("study", make)
 

@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from eval.baseline import METHODS
-from eval.figures import COLOURS, DASHES, MARKERS, save_figure
+from eval.figures import COLOURS, DASHES, ENDS, MARKERS, save_figure
 from eval.intervals import COMPARED, Place, Seeds, change, differs, numbers_of
 from eval.measure import ROOT
 from eval.parts import ABLATIONS, LEARNERS, Part
@@ -39,13 +39,17 @@ COLUMNS = {  # quantity: title, format; others are shown under their own name
     "tried": ("settings tried", ".0f"),
     "inside": ("best inside", ".0f"),
 }
+CHANGED = ("toxicity", "energy", "kl", "log_z_hat_mean")
 TABLES = {  # name: columns; None: all of its rows' quantities
     "samples": COMPARED[:-1],
-    "cost": ("scores", "exact_texts", "ess_per_score", "gain", "seconds"),
-    "populations": None,
-    "beta": ("accepted", "toxicity", "similarity", "num_sequences"),
-    "changes": ("toxicity", "energy", "kl", "log_z_hat_mean"),
+    "changes": CHANGED,
+    "ablations": COMPARED[:-1],
+    "ingredients": CHANGED,  # what each of them changes
     "settings": ("learning_rate", "strength", "tried", "inside", "energy"),
+    "baselines": CHANGED,  # changes from a learner to each of them
+    "populations": None,
+    "cost": ("scores", "exact_texts", "ess_per_score", "gain", "seconds"),
+    "beta": ("accepted", "toxicity", "similarity", "num_sequences"),
     "words": None,
 }
 
@@ -177,16 +181,23 @@ def markdown(rows: list[dict], names: tuple[str, ...] | None) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def table_of(row: dict) -> str:
+    """The table in which a row is shown."""
+    last = row["name"].split(" → ")[-1].split(",")[0]
+    if last in ABLATIONS:
+        return {"samples": "ablations", "changes": "ingredients"}.get(row["table"], row["table"])
+    return "baselines" if last in METHODS and row["table"] == "changes" else row["table"]
+
+
 def tables(results: dict) -> dict[str, str]:
-    """The tables in Markdown by name; "texts" has some of each beta and each last generation."""
+    """The tables in Markdown by name, and "texts": one for each beta and each last generation."""
     rows = defaultdict(list)
     for row in results["rows"]:
-        rows[row["table"]].append(row)
+        rows[table_of(row)].append(row)
     shown = {name: markdown(rows[name], columns) for name, columns in TABLES.items()}
-    lines = []
-    for row in [*rows["beta"], *(row for row in rows["samples"] if row["name"] in LEARNERS)]:
-        named = f"{'beta ' * (row['table'] == 'beta')}{label(row['name'], row['generation'])}"
-        lines += [f"- {named}: {' '.join(text.split())}" for text in row["texts"]]
+    examples = {f"beta {row['name']}": row["texts"][0] for row in rows["beta"]}
+    examples |= {row["name"]: row["texts"][0] for row in rows["samples"] if row["name"] in LEARNERS}
+    lines = [f"- {name}: *{' '.join(text.split())}*" for name, text in examples.items()]
     return shown | {"texts": "\n".join(lines)}
 
 
@@ -205,9 +216,12 @@ def draw_lines(axes: plt.Axes, lines: dict[str, list], **labels) -> None:
     for number, (name, points) in enumerate(lines.items()):
         x, y = zip(*((x, y if len(y) == 3 else y * 3) for x, y in points), strict=True)
         middle, low, high = np.array(y).T
-        look = {"color": COLOURS[number % 6], "marker": MARKERS[number % 6], "capsize": 3}
+        # The second six have the colours of the first, with other markers.
+        look = (COLOURS[number % 6], MARKERS[(number + number // 6) % 6])
+        colour, marker = ENDS.get(name, look)
         bars = np.maximum(0, (middle - low, high - middle))
-        axes.errorbar(x, middle, bars, label=name, ls=DASHES[number % 4], **look)
+        style = {"color": colour, "marker": marker, "ls": DASHES[number % 4], "capsize": 3}
+        axes.errorbar(x, middle, bars, label=name, **style)
     axes.set(**labels)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)

@@ -62,18 +62,23 @@ def change(before: Seeds, after: Seeds) -> Seeds:
 
 
 def numbers_of(place: Place, rows: list[dict], log_z_error: float) -> dict[str, list[float]]:
-    """The mean of every quantity that all seeds have; of one seed its own interval, if any."""
+    """The mean of every quantity that all seeds have; of one seed its own interval, if any.
+
+    Seconds are the mean of those seeds that have them.
+    """
     numbers = {}
-    for name, first in rows[0].items():
+    for name in rows[0]:
         each = [row.get(name) for row in rows]
-        is_number = isinstance(first, int | float) and None not in each
-        if not is_number or name == "generation" or name.endswith("_half_width"):
+        if name == "seconds":  # a run that was continued has none
+            each = [value for value in each if value is not None]
+        are_numbers = bool(each) and all(isinstance(value, int | float) for value in each)
+        if not are_numbers or name == "generation" or name.endswith("_half_width"):
             continue
         values = torch.tensor(each, dtype=torch.float64)
         kind = "positive" if name in POSITIVE else "share" if name in SHARES else "any"
         kind = {"changes": "any", "words": "share", "populations": "share"}.get(place[0], kind)
         own = rows[0].get(f"{name}_half_width")
-        if len(rows) > 1:
+        if len(each) > 1:
             error = shared_error(place, name, rows, log_z_error)
             found = interval(values, error, kind)
         elif own is not None:

@@ -37,7 +37,7 @@ COLUMNS = {  # quantity: title, format; others are shown under their own name
     "learning_rate": ("step size", ".2g"),
     "strength": ("b", ".2g"),
     "tried": ("settings tried", ".0f"),
-    "inside": ("best inside", ".0f"),
+    "inside": ("best inside (1: yes)", ".0f"),
 }
 CHANGED = ("toxicity", "energy", "kl", "log_z_hat_mean")
 TABLES = {  # name: columns; None: all of its rows' quantities
@@ -124,8 +124,9 @@ def summarise(parts: dict[Part, dict]) -> dict:
     places = by_place(parts)
     target, words = target_of(places), target_of(places, "words")
     for before, after in comparisons(places):
-        name = f"{label(*before[1:])} → {label(*after[1:])}"
-        places["changes", name, None] = change(places[before], places[after])
+        end = after[2] if before[1] == after[1] else label(*after[1:])
+        title = f"{label(*before[1:])} → {end}"
+        places["changes", title, None] = change(places[before], places[after])
     add_population_changes(places)
     rows = []
     for place, by_seed in places.items():

@@ -120,15 +120,6 @@ def test_no_loss_sees_what_is_behind_the_end():
     ref = torch.zeros_like(log_p[0])
     losses = [grpo_loss(x, ref, advantage, 0.1, ~is_behind) for x in log_p]
     torch.testing.assert_close(losses[0], losses[1])
-    twist_model, twist, log_phi = world(3, 5)
-    batch = batches_from_proposal(Sigma(twist_model, log_phi), twist, 100, generator(3))()
-    (gradient,) = torch.autograd.grad(
-        ctl_loss(twist, batch), twist.log_psi
-    )  # a table: nothing shared
-    is_finished = torch.zeros(len(gradient), dtype=torch.bool)
-    states = twist_model.states(batch.tokens)[..., 0].long()  # [N, T] prefixes
-    is_finished[states[~counted(batch.tokens, END)]] = True
-    assert gradient.any() and is_finished.any() and not gradient[is_finished].any()
 
 
 def test_both_learners_approach_a_sigma_of_texts_that_end():

@@ -190,7 +190,9 @@ def measure_run(task: Task) -> dict:
         if part.method in LEARNERS:
             rows.append(population_row(task, pair.model, twist, m))
         if m == config.generations:
-            row |= {"scores": results["scores"], "ess_per_score": found["worth"]}
+            row["scores"] = results["scores"]
+            if config.keeps_sigma():  # else its samples are those of another target
+                row["ess_per_score"] = found["worth"]
         rows.append(row)
     return {"rows": rows, "seconds": seconds if is_new else None}
 

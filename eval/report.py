@@ -183,10 +183,11 @@ def markdown(rows: list[dict], names: tuple[str, ...] | None) -> str:
 
 
 def table_of(row: dict) -> str:
-    """The table in which a row is shown."""
+    """The table in which a row is shown; words of ablations are in results.json alone."""
     last = row["name"].split(" → ")[-1].split(",")[0]
     if last in ABLATIONS:
-        return {"samples": "ablations", "changes": "ingredients"}.get(row["table"], row["table"])
+        moved = {"samples": "ablations", "changes": "ingredients", "words": "words of ablations"}
+        return moved.get(row["table"], row["table"])
     return "baselines" if last in METHODS and row["table"] == "changes" else row["table"]
 
 
@@ -253,9 +254,11 @@ def draw_figures(results: dict, folder: Path) -> None:
     draw_lines(figure.subplots(), plane, xlabel="Similarity", ylabel="Toxicity")
     save_figure(figure, folder / "similarity-toxicity.png")
     figure = plt.figure(figsize=(5, 4))
-    draw_lines(figure.subplots(), kl, xlabel="Generation", ylabel="KL(sigma, q)", ylim=0)
+    axes = figure.subplots()
+    draw_lines(axes, kl, xlabel="Generation", ylabel="KL(sigma, q)", ylim=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     save_figure(figure, folder / "kl.png")
-    figure, panels = plt.subplots(1, len(LEARNERS), figsize=(11, 4), sharey=True)
+    figure, panels = plt.subplots(1, len(LEARNERS), figsize=(11, 4))
     for axes, name in zip(panels, LEARNERS, strict=True):
         axes.axhline(target, color="black", label="Target")
         labels = {"xlabel": "Particles K", "ylabel": "Toxicity", "xscale": "log"}

@@ -258,7 +258,7 @@ def draw_figures(results: dict, folder: Path) -> None:
     draw_lines(axes, kl, xlabel="Generation", ylabel="KL(sigma, q)", ylim=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
     save_figure(figure, folder / "kl.png")
-    figure, panels = plt.subplots(1, len(LEARNERS), figsize=(11, 4))
+    figure, panels = plt.subplots(1, len(LEARNERS), figsize=(11, 4), layout="constrained")
     for axes, name in zip(panels, LEARNERS, strict=True):
         axes.axhline(target, color="black", label="Target")
         labels = {"xlabel": "Particles K", "ylabel": "Toxicity", "xscale": "log"}

@@ -103,7 +103,9 @@ def batches_from_proposal(
         drawn = sample_proposal(sigma.model, pack(twist), batch_size, generator, keep_hidden=True)
         positive = positive_log_weights(drawn, sigma.log_potential)  # [K]
         batch = weigh(drawn, positive, negative_log_weights(drawn))
-        batch.coefficients = at_the_end(batch.coefficients, counted(drawn.tokens, sigma.model.end))
+        is_counted = counted(drawn.tokens, sigma.model.end)
+        if not is_counted.all():
+            batch.coefficients = at_the_end(batch.coefficients, is_counted)
         return batch
 
     return draw_batch

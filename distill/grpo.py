@@ -72,8 +72,8 @@ def grpo(
     """pi, trained from p^(0) = base, a plain network that is kept, for log_phi(tokens [N, T]) [N].
 
     Reports the loss, which for texts of one length is b times the penalty because A has mean 0, and
-    the samples' mean phi.
-    InputError where log phi is NaN or +inf, Diverged where the trained model is not finite.
+    the samples' mean phi. InputError where log phi is NaN or +inf, Diverged where the trained model
+    is not finite.
     """
     student = Student(base.network, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)

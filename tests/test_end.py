@@ -4,8 +4,10 @@ import pytest
 import torch
 from worlds import bias, generator, mutant, sequence_numbers, table_world, tiny_gpt_neo
 
+import distill.grpo
 import tsmc.proposal
 from distill import Phases, Pooled, PooledOptions, Published, PublishedOptions
+from distill.finetune import BaselineConfig
 from distill.grpo import grpo_loss
 from tinystories import Conditional
 from tinystories.decoder import counted
@@ -120,6 +122,19 @@ def test_no_loss_sees_what_is_behind_the_end():
     ref = torch.zeros_like(log_p[0])
     losses = [grpo_loss(x, ref, advantage, 0.1, ~is_behind) for x in log_p]
     torch.testing.assert_close(losses[0], losses[1])
+
+
+def test_parts_of_a_batch_of_grpo_count_each_token_alike(monkeypatch):
+    base = Conditional(tiny_gpt_neo(7), torch.tensor([1, 2]), 5, END)
+    options = BaselineConfig(1e-3, 0.01, 0.5, updates=1, batch_size=40)
+    losses = []
+    for rows in (40, 7):
+        monkeypatch.setattr(distill.grpo, "ROWS", rows)
+        report = lambda loss, phi: losses.append(loss)  # noqa: E731
+        distill.grpo.grpo(
+            base, lambda s: -(s == 3).sum(1).double(), options, False, generator(0), report
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_both_learners_approach_a_sigma_of_texts_that_end():

@@ -80,14 +80,14 @@ def weigh(batch: Trajectories, positive: Tensor, negative: Tensor) -> Batch:
     return Batch(batch.tokens, batch.hidden, coefficients, ess)
 
 
-def at_the_end(coefficients: Tensor, is_counted: Tensor) -> Tensor:
-    """The coefficients [K, T] of log psi where psi waits behind the end of a text.
+def move_to_the_end(coefficients: Tensor, is_counted: Tensor) -> None:
+    """Move coefficients [K, T] behind the end of a text to its last token, in place.
 
-    There log psi(s_{1:t}) is that of the text's last token, to which its coefficients move.
+    Behind the end psi waits: there log psi(s_{1:t}) is that of the last token.
     """
     last = is_counted.sum(1, keepdim=True) - 1  # [K, 1]
     behind = (coefficients * ~is_counted).sum(1, keepdim=True)  # [K, 1]
-    return (coefficients * is_counted).scatter_add(1, last, behind)
+    coefficients.mul_(is_counted).scatter_add_(1, last, behind)
 
 
 def batches_from_proposal(
@@ -103,9 +103,7 @@ def batches_from_proposal(
         drawn = sample_proposal(sigma.model, pack(twist), batch_size, generator, keep_hidden=True)
         positive = positive_log_weights(drawn, sigma.log_potential)  # [K]
         batch = weigh(drawn, positive, negative_log_weights(drawn))
-        is_counted = counted(drawn.tokens, sigma.model.end)
-        if not is_counted.all():
-            batch.coefficients = at_the_end(batch.coefficients, is_counted)
+        move_to_the_end(batch.coefficients, counted(drawn.tokens, sigma.model.end))
         return batch
 
     return draw_batch

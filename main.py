@@ -31,7 +31,6 @@ from eval.run.run import Run
 from eval.run.setup import Setup, identity, load_setup
 from eval.table import closing, table
 from tinystories.checkpoint import read_json
-from tinystories.fast import keep_freed_memory
 
 
 def self_distilled_tsmc(run: Run, setup: Setup, config: RunConfig) -> dict:
@@ -77,7 +76,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line to table; bad input ends with one line and exit code 2, Ctrl-C with code 130."""
     with one_line_errors("main.py", "lower --rows, --ctl-batch-size or --distill-batch-size"):
         config, path = read_config(arguments, __doc__.splitlines()[0])
-        keep_freed_memory()
         if path is None or not (path / "results.json").exists():
             path = run_job(config, path)
         if processes.rank() == 0:

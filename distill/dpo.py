@@ -60,7 +60,7 @@ def dpo(
     """
     student = Student(base.network, config.learning_rate, config.weight_decay, lora, generator)
     policy = student.after(base)
-    reference = base.packed()
+    reference = base
 
     def loss(tokens: Tensor, log_ref: Tensor) -> Tensor:
         log_pi = policy.log_probs(tokens.flatten(0, 1))[0].sum(-1)  # [2 M]

@@ -87,7 +87,7 @@ def grpo(
         return mean * relative_length.mean()  # the part's share of the tokens of the batch
 
     for _ in range(config.updates):
-        current = base.with_network(student.merged()).packed()
+        current = base.with_network(student.merged())
         tokens = sample_proposal(current, None, config.batch_size, generator).tokens
         reward = rewards(log_phi, tokens)
         lengths = counted(tokens, base.end).sum(1).float()  # [N]

@@ -34,7 +34,6 @@ from distill.options import check_all, option
 from distill.self_distill import draw_batches, self_distill
 from tinystories.decoder import counted, padded
 from tinystories.errors import InputError
-from tinystories.fast import pack
 from tsmc.interfaces import BaseModel, LanguageModel, Report, row_slices
 from tsmc.runs import Phases, chunk_sizes
 from twist.adapter import Adapted, Adapter
@@ -136,8 +135,8 @@ class Pooled:
 
     def draw(self, q: Adapter | None, phase: str, m: int, count: int) -> None:
         """Draw and weigh: `count` sequences of q join the pool; None is p^(0)."""
-        base = self.base.packed()
-        twist = None if q is None else pack(q).tilt  # one pass gives log q and log p^(0)
+        base = self.base
+        twist = None if q is None else q.tilt  # one pass gives log q and log p^(0)
 
         def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
             return vars(draw_round(base, twist, self.log_phi, size, generator))
@@ -206,7 +205,7 @@ def fit_adapter(
     # Most texts have hardly any weight; those that no batch draws need no states.
     distinct, places = batches.unique(return_inverse=True)
     tokens = tokens[distinct]  # [M, T]
-    states = hidden_states(base.packed(), tokens).flatten(0, 1)  # [M T, D]
+    states = hidden_states(base, tokens).flatten(0, 1)  # [M T, D]
     prefixes = first_places(tokens)  # [M, T]
     is_counted = counted(tokens, base.end)  # [M, T]
 

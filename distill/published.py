@@ -141,7 +141,7 @@ class Published:
         # psi^(m-1) was learned for p^(m-1) and phi^(m-1), so the runs use this pair as well.
         sigma = seen_from(pair.model, self.base, self.log_phi, options.effective_potential)
         sizes = (options.particles, options.distill_runs)
-        given = (self.phases, "sampling", m, sigma, pair.packed_twist(), *sizes)
+        given = (self.phases, "sampling", m, sigma, pair.twist, *sizes)
         population = draw_population(*given, **options.rule()).alive()
         # Runs that die have no samples; the others count alike, because their Z-hat varies so much
         # with a poor twist that one run would be nearly all that is distilled.

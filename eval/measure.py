@@ -83,7 +83,7 @@ class Task:
 
     def add_kl(self, row: dict, model: LanguageModel, twist: Twist | None) -> dict:
         """The row with KL(sigma||q); without a twist q is the model."""
-        base, exact = self.setup.base.packed(), self.setup.exact
+        base, exact = self.setup.base, self.setup.exact
         kl, terms = metrics.kl_target_proposal(model, twist, base, exact)
         row["terms"]["kl"] = terms.tolist()
         return row | {"kl": kl.value, "kl_half_width": kl.half_width()}
@@ -111,7 +111,7 @@ def telling_words(texts: list[str], others: list[str], count: int) -> list[str]:
 def measure_target(task: Task) -> dict:
     """The rows Base, Best of n and Target, and those of rejection at beta 0, 1 and the run's."""
     study, config, setup = task.study, task.config, task.setup
-    base = setup.base.packed()
+    base = setup.base
 
     def rejection(phase: str, log_phi: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         draw = partial(draw_accepted, base, log_phi)
@@ -183,8 +183,8 @@ def measure_run(task: Task) -> dict:
         m = found["generation"]
         pair = load_pair(path / f"generation-{m}", task.setup.base, read_network)
         row = task.measure(part.method, generation_samples(path, m))
-        twist = pair.packed_twist()
-        row = task.add_kl(row, pair.model.packed(), twist)
+        twist = pair.twist
+        row = task.add_kl(row, pair.model, twist)
         names = ("log_z", "log_z_hat_mean", "log_z_hat_std", "ess", "distinct")
         row |= {"generation": m, **{name: found[name] for name in names}}
         if part.method in LEARNERS:
@@ -255,7 +255,7 @@ def train_baseline(task: Task, setting: baseline.Setting, share: float) -> dict:
     is_lora = method.endswith("lora")
     try:
         stream = task.phases.stream(method, *setting)
-        policy = learn(setup.base, setup.potential, options, is_lora, stream).packed()
+        policy = learn(setup.base, setup.potential, options, is_lora, stream)
     except Diverged as error:
         return row | {"diverged": str(error)}
     phase = f"{method} {setting}"

@@ -121,7 +121,7 @@ def tables(lengths: list[int], sizes: list[int], runs: int) -> Iterator[dict]:
     texts = tokenizer.decode_batch([[v] for v in range(network.config.vocab_size)])
     costs = STRENGTH * torch.tensor([text.count("e") for text in texts]).float()
     for length in lengths:
-        model = tinystories.Conditional(network, prompt, length).packed()
+        model = tinystories.Conditional(network, prompt, length)
         yield compare(f"T = {length}", cost_ways(model, costs), sizes, runs, None)
 
 

@@ -39,7 +39,6 @@ from eval.run.run import finite_or_null
 from eval.run.setup import identity
 from tinystories.checkpoint import read_json, write_json
 from tinystories.errors import InputError
-from tinystories.fast import keep_freed_memory
 
 MINUTES = {"target": 3, "run": 6, "sweep": 25, "baseline": 7}  # of one core, about
 QUICK = Study(  # only shows that everything runs
@@ -102,7 +101,6 @@ def start_worker() -> None:
     """Prepare a process for its parts: one thread, and an end as soon as the study has ended."""
     os.setpgrp()  # Ctrl-C reaches the study alone, which then ends its workers
     torch.set_num_threads(1)
-    keep_freed_memory()
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 

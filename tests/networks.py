@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import tinystories
 from eval.scorers import similarity, toxicity
 from tinystories.checkpoint import write_json
-from tinystories.fast import pack
 from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
 TEXTS = [

@@ -14,7 +14,6 @@ from eval.run.options import POCKET
 from tinystories import Conditional, InputError, products
 from tinystories import decoder as decoder_module
 from tinystories.checkpoint import fingerprint
-from tinystories.fast import pack
 
 PAIR = [["global", "local"], 1]
 SHAPES = {

@@ -10,7 +10,6 @@ from worlds import ListedPotential, Recorded, generator, table_world, tiny_condi
 
 from distill.pooled import fit_adapter
 from tinystories.errors import InputError
-from tinystories.fast import pack
 from tsmc.exact import Target, Tree
 from tsmc.proposal import proposal_log_probs
 from twist import surrogate

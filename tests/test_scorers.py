@@ -18,7 +18,6 @@ from eval.scorers.encoder import Runner
 from eval.scorers.similarity import mean_pairwise_cosine
 from tinystories import products
 from tinystories.errors import InputError
-from tinystories.fast import pack
 
 LONG = "the moon " * 200
 

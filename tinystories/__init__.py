@@ -6,8 +6,7 @@ logits = model(ids)      # [B, T] -> [B, T, V]
 
 from tinystories.decoder import Conditional, Decoder
 from tinystories.errors import InputError
-from tinystories.fast import pack
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 from tinystories.load import load, save
 
-__all__ = ["Conditional", "Decoder", "GPTNeo", "GPTNeoConfig", "InputError", "load", "pack", "save"]
+__all__ = ["Conditional", "Decoder", "GPTNeo", "GPTNeoConfig", "InputError", "load", "save"]

@@ -76,10 +76,6 @@ class AnyModel:
         model.output = network.get_output_embeddings()
         return model
 
-    def packed(self) -> "AnyModel":
-        """The same model: networks of `transformers` have no faster copy."""
-        return self
-
     @property
     def output_embeddings(self) -> Tensor:
         """What makes logits of hidden states [V, D]; InputError where a bias is added."""

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tinystories.fast import pack
 from tinystories.gpt_neo import GPTNeo
 
 GROUP = 64  # states are padded to a multiple of this, to avoid fragmentation of the heap
@@ -117,10 +116,6 @@ class Conditional:
     def with_network(self, network: GPTNeo) -> "Conditional":
         """Another network after the same prompt."""
         return Conditional(network, self.prompt, self.length, self.end)
-
-    def packed(self) -> "Conditional":
-        """The same with a frozen copy of the network that samples and scores faster."""
-        return self.with_network(pack(self.network))
 
     @property
     def output_embeddings(self) -> Tensor:

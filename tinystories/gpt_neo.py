@@ -21,34 +21,11 @@ from torch import Tensor, nn
 
 from tinystories.cache import Cache, KeyValueCache
 from tinystories.errors import InputError
-from tinystories.products import linear, onednn, suits_onednn
 
 
 def at_least_float32(x: Tensor) -> Tensor:
     """x in float32, or in float64 where it is already that."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-class Linear(nn.Linear):
-    """A linear layer whose product takes the faster library (`tinystories.products`)."""
-
-    gelu = ""  # follows where it is "none" (exact) or "tanh" (the tanh approximation)
-    packed: Tensor | None = None  # the weight in oneDNN's order, of a frozen copy (`fast.pack`)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]"""
-        if self.packed is not None and suits_onednn(x, self.weight):
-            return onednn(x, self.packed, self.bias, self.gelu)
-        y = linear(x, self.weight, self.bias)
-        return F.gelu(y, approximate=self.gelu) if self.gelu else y
-
-
-class LinearGELU(Linear):
-    """A linear layer followed by GELU."""
-
-    def __init__(self, inputs: int, outputs: int, approximate: str = "none", **options):
-        super().__init__(inputs, outputs, **options)
-        self.gelu = approximate
 
 
 @dataclass(frozen=True)
@@ -99,10 +76,10 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads = config.num_heads
         self.window = config.window_size if is_local else config.max_position_embeddings
-        self.q_proj = Linear(width, width, bias=False)
-        self.k_proj = Linear(width, width, bias=False)
-        self.v_proj = Linear(width, width, bias=False)
-        self.out_proj = Linear(width, width)
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.out_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
@@ -133,8 +110,9 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(width, eps=config.layer_norm_epsilon)
         self.mlp = nn.Sequential()
-        self.mlp.add_module("c_fc", LinearGELU(width, inner, "tanh"))
-        self.mlp.add_module("c_proj", Linear(inner, width))
+        self.mlp.add_module("c_fc", nn.Linear(width, inner))
+        self.mlp.add_module("gelu", nn.GELU(approximate="tanh"))
+        self.mlp.add_module("c_proj", nn.Linear(inner, width))
 
     def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
@@ -156,7 +134,7 @@ class GPTNeo(nn.Module):
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def hidden(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """h [B, T, D] of tokens [B, T] that follow `cache`; InputError where positions run out."""
@@ -177,8 +155,7 @@ class GPTNeo(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of the next token [..., V], float32 or wider, of hidden states [..., D]."""
-        logits = self.lm_head(hidden) if self.lm_head else linear(hidden, self.wte.weight)
-        return at_least_float32(logits)
+        return at_least_float32(F.linear(hidden, self.output_weight))
 
     def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """[B, T] -> [B, T, V]"""

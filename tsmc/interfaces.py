@@ -59,7 +59,6 @@ class BaseModel(LanguageModel, Protocol):
     @property
     def output_embeddings(self) -> Tensor: ...  # [V, D]; logits = hidden output_embeddings^T
     def with_network(self, network: nn.Module) -> Self: ...  # another network, the same prompt
-    def packed(self) -> Self: ...  # a frozen copy that samples faster, if there is one
 
 
 class LearnableTwist(Protocol):

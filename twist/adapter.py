@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinystories.decoder import log_probs_of
-from tinystories.fast import pack
-from tinystories.gpt_neo import Linear, at_least_float32
+from tinystories.gpt_neo import at_least_float32
 from tsmc.interfaces import BaseModel, Decoder
 from twist.mlp import TwistMLP
 
@@ -39,15 +38,14 @@ class Adapter(nn.Module):
         """`embeddings` e [V, D] are those of p^(0), and `scores` g [V] or None."""
         super().__init__()
         embeddings = at_least_float32(embeddings.detach()).clone()  # [V, D]
-        vocab_size, width = embeddings.shape
+        width = embeddings.shape[1]
         if scores is not None:
             embeddings = torch.cat([embeddings, scores[:, None].to(embeddings)], 1)  # [V, D + 1]
         outputs = embeddings.shape[1]
         self.register_buffer("scores", scores)
         self.shift = TwistMLP(width, hidden_units, outputs, generator)
-        self.products = Linear(outputs, vocab_size, bias=False, device="meta")
-        del self.products.weight  # it is not trained, and not saved: it belongs to p^(0)
-        self.products.register_buffer("weight", embeddings, persistent=False)
+        # It is not trained, and not saved: it belongs to p^(0).
+        self.register_buffer("embeddings", embeddings, persistent=False)
 
     @classmethod
     def like(cls, tensors: dict[str, Tensor], base: BaseModel) -> Self:
@@ -62,11 +60,11 @@ class Adapter(nn.Module):
         unmoved = at_least_float32(hidden)
         if self.scores is not None:
             unmoved = F.pad(unmoved, (0, 1))  # p^(0) does not read g: its column is zero
-        return self.products(unmoved + self.shift(hidden))
+        return F.linear(unmoved + self.shift(hidden), self.embeddings)
 
     def tilt(self, hidden: Tensor) -> Tensor:
         """log psi of every next token [..., V]: what is added to the logits of p^(0)."""
-        return self.products(self.shift(hidden).to(self.products.weight.dtype))
+        return F.linear(self.shift(hidden).to(self.embeddings.dtype), self.embeddings)
 
 
 class Adapted:
@@ -78,10 +76,6 @@ class Adapted:
         self.length = base.length
         self.end = base.end
         self.vocab_size = base.vocab_size
-
-    def packed(self) -> "Adapted":
-        """A frozen copy that samples faster."""
-        return Adapted(self.base.packed(), pack(self.adapter))
 
     def decoder(self, rows: int) -> Decoder:
         """A fresh decoder of `rows` continuations."""

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from tinystories.decoder import counted
 from tinystories.errors import InputError
-from tinystories.fast import pack
 from tsmc.interfaces import LearnableTwist, LogPotential, Report, call_potential, ignore
 from tsmc.proposal import Trajectories, sample_proposal
 from tsmc.resampling import effective_sample_size, normalise
@@ -99,8 +98,7 @@ def batches_from_proposal(
     """A function that draws a batch of K = batch_size sequences from the current q."""
 
     def draw_batch() -> Batch:
-        # Packed anew, because each update has changed the weights of the twist.
-        drawn = sample_proposal(sigma.model, pack(twist), batch_size, generator, keep_hidden=True)
+        drawn = sample_proposal(sigma.model, twist, batch_size, generator, keep_hidden=True)
         positive = positive_log_weights(drawn, sigma.log_potential)  # [K]
         batch = weigh(drawn, positive, negative_log_weights(drawn))
         move_to_the_end(batch.coefficients, counted(drawn.tokens, sigma.model.end))

@@ -121,9 +121,9 @@ def sample(
     phases = phases or Phases(seed, model.output_embeddings.device)
     if pair is None:
         pair = Pair(model, None)
-        check_potential(model.packed(), potential, phases.stream("prefix"))
+        check_potential(model, potential, phases.stream("prefix"))
     sigma = seen_from(pair.model, model, potential)
-    twist = pair.packed_twist()
+    twist = pair.twist
     trace = Trace()
 
     def observe(step: Step) -> None:
@@ -136,7 +136,7 @@ def sample(
     tokens = population.tokens.flatten(0, 1)  # [R K, T]
     texts = potential.texts(tokens)
     found = {"log_phi": potential.of_texts(texts, tokens)}
-    found["log_p"] = sequence_log_probs(model.packed(), tokens).cpu()
+    found["log_p"] = sequence_log_probs(model, tokens).cpu()
     for name, function in (scores or {}).items():
         found[name] = each_once(function, texts)
     log_weights = population.shares().flatten().log()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.gpt_neo import Linear, LinearGELU, at_least_float32
+from tinystories.gpt_neo import at_least_float32
 from tsmc.interfaces import BaseModel
 
 
@@ -21,9 +21,9 @@ class TwistMLP(nn.Module):
 
     def __init__(self, width: int, hidden_units: int, vocab_size: int, generator: torch.Generator):
         super().__init__()
-        self.first = LinearGELU(width, hidden_units, device="meta")  # the meta device draws nothing
-        self.second = LinearGELU(hidden_units, hidden_units, device="meta")
-        self.last = Linear(hidden_units, vocab_size, device="meta")
+        self.first = nn.Linear(width, hidden_units, device="meta")  # the meta device draws nothing
+        self.second = nn.Linear(hidden_units, hidden_units, device="meta")
+        self.last = nn.Linear(hidden_units, vocab_size, device="meta")
         self.to_empty(device=generator.device)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
@@ -39,7 +39,8 @@ class TwistMLP(nn.Module):
 
     def features(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., H], in the type of the weights"""
-        return self.second(self.first(hidden.to(self.first.weight.dtype)))
+        inner = F.gelu(self.first(hidden.to(self.first.weight.dtype)))
+        return F.gelu(self.second(inner))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """log psi of every next token [..., V] after hidden states [..., D], float32 or wider."""

@@ -18,7 +18,6 @@ from torch import nn
 
 from tinystories.checkpoint import fill, read_metadata, read_tensors, reading, write_tensors
 from tinystories.errors import InputError
-from tinystories.fast import pack
 from tsmc.interfaces import BaseModel
 from twist.adapter import Adapted, Adapter
 from twist.mlp import TwistMLP
@@ -33,10 +32,6 @@ class Pair:
 
     model: Any  # p^(m): a BaseModel, or an Adapted
     twist: Any  # psi^(m): a module, or None for psi = 1
-
-    def packed_twist(self) -> Any:
-        """A frozen copy of psi^(m) that is computed faster; None for psi = 1."""
-        return None if self.twist is None else pack(self.twist)
 
 
 def write_module(path: Path, module: nn.Module, **metadata: str) -> None:

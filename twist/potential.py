@@ -226,5 +226,5 @@ def seen_from(
     if model is not base:
         log_prefix = only_zeros(log_prefix)
     if model is base or not is_effective:
-        return Sigma(model.packed(), base_potential(log_phi), log_prefix)
-    return Sigma(model.packed(), effective_potential(log_phi, base.packed()), log_prefix)
+        return Sigma(model, base_potential(log_phi), log_prefix)
+    return Sigma(model, effective_potential(log_phi, base), log_prefix)

@@ -33,7 +33,6 @@ from eval.run.options import DTYPES, RunConfig
 from eval.scorers.encoder import Runner
 from eval.table import align
 from tinystories import Conditional
-from tinystories.fast import keep_freed_memory, pack
 from tsmc import sample_proposal, tsmc
 
 LENGTH = 20  # T
@@ -65,7 +64,7 @@ def race(
 def race_sampling(networks: Networks, particles: int, repeats: int) -> list[dict]:
     """Plain sampling and TSMC with the twist, each against `generate`, which has no twist."""
     lm, twist, prompt = networks.lm, networks.twist, networks.prompt
-    model, psi = Conditional(pack(lm), prompt, LENGTH), pack(twist)
+    model, psi = Conditional(lm, prompt, LENGTH), twist
     source = torch.Generator(prompt.device).manual_seed(0)
     sample = partial(sample_proposal, model, None, particles, source)
     resample = partial(tsmc, model, psi, lambda tokens, log_p: 0 * log_p, particles, source)
@@ -115,7 +114,7 @@ def race_distillation(networks: Networks, repeats: int) -> list[dict]:
 def race_scoring(networks: Networks, label: str, repeats: int) -> list[dict]:
     """The classifier or the sentence encoder on texts of many lengths."""
     network, tokenizer = networks.scorers[label]
-    runner = Runner(pack(network), tokenizer, contestants.BATCH)
+    runner = Runner(network, tokenizer, contestants.BATCH)
     texts = contestants.make_texts()
     lengths = [len(encoding) for encoding in runner.tokenizer.encode_batch(texts)]
     name = f"{label}, {len(texts)} texts of {min(lengths)} to {max(lengths)} tokens"
@@ -161,7 +160,6 @@ def main(arguments: list[str] | None = None) -> None:
         add("--device", default="cpu", help="cpu, cuda or cuda:N")
         args = parser.parse_args(arguments)
         device = RunConfig(device=args.device).torch_device()
-        keep_freed_memory()
         for size in ("pocket", "paper") if args.size == "all" else (args.size,):
             bench_size(size, DTYPES[args.dtype], device, args.quick)
 

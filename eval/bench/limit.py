@@ -16,7 +16,6 @@ from torch import Tensor
 
 from eval.scorers.encoder import EncoderConfig
 from tinystories.gpt_neo import GPTNeo
-from tinystories.products import onednn, suits_onednn
 from twist.mlp import TwistMLP
 
 SIDE = 2048  # of the square matrices that the rate is measured with
@@ -53,8 +52,6 @@ def measure(ways: dict[str, Way], repeats: int, like: Tensor) -> tuple[dict[str,
     """Median seconds of each way, all in turns, and operations per second of `like`'s products."""
     a, b = torch.randn(2, SIDE, SIDE, device=like.device).to(like.dtype)
     products: dict[str, Way] = {"product": lambda: a @ b}
-    if suits_onednn(a, b):
-        products["oneDNN product"] = lambda: onednn(a, b)
     times: dict[str, list[float]] = {name: [] for name in ways | products}
     for _ in range(repeats + 1):
         for name, run in (ways | products).items():

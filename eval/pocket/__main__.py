@@ -17,7 +17,6 @@ from eval.run.run import finite_or_null
 from eval.run.setup import load_setup, save_target, sigma_key
 from tinystories.checkpoint import write_json
 from tinystories.errors import InputError
-from tinystories.fast import keep_freed_memory
 from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.runs import chunk_sizes, joined
 
@@ -27,7 +26,7 @@ def draw_target(args: Namespace, generator: torch.Generator) -> dict:
     names = ("lm", "toxicity_model", "prompt", "length", "beta")
     config = RunConfig(device="cpu", **{name: getattr(args, name) for name in names})
     setup = load_setup(config)
-    base, potential = setup.base.packed(), setup.potential
+    base, potential = setup.base, setup.potential
     sizes = chunk_sizes(args.proposals, lm.CHUNK)
     drawn = [draw_accepted(base, potential, size, generator) for size in sizes]
     exact = exact_samples(joined(drawn))
@@ -71,7 +70,6 @@ def main(arguments: list[str] | None = None) -> None:
     with one_line_errors("python -m eval.pocket"):
         args = parser.parse_args(arguments)
         args.out.mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
-        keep_freed_memory()
         figures = MAKE[args.command](args, torch.Generator().manual_seed(args.seed))
         write_json(args.out / "figures.json", finite_or_null(figures))
         print(f"{args.out}: {figures}")

@@ -22,7 +22,6 @@ import tinystories
 from distill.finetune import parameter_groups
 from tinystories import GPTNeo, GPTNeoConfig, InputError
 from tinystories.checkpoint import reading
-from tinystories.fast import pack
 from tinystories.tokenizer import END_OF_TEXT
 from tsmc import sample_proposal
 
@@ -45,7 +44,7 @@ def sample_texts(path: Path, count: int, generator: Generator) -> list[str]:
     """Texts that the language model of a directory writes after the prompt of the experiments."""
     model, tokenizer = tinystories.load(path)
     prompt = tokenizer.encode(PROMPT).ids  # [P]
-    conditional = tinystories.Conditional(pack(model), torch.tensor(prompt), LENGTH)
+    conditional = tinystories.Conditional(model, torch.tensor(prompt), LENGTH)
     chunks = trange(0, count, CHUNK, desc="sampling")
     tokens = [sample_proposal(conditional, None, CHUNK, generator).tokens for _ in chunks]
     rows = torch.cat(tokens)[:count].tolist()  # [N, T]

@@ -17,7 +17,6 @@ from eval.pocket.lm import PROMPT, fit, read_stories
 from eval.scorers.encoder import EncoderConfig, Runner
 from eval.scorers.similarity import SentenceEncoder, load, save
 from tinystories.errors import InputError
-from tinystories.fast import pack
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -100,7 +99,7 @@ def agreement(student: Runner, teacher: Runner, stories: list[str]) -> float:
 def make(args: Namespace, generator: torch.Generator) -> dict:
     """Write the checkpoint and return how its cosines agree with those of the teacher."""
     model, tokenizer = load(args.teacher)
-    teacher = Runner(pack(model), tokenizer, batch_size=128)
+    teacher = Runner(model, tokenizer, batch_size=128)
     stories, heldout = read_stories(args.stories), read_stories(args.heldout)
     cut = len(stories) - args.validation
     tokenizer = train_tokenizer(stories[:cut], args.vocab_size)
@@ -113,7 +112,7 @@ def make(args: Namespace, generator: torch.Generator) -> dict:
     initialise(run, teacher, generator)
     train(run, texts, targets, args, generator)
     save(args.out, student, tokenizer, torch.float16)
-    run = Runner(pack(load(args.out)[0]), tokenizer, batch_size=128)
+    run = Runner(load(args.out)[0], tokenizer, batch_size=128)
     return {
         "pearson_validation": agreement(run, teacher, stories[cut:]),
         "pearson_heldout": agreement(run, teacher, heldout),

@@ -27,7 +27,6 @@ from eval.scorers.encoder import EncoderConfig, Runner
 from eval.scorers.toxicity import ToxicityClassifier, load, save
 from tinystories.checkpoint import reading
 from tinystories.errors import InputError
-from tinystories.fast import pack
 
 SHARES = {"labelled": 0.32, "spliced": 0.16, "swapped": 0.17, "story": 0.15, "sampled": 0.2}
 WORDS = json.loads(Path(__file__).with_name("mixture.json").read_text(encoding="utf-8"))
@@ -176,7 +175,7 @@ def make(args: Namespace, generator: torch.Generator) -> dict:
         model.classifier.out_proj.weight.mul_(scale)
         model.classifier.out_proj.bias.mul_(scale).add_(bias)
     save(args.out, model, tokenizer, torch.float16)
-    run = Runner(pack(load(args.out)[0]), tokenizer, batch_size=256)
+    run = Runner(load(args.out)[0], tokenizer, batch_size=256)
     other, toxic = (run([text for text, label in heldout if label == wanted]) for wanted in (0, 1))
     pairs = other[:, None] - toxic  # of logits, positive where the order is right
     fresh = sample_texts(args.lm, args.fresh_samples, generator.manual_seed(args.seed + 1))

@@ -7,6 +7,7 @@
 
 import argparse
 import contextlib
+import ctypes
 import difflib
 import errno
 import os
@@ -33,6 +34,7 @@ class OneLineParser(argparse.ArgumentParser):
 def one_line_errors(program: str, out_of_memory: str = "ask for less at a time") -> Iterator[None]:
     """End the program in one line that opens with its name; `out_of_memory` is the remedy then."""
     signal.signal(signal.SIGINT, interrupt_once)
+    keep_freed_memory()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (the caller has closed it)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
@@ -78,3 +80,15 @@ def say(line: str) -> None:
     """Print one line on standard error; a closed standard error does not end a run."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(printable(line), file=sys.stderr, flush=True)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc, if that is in use, keep the pages of freed tensors.
+
+    Waiting for fresh zeroed pages takes about a third of the time of a training step.
+    """
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        if hasattr(library, "mallopt"):
+            library.mallopt(-4, 0)  # M_MMAP_MAX of <malloc.h>
+            library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD

@@ -63,7 +63,7 @@ def draw_target(
     run.progress.plan[TARGET] = proposals
     expected = f"about {proposals * rate:.0f} exact samples of the target"
     run.say(f"drawing {proposals} base samples for {expected}", is_progress=True)
-    draw = partial(draw_accepted, setup.base.packed(), setup.potential)
+    draw = partial(draw_accepted, setup.base, setup.potential)
     exact = exact_samples(run.draw(*TARGET, proposals, draw))
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
@@ -77,7 +77,7 @@ def draw_target(
 def evaluate_ends(run: Run, setup: Setup, config: RunConfig) -> dict:
     """The results with their rows Target and Base: where sigma and p^(0) stand."""
     results = {"prompt": config.prompt, "potential": list(config.potential)}
-    base = setup.base.packed()
+    base = setup.base
     tokens = draw_model(run, "base samples", base, config.eval_base_samples)
     samples = setup.score(tokens)
     check_base_rate(run, config, samples.scores["log_phi"])
@@ -153,7 +153,7 @@ def evaluate_generation(
     if row["log_z_hat_std"] <= metrics.WIDEST:
         row["log_z_half_width"] = log_z_half_width
     if setup.exact is not None:
-        base = setup.base.packed()
+        base = setup.base
         kl, _ = metrics.kl_target_proposal(sigma.model, twist, base, setup.exact)
         row |= {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
     return row, samples
@@ -167,7 +167,7 @@ def finish_generation(
         write = partial(tinystories.save, tokenizer=setup.tokenizer)
         save_pair(run.path / f"generation-{m}", pair, setup.base, write)
     sigma = seen_from(pair.model, setup.base, setup.potential, config.keeps_sigma())
-    twist = pair.packed_twist()
+    twist = pair.twist
     sizes = (config.eval_particles, config.eval_runs)
     population = draw_population(run, "evaluation", m, sigma, twist, *sizes, **config.rule())
     row, samples = evaluate_generation(setup, sigma, twist, m, population)

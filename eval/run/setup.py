@@ -86,10 +86,9 @@ def load_setup(config: RunConfig) -> Setup:
     """`load_sigma`, the sentence encoder, and the shipped samples of sigma if they fit."""
     setup, device = load_sigma(config), config.torch_device()
     source = torch.Generator(device).manual_seed(config.seed)
-    check_potential(setup.base.packed(), setup.potential, source)
+    check_potential(setup.base, setup.potential, source)
     encoder, its_tokenizer = similarity.load(config.checkpoint("similarity_model"), device)
-    packed = tinystories.pack(encoder.to(DTYPES[config.dtype]))
-    setup.encode = Runner(packed, its_tokenizer)
+    setup.encode = Runner(encoder.to(DTYPES[config.dtype]), its_tokenizer)
     directory = PRESETS[config.preset].target
     if directory is not None and not config.lm and not config.toxicity_model:
         exact = load_target(directory, sigma_key(config), setup.base.vocab_size)
@@ -102,7 +101,7 @@ def load_classifier(config: RunConfig) -> toxicity.ToxicityScorer:
     directory = config.checkpoint("toxicity_model")
     classifier, tokenizer = toxicity.load(directory, config.torch_device())
     classifier = classifier.to(DTYPES[config.dtype])
-    scorer = toxicity.ToxicityScorer(tinystories.pack(classifier), tokenizer)
+    scorer = toxicity.ToxicityScorer(classifier, tokenizer)
     scorer.logits = lru_cache(maxsize=1)(scorer.logits)
     return scorer
 

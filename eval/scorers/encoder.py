@@ -12,11 +12,11 @@ import dataclasses
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from tinystories.errors import InputError
-from tinystories.gpt_neo import Linear, LinearGELU
 from tinystories.load import config_from_json, load_network, save_network
 from tinystories.tokenizer import tokenizing
 
@@ -47,9 +47,9 @@ class SelfAttention(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.num_heads = config.num_attention_heads
-        self.query = Linear(width, width)
-        self.key = Linear(width, width)
-        self.value = Linear(width, width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D], bias added to the scores [B, 1, 1, T] -> [B, T, D]"""
@@ -66,7 +66,7 @@ class Residual(nn.Module):
 
     def __init__(self, inner: int, config: EncoderConfig):
         super().__init__()
-        self.dense = Linear(inner, config.hidden_size)
+        self.dense = nn.Linear(inner, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -82,13 +82,13 @@ class Layer(nn.Module):
         width = config.hidden_size
         attention = {"self": SelfAttention(config), "output": Residual(width, config)}
         self.attention = nn.ModuleDict(attention)
-        self.intermediate = nn.ModuleDict({"dense": LinearGELU(width, config.intermediate_size)})
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, config.intermediate_size)})
         self.output = Residual(config.intermediate_size, config)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
         x = self.attention["output"](x, self.attention["self"](x, bias))
-        return self.output(x, self.intermediate["dense"](x))
+        return self.output(x, F.gelu(self.intermediate["dense"](x)))
 
 
 class Encoder(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from eval.scorers.encoder import Encoder, EncoderConfig, Runner, load_scorer
 from eval.scorers.encoder import save as save
-from tinystories.gpt_neo import Linear, at_least_float32
+from tinystories.gpt_neo import at_least_float32
 
 
 class ToxicityClassifier(nn.Module):
@@ -30,7 +30,7 @@ class ToxicityClassifier(nn.Module):
         self.max_tokens = config.max_position_embeddings - config.pad_token_id - 1
         width = config.hidden_size
         self.roberta = Encoder(config)
-        self.classifier = nn.ModuleDict({"dense": Linear(width, width)})
+        self.classifier = nn.ModuleDict({"dense": nn.Linear(width, width)})
         self.classifier["out_proj"] = nn.Linear(width, 1)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:

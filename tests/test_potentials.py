@@ -1,20 +1,22 @@
-"""Potentials: the ready ones, products, a user's file and what can be wrong with it, whole runs."""
+"""Potentials: the ready ones, products, functions of one's own and what can be wrong with them."""
 
 import contextlib
 import math
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from worlds import generator, tiny_conditional
 
-from eval.run.evaluate import check_base_rate
-from eval.run.options import POCKET, RunConfig
+from eval.config import POCKET
+from eval.evaluate import check_base_rate
 from eval.scorers import toxicity
-from eval.scorers.potentials import make_factors
+from eval.scorers.potentials import how_to_soften, make_factors
 from tinystories.errors import InputError
-from twist.factors import power
-from twist.potential import Factor, TextPotential
+from twist.factors import keyword, power, without
+from twist.potential import HALF, Factor, TextPotential, check_potential
 
 INF = math.inf
 PROMPT = torch.tensor([1, 2])
@@ -39,14 +41,12 @@ def scorer() -> toxicity.ToxicityScorer:
         ("keyword~0.5:cat", " dog", -0.5),
         ("regex:^ (big|red) cat~5:", " red cat~5: x", 0.0),
         ("regex~2:a:b~c", " a:b", -2.0),
-        ("first-sentence~2:4", " little girl named Amy. Amy liked", 0.0),
-        ("first-sentence~2:1", ' girl who said, "Hello!" Then', -6.0),
-        ("first-sentence:5", " boy who didn't stop!", -INF),
-        ("first-sentence~2:4", " little girl named", -8.0),
+        ("without:dog", " a Dog", -INF),
+        ("without~2:dog", " dogs", 0.0),
     ],
 )
 def test_what_the_option_means(scorer, spec, text, log_phi):
-    """--beta does not apply; a first sentence that does not end has no words."""
+    """--beta does not apply."""
     (factor,) = make_factors([spec], 10.0, scorer)
     assert list(factor.log_phi([text])) == [log_phi] and factor.reads == "continuations"
 
@@ -82,14 +82,36 @@ def test_the_classifier_in_both_directions_and_beta_which_applies_to_it_alone(sc
     assert power(lambda texts: torch.tensor([-INF]), 0.0).log_phi(["x"]).item() == 0.0
 
 
+def test_hints_are_those_of_the_factors():
+    def log_phi(texts):
+        return [0.0 if "submarine" in text else -INF for text in texts]
+
+    log_phi.hints = ["submarine", "boat"]
+    factors = [keyword("red cat"), without("dog"), log_phi]
+    hints = TextPotential(factors, letters, PROMPT).hints
+    assert list(map(list, hints)) == [["red cat"], ["submarine", "boat"]]
+
+
 REFUSED = "toxic keyword keyword: :cat Keyword:cat keyword~:cat keyword~0:cat keyword~nan:cat"
-REFUSED += f" first-sentence:0 first-sentence:many first-sentence:{10**400} regex:( x.py:f"
+REFUSED += " regex:( x.py:f withoutt:dog x.py~8:f first-sentence:8"
 
 
 @pytest.mark.parametrize("spec", REFUSED.split())
 def test_what_is_not_understood_is_one_line(scorer, spec):
-    with pytest.raises(InputError, match=rf"^--potential {re.escape(spec)}[: ].*; .+$"):
+    known = "without:WORD or FILE.py:NAME" if spec != "x.py:f" else "no such file"
+    with pytest.raises(InputError, match=rf"^--potential {re.escape(spec)}: .*{known}"):
         make_factors([spec], 1.0, scorer)
+
+
+def test_advice_works():
+    """What is advised is accepted, and a miss then costs so much."""
+    soft = how_to_soften(["keyword:red cat", "nontoxicity", "regex~2:x", "regex:y"], 8)
+    assert soft == "write keyword~8:red cat and write regex~8:y"
+    factors = make_factors(soft.removeprefix("write ").split(" and write "), 1.0, None)
+    assert [factor.log_phi([" dog"]) for factor in factors] == [[-8.0], [-8.0]]
+    own = how_to_soften(["there/rare.py:hard"], 8)
+    assert own == "let hard in rare.py return -8 in place of -inf"
+    assert how_to_soften(["toxicity"], 8).startswith("lower --beta")
 
 
 MODES = "torch.set_default_dtype(torch.float64); torch.set_grad_enabled(False)"
@@ -127,15 +149,15 @@ def test_a_function_of_the_users_own(tmp_path, scorer, capsys, reads, body, log_
         ("def f(texts): return [[0.0]]", "shape [1, 1] for 1 texts"),
         ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
         ("def f(texts): return ['a' in texts[0] or -5.0, -5.0]", "shape [2]"),
-        ("def f(texts): return ['b' in texts[0] or -5.0]", "true or false"),
-        ("import torch\ndef f(texts): return torch.tensor([1j])", "log phi is complex"),
+        ("def f(texts): pass\nf.hints = 'cat'", "the hints are 'cat'; give a list"),
         ("def f(texts): pass", "cannot be read as numbers"),
         ("x = = 1", "SyntaxError"),
-        ("f = 3", "f must be a function"),
+        ("f = 3", "a factor must be a function"),
         ("class C:\n  reads = property(lambda self: 1 / 0)\nf = C()", "ZeroDivisionError"),
-        ("import asyncio\ndef f(texts): raise asyncio.CancelledError", "CancelledError"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
         ("class E(Exception):\n  def __str__(self): 1 / 0\ndef f(texts): raise E", "line 3: "),
-        ("def f(texts): pass\nf.reads = 'words'", "`reads` one of texts, continuations, tokens"),
+        ("def f(texts): pass\nf.reads = 'words'", "give one of texts, continuations, tokens"),
+        ("def g(texts): pass\ndef h(texts): pass", "give FILE.py:NAME; it defines g, h"),
     ],
 )
 def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, scorer, content, part):
@@ -145,21 +167,129 @@ def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, scorer, content, 
         factors = make_factors([spec], 1.0, scorer)
         TextPotential(factors, letters, PROMPT)(torch.tensor([[3, 4]]))
     message = str(caught.value)
-    assert message.startswith(f"--potential {spec} failed (") and part in message
-    assert message.isprintable() and message.endswith("N numbers below infinity")
+    assert message.startswith(f"--potential {spec}") and part in message
+    assert message.isprintable() and ";" in message
 
 
-@pytest.mark.parametrize("learner", ["pooled", "published"])
-def test_a_rare_constraint_names_the_remedy_at_once(learner):
-    """Of its first batch ten should have phi > 0; the published learner refuses less than 0.5."""
-    said, batch = [], {"pooled": "pool_first_draws", "published": "ctl_batch_size"}[learner]
-    config, run = RunConfig(learner=learner, **{batch: 500}), SimpleNamespace(say=said.append)
-    for alive in (0, 1, 39, 40, 2000):
+def test_a_file_without_a_name_and_the_copy_that_a_run_keeps(tmp_path, scorer, monkeypatch):
+    path, folder = tmp_path / "my.py", tmp_path / "run"
+    path.write_text("def first(texts): return [-1.0] * len(texts)\ndef second(texts): pass")
+    with pytest.raises(InputError, match=r"give FILE.py:NAME; it defines first, second"):
+        make_factors([str(path)], 1.0, scorer)
+    folder.mkdir()
+    path.rename(folder / "my.py")
+    monkeypatch.chdir(folder)  # relative names are those of another directory
+    (factor,) = make_factors(["there/my.py:first"], 1.0, scorer, folder)
+    assert factor.log_phi(["x"]).tolist() == [-1.0]
+
+
+TRUTHS = {
+    "bools": [True, False],
+    "of NumPy": [np.bool_(True), np.bool_(False)],
+    "beside a number": [True, -5.0],
+    "tensors": [torch.tensor(True), torch.tensor(False)],
+    "a tensor": torch.tensor([True, False]),
+    "an array": np.array([True, False]),
+}
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_truth_values_are_no_logarithms(name):
+    log_phi = TextPotential([lambda texts: TRUTHS[name]], letters, PROMPT)
+    with pytest.raises(InputError, match="true or false; return 0 for true and -inf for false"):
+        log_phi(torch.tensor([[3], [4]]))
+
+
+def test_a_function_is_a_factor_and_other_things_are_one_line():
+    function = lambda texts: [-float(len(text)) for text in texts]  # noqa: E731
+    for factors in ([function], function, [Factor(function)], Factor(function)):
+        assert TextPotential(factors, letters, PROMPT)(torch.tensor([[3]])).tolist() == [-5.0]
+    for wrong in ("dog", ["dog"], [None]):
+        with pytest.raises(InputError, match="a factor must be a function"):
+            TextPotential(wrong, letters, PROMPT)
+    with pytest.raises(InputError, match=r"make TextPotential\(\[Factor\(log_phi\)\], decode, pr"):
+        check_potential(tiny_conditional(1), function, generator(0))
+
+
+def check(log_phi, seed=0, **factor) -> str:
+    """What `check_potential` has to say of a function of texts."""
+    potential = TextPotential([Factor(log_phi, **factor)], letters, PROMPT)
+    try:
+        check_potential(tiny_conditional(1), potential, generator(seed))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def lengths(texts: list[str]) -> torch.Tensor:
+    """Numbers of texts, from -60 to 0 or so."""
+    return -torch.tensor([float(sum(map(ord, text[4:])) - 400) for text in texts]).double()
+
+
+def test_what_depends_on_the_other_texts_is_refused():
+    assert "in a batch" in check(lambda texts: lengths(texts).log_softmax(0))
+    assert "in a batch" in check(lambda texts: lengths(texts) + 0.002 * lengths(texts).max())
+    of_tokens = lambda tokens: tokens.sum(1).double()  # noqa: E731
+    check_potential(tiny_conditional(1), of_tokens, generator(0))
+    with pytest.raises(InputError, match="alone; it must depend on its text alone"):
+        of_batch = lambda tokens: of_tokens(tokens).log_softmax(0)  # noqa: E731
+        check_potential(tiny_conditional(1), of_batch, generator(0))
+    dead = lambda texts: [-INF if "a" in text[4:] else 0.0 for text in texts]  # noqa: E731
+    assert check(lengths) == check(dead) == ""
+
+
+@pytest.mark.parametrize("rounding", [0.0, HALF])
+def test_noise_is_refused_however_small_and_half_precision_is_not(rounding):
+    source = generator(0)
+    noisy = lambda texts: 100 * lengths(texts) + 0.3 * torch.randn(len(texts), generator=source)  # noqa: E731
+    assert all("asked again" in check(noisy, seed, rounding=rounding) for seed in range(30))
+
+    def of_a_batch(texts):
+        """As rounding to bfloat16 in a network, whose products depend on the batch."""
+        error = torch.randn(len(texts), generator=generator(len(texts))).clamp(-1, 1)
+        return lengths(texts) * (1 + 0.02 * error)
+
+    assert (check(of_a_batch, rounding=rounding) == "") == (rounding > 0)
+
+
+def test_the_classifier_passes_in_half_precision(scorer):
+    decode = lambda rows: [f"There was a {text} pig." for text in letters(rows)]  # noqa: E731
+    classifier, tokenizer = toxicity.load(POCKET / "toxicity")
+    half = toxicity.ToxicityScorer(classifier.bfloat16(), tokenizer)
+    for one, rounding in ((scorer, 0.0), (half, HALF)):
+        factors = make_factors(["toxicity"], 10.0, one)
+        assert factors[0].rounding == rounding
+        check_potential(tiny_conditional(1), TextPotential(factors, decode, PROMPT), generator(0))
+
+
+def test_a_potential_is_checked_once():
+    calls = []
+    log_phi = TextPotential([lambda texts: calls.append(1) or lengths(texts)], letters, PROMPT)
+    for _ in range(2):
+        check_potential(tiny_conditional(1), log_phi, generator(0))
+    assert len(calls) == 10  # eight texts together, again, and one by one
+
+
+def test_an_unfinished_character_at_the_end_is_left_out():
+    decode = lambda rows: [text + "\ufffd" for text in letters(rows)]  # noqa: E731
+    potential = TextPotential([lambda texts: [-float(len(text)) for text in texts]], decode, PROMPT)
+    assert potential.texts(torch.tensor([[2, 3]])) == ["b c c d"]
+    assert potential(torch.tensor([[2, 3]])).tolist() == [-7.0]
+
+
+@pytest.mark.parametrize("batch", [500, 30])
+def test_a_rare_constraint_names_the_remedy_at_once(batch):
+    """Of its first batch ten should have phi > 0; a learner that can see none is refused."""
+    said = []
+    config = SimpleNamespace(run=SimpleNamespace(potential=("keyword:cat",)))
+    run = SimpleNamespace(say=said.append, config=config)
+    learner = SimpleNamespace(first_draws=lambda: (batch, "--batch"))
+    for alive in (0, 40, 2000):
         log_phi = torch.full((2000,), -INF)
         log_phi[:alive] = 0
-        is_refused = learner == "published" and alive < 2
-        refusal = pytest.raises(InputError, match="add --learner pooled, soften the potential")
+        is_refused = batch == 30 and alive == 0
+        refusal = pytest.raises(InputError, match="write keyword~8:cat, or raise --batch")
         with refusal if is_refused else contextlib.nullcontext():
-            check_base_rate(run, config, log_phi)
-    assert ["soften the potential (~" in line for line in said] == [True, True, True, False]
-    assert "40 of 2000" in said[3]
+            check_base_rate(run, learner, log_phi)
+    assert ["write keyword~" in line for line in said] == [True, batch == 30]
+    assert "40 of 2000" in said[1]

@@ -18,14 +18,16 @@ from torch import Generator, Tensor
 
 from tinystories.decoder import NO_END
 from tinystories.errors import InputError, reason_of
-from tsmc.categorical import widest
-from tsmc.interfaces import BaseModel, LanguageModel, LogPotential, LogPrefix
+from tsmc.interfaces import LanguageModel, LogPotential, LogPrefix, call_potential
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.sampler import Sigma
 from twist.adapter import Adapted
 
 READS = ("texts", "continuations", "tokens")
 """What a factor can read: N texts with the prompt, N texts without it, or tokens [N, T]."""
+HALF = 0.1  # relative error of a network in half precision, whose rounding depends on the batch
+ALONE = 8  # texts that `check_potential` scores one by one
+BEGUN = 200  # texts whose beginnings it scores
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,24 @@ class Factor:
     reads: str = "texts"
     log_prefix: Callable[..., Any] | None = None  # of the same, unfinished -> N numbers log f_t
     name: str = "the potential"  # in messages
+    hints: Sequence[str] = ()  # a text with phi > 0 is likely to hold one of them
+    rounding: float = 0.0  # relative error of log phi; HALF where it comes from half precision
 
     def __post_init__(self):
+        if not callable(self.log_phi) or not (self.log_prefix is None or callable(self.log_prefix)):
+            raise InputError("a factor must be a function, and so must its prefix part; give one")
         if self.reads not in READS:
             raise InputError(f"a factor reads {self.reads!r}; give one of {', '.join(READS)}")
+        is_list = isinstance(self.hints, list | tuple)
+        if not is_list or not all(isinstance(hint, str) and hint for hint in self.hints):
+            raise InputError(f"the hints are {self.hints!r}; give a list of words")
+
+
+def factor_of(function: Any) -> Factor:
+    """A function as a factor; `reads`, `prefix`, `hints` and `rounding` may be its attributes."""
+    names = ("reads", "hints", "rounding")
+    said = {name: getattr(function, name) for name in names if hasattr(function, name)}
+    return Factor(function, log_prefix=getattr(function, "prefix", None), **said)
 
 
 def as_log_phi(values: Any, read: Sequence | Tensor) -> Tensor:
@@ -48,18 +64,19 @@ def as_log_phi(values: Any, read: Sequence | Tensor) -> Tensor:
     float64 keeps the differences of values as large as 1e8. InputError for another shape, for
     truth values, which are no logarithms, and for NaN and +inf, with the text at fault.
     """
-    is_list = isinstance(values, list | tuple)  # of which PyTorch would make float32, and 1 of True
+    parts = values if isinstance(values, list | tuple) else [values]
     try:
-        numbers = torch.as_tensor(values, dtype=torch.float64 if is_list else None).detach().cpu()
+        # One by one: beside a number, PyTorch would turn a truth value of a list into 0 or 1.
+        is_truth = any(torch.as_tensor(part).dtype == torch.bool for part in parts)
+        numbers = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"log phi cannot be read as numbers ({reason_of(error)})") from error
-    if numbers.dtype == torch.bool or (is_list and any(type(value) is bool for value in values)):
+        fault = f"log phi cannot be read as numbers ({reason_of(error)})"
+        raise InputError(f"{fault}; return one number for each text") from error
+    if is_truth:
         raise InputError("log phi is true or false; return 0 for true and -inf for false")
-    if numbers.is_complex():
-        raise InputError("log phi is complex; return real numbers")
-    numbers = numbers.to(torch.float64)
     if numbers.shape != (len(read),):
-        raise InputError(f"log phi has shape {list(numbers.shape)} for {len(read)} texts")
+        fault = f"log phi has shape {list(numbers.shape)} for {len(read)} texts"
+        raise InputError(f"{fault}; return one number for each text")
     for number, text in zip(numbers.tolist(), read, strict=True):
         if not number < math.inf:
             raise InputError(f"log phi is {number} for {str(text)[:80]!r}; return numbers < inf")
@@ -78,37 +95,47 @@ class TextPotential:
 
     def __init__(
         self,
-        factors: Sequence[Factor],
+        factors: Sequence[Factor | Callable[[list[str]], Any]],
         decode: Callable[[list[list[int]]], list[str]],
         prompt: Tensor,
         end: int = NO_END,
     ):
         """`decode` makes texts of rows of tokens; `prompt` [P] precedes every continuation.
 
-        What follows the first token `end` does not belong to a text, nor does that token.
+        A plain function of texts counts as a factor (`factor_of`). What follows the first token
+        `end` does not belong to a text, nor does that token.
         """
-        self.factors = factors
+        given = factors if isinstance(factors, list | tuple) else [factors]
+        self.factors = [part if isinstance(part, Factor) else factor_of(part) for part in given]
         self.decode = decode
-        self.prompt = prompt.tolist()
+        self.prompt = torch.as_tensor(prompt).flatten().tolist()
         self.end = end
+        self.is_checked = False  # by `check_potential`
 
-    def check_alike(self, model: BaseModel) -> None:
+    def check_alike(self, model: LanguageModel) -> None:
         """InputError where the model has another prompt or another end."""
         prompt = getattr(model, "prompt", None)
         if self.end != model.end or (prompt is not None and prompt.tolist() != self.prompt):
             raise InputError("the potential and the model differ in prompt or end; give both alike")
 
+    @property
+    def hints(self) -> list[Sequence[str]]:
+        """The hints of each factor that has some."""
+        return [factor.hints for factor in self.factors if factor.hints]
+
     def texts(self, tokens: Tensor) -> list[str]:
-        """The texts, prompt included, of continuations tokens [N, T]."""
+        """The texts, prompt included, of continuations tokens [N, T], finished or not.
+
+        A last character of which the tokens give only a part is left out.
+        """
         rows = tokens.tolist()
         if self.end != NO_END:
             rows = [row[: row.index(self.end)] if self.end in row else row for row in rows]
-        return self.decode([self.prompt + row for row in rows])
+        return [text.rstrip("\ufffd") for text in self.decode([self.prompt + row for row in rows])]
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """log phi [N] of tokens [N, T], in the widest type of their device."""
-        log_phi = self.of_texts(self.texts(tokens), tokens)
-        return log_phi.to(tokens.device, widest(tokens.device))
+        """log phi [N] float64 of tokens [N, T]."""
+        return self.of_texts(self.texts(tokens), tokens).to(tokens.device)
 
     def of_texts(self, texts: list[str], tokens: Tensor | None = None) -> Tensor:
         """log phi [N] float64 on the CPU; InputError for a factor that reads tokens without any."""
@@ -129,61 +156,86 @@ class TextPotential:
     @property
     def log_prefix(self) -> LogPrefix | None:
         """log f_t [N] of tokens [N, t]: the sum of the prefix parts; None where there are none."""
-        if all(factor.log_prefix is None for factor in self.factors):
-            return None
+        parts = [factor for factor in self.factors if factor.log_prefix is not None]
 
         def log_f(tokens: Tensor) -> Tensor:
-            parts = [self.prefix_of(factor, tokens) for factor in self.factors if factor.log_prefix]
-            return torch.stack(parts).sum(0).to(tokens.device, widest(tokens.device))
+            texts = self.texts(tokens)
+            values = [self.apply(part.log_prefix, part.reads, texts, tokens) for part in parts]
+            return torch.stack(values).sum(0).to(tokens.device)
 
-        return log_f
-
-    def prefix_of(self, factor: Factor, tokens: Tensor) -> Tensor:
-        """log f_t [N] of one factor, without a last character that is not yet whole."""
-        texts = [] if factor.reads == "tokens" else self.texts(tokens)
-        texts = [text.rstrip("\ufffd") for text in texts]
-        return self.apply(factor.log_prefix, factor.reads, texts, tokens)
+        return log_f if parts else None
 
 
 @torch.no_grad()
-def check_potential(model: LanguageModel, potential: TextPotential, generator: Generator) -> None:
+def check_potential(
+    model: LanguageModel, log_phi: Callable[[Tensor], Tensor], generator: Generator
+) -> None:
     """InputError where a factor, or its prefix part, is wrong on some texts of the model.
 
     Both must depend on their text alone; a prefix part must be positive wherever phi can still be.
+    Every learner and `sample` ask this of log_phi(tokens [N, T]), of a TextPotential only once.
     """
-    count = 8 if potential.log_prefix is None else 200
+    potential = log_phi if isinstance(log_phi, TextPotential) else of_tokens(log_phi, model)
+    if potential.is_checked:
+        return
+    count = ALONE if potential.log_prefix is None else BEGUN
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
-    texts = potential.texts(tokens)
     for factor in potential.factors:
-        log_phi = potential.apply(factor.log_phi, factor.reads, texts, tokens)  # [N]
-        row = int(log_phi.argmin())
+        log_phi_of = check_alone(potential, factor, factor.log_phi, tokens, range(ALONE))  # [N]
+        for t in range(1, tokens.shape[1] if factor.log_prefix else 1):
+            begun = tokens[:, :t]  # [N, t]
+            log_f = check_alone(potential, factor, factor.log_prefix, begun, [t % count])  # [N]
+            is_killed = (log_f == -torch.inf) & (log_phi_of > -torch.inf)
+            if is_killed.any():
+                fault = f"log f of {potential.texts(begun[is_killed])[0][-80:]!r} is -inf"
+                remedy = "let it be a number wherever a continuation has phi > 0, as here"
+                raise InputError(f"{factor.name}: {fault}; {remedy}")
+    potential.is_checked = True
+
+
+def of_tokens(log_phi: Callable[[Tensor], Tensor], model: LanguageModel) -> TextPotential:
+    """A function of tokens [N, T] as a potential whose texts are lists of tokens."""
+
+    def values(tokens: Tensor) -> Tensor:
+        try:
+            return call_potential(log_phi, tokens)
+        except Exception as error:
+            fault = f"the potential cannot read tokens [N, T] ({reason_of(error)})"
+            remedy = "of a function of texts make TextPotential([Factor(log_phi)], decode, prompt)"
+            raise InputError(f"{fault}; {remedy}") from error
+
+    factor = Factor(values, "tokens", getattr(log_phi, "log_prefix", None))
+    return TextPotential([factor], lambda rows: list(map(str, rows)), torch.tensor([]), model.end)
+
+
+def check_alone(
+    potential: TextPotential, factor: Factor, function: Any, tokens: Tensor, rows: Sequence[int]
+) -> Tensor:
+    """A function of a factor on tokens [N, t], as `apply` gives it [N].
+
+    InputError where it gives another number when asked again, by more than 1e-5 of the largest, or
+    where some of the rows, each asked alone, differ by more than 1e-3 of the numbers' range.
+    """
+    texts = potential.texts(tokens)
+    together = potential.apply(function, factor.reads, texts, tokens)  # [N]
+    again = potential.apply(function, factor.reads, texts, tokens)  # [N]
+    alone = together.clone()
+    for row in rows:
         one = slice(row, row + 1)
-        alone = potential.apply(factor.log_phi, factor.reads, texts[one], tokens[one])[0]
-        if not torch.isclose(alone, log_phi[row], 0.05, 0.5):  # bfloat16 differs a little by batch
-            numbers = f"is {alone:.3g} alone, {log_phi[row]:.3g} in a batch"
-            fault = f"{factor.name}: log phi of {texts[row][-80:]!r} {numbers}"
-            raise InputError(f"{fault}; it must be a function of the text")
-        if factor.log_prefix is not None:
-            check_prefix(potential, factor, tokens, log_phi > -torch.inf)
-
-
-def check_prefix(
-    potential: TextPotential, factor: Factor, tokens: Tensor, is_alive: Tensor
-) -> None:
-    """`check_potential` for a prefix part, on tokens [N, T]; phi > 0 where is_alive [N]."""
-    for t in range(1, tokens.shape[1]):
-        begun = tokens[:, :t]  # [N, t]
-        log_f = potential.prefix_of(factor, begun)  # [N]
-        row = t % len(tokens)
-        alone = potential.prefix_of(factor, begun[row : row + 1])[0]
-        fault = "" if torch.isclose(alone, log_f[row], 1e-3, 1e-3) else "differs in a batch"
-        if (is_killed := (log_f == -torch.inf) & is_alive).any():
-            row = is_killed.int().argmax().item()
-            fault = "is -inf, but a continuation has phi > 0"
-        if fault:
-            text = potential.texts(begun[row : row + 1])[0][-80:]
-            line = f"{factor.name}: the prefix part of {text!r} {fault}"
-            raise InputError(f"{line}; it must be a function of the text, positive where phi is")
+        alone[one] = potential.apply(function, factor.reads, texts[one], tokens[one])
+    finite = [number for number in together.tolist() if number > -math.inf] or [0.0]
+    largest = max(1.0, *map(abs, finite))
+    limit = 1e-3 * max(1.0, max(finite) - min(finite)) + factor.rounding * largest
+    for values, tolerance, how in ((again, 1e-5 * largest, "asked again"), (alone, limit, "alone")):
+        is_same = (values == together) | ((values - together).abs() <= tolerance)  # -inf is itself
+        if not is_same.all():
+            row = int(is_same.int().argmin())
+            numbers = f"is {together[row]:.4g} in a batch, {values[row]:.4g} {how}"
+            fault = f"{factor.name}: the number of {texts[row][-80:]!r} {numbers}"
+            raise InputError(
+                f"{fault}; it must depend on its text alone (`rounding` is for half precision)"
+            )
+    return together
 
 
 def base_potential(log_phi: Callable[[Tensor], Tensor]) -> LogPotential:
@@ -196,10 +248,8 @@ def effective_potential(log_phi: Callable[[Tensor], Tensor], base: LanguageModel
     return lambda tokens, log_p: sequence_log_probs(base, tokens) + log_phi(tokens) - log_p
 
 
-def only_zeros(log_prefix: LogPrefix | None) -> LogPrefix | None:
+def only_zeros(log_prefix: LogPrefix) -> LogPrefix:
     """A prefix part that is 0 where the given one is, else 1."""
-    if log_prefix is None:
-        return None
 
     def log_f(tokens: Tensor) -> Tensor:
         values = log_prefix(tokens)  # [N]
@@ -209,8 +259,8 @@ def only_zeros(log_prefix: LogPrefix | None) -> LogPrefix | None:
 
 
 def seen_from(
-    model: BaseModel | Adapted,
-    base: BaseModel,
+    model: LanguageModel | Adapted,
+    base: LanguageModel,
     log_phi: Callable[[Tensor], Tensor],
     is_effective: bool = True,
 ) -> Sigma:
@@ -223,7 +273,7 @@ def seen_from(
     if isinstance(log_phi, TextPotential):
         log_phi.check_alike(base)
     log_prefix = getattr(log_phi, "log_prefix", None)
-    if model is not base:
+    if log_prefix is not None and model is not base:
         log_prefix = only_zeros(log_prefix)
     if model is base or not is_effective:
         return Sigma(model, base_potential(log_phi), log_prefix)

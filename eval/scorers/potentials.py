@@ -2,15 +2,16 @@
 
 Everything after the first colon belongs to a pattern. A user's function gets N texts, or what its
 attribute `reads` says, and returns log phi, N numbers below infinity, in whatever form. Its
-attribute `prefix`, if it has one, is a function of the same, unfinished, that returns log f_t.
+attribute `prefix`, if it has one, is a function of the same, unfinished, that returns log f_t;
+`hints` and `rounding` are those of `twist.potential.Factor`.
 """
 
 import contextlib
 import copy
+import dataclasses
 import functools
-import io
+import inspect
 import math
-import os
 import re
 import runpy
 import sys
@@ -24,55 +25,72 @@ from torch import Tensor
 
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.checkpoint import digest_of
-from tinystories.errors import InputError, reason_of
+from tinystories.errors import InputError, listed, reason_of
 from twist.factors import READY, power
-from twist.potential import READS, Factor, as_log_phi
+from twist.potential import HALF, Factor, as_log_phi, factor_of
 
 CLASSIFIED = ("toxicity", "nontoxicity")
-FORMS = f"{', '.join(CLASSIFIED)}, keyword:WORD, regex:PATTERN, without:WORD, first-sentence:WORDS "
-FORMS += "or FILE.py:NAME"
+FORMS = f"{', '.join(CLASSIFIED)}, keyword:WORD, regex:PATTERN, without:WORD or FILE.py:NAME"
 
 
-def make_factors(potential: Sequence[str], beta: float, scorer: ToxicityScorer) -> list[Factor]:
-    """The factors that the values of --potential name; InputError if one is not understood."""
+def make_factors(
+    potential: Sequence[str], beta: float, scorer: ToxicityScorer, folder: Path | None = None
+) -> list[Factor]:
+    """The factors that the values of --potential name; InputError if one is not understood.
+
+    Where `folder` has a copy of a user's file, it is the copy that counts.
+    """
     factors = []
     for spec in potential:
         if spec in CLASSIFIED:
             score = scorer if spec == "toxicity" else scorer.log_nontoxic
-            factors.append(power(score, beta))
+            is_half = next(scorer.model.parameters()).dtype.itemsize < 4
+            factors.append(power(score, beta, HALF if is_half else 0.0))
         else:
-            factors.append(rule(spec))
+            factors.append(user_factor(spec, folder) if user_file(spec) else ready_factor(spec))
     return factors
 
 
-def rule(spec: str) -> Factor:
-    """The factor of a value of --potential that needs no classifier."""
-    return user_factor(spec) if user_file(spec) else ready_factor(spec)
-
-
 def ready_factor(spec: str) -> Factor:
-    """A keyword, a pattern or a length, hard or softened."""
+    """A keyword or a pattern, hard or softened."""
     head, _, argument = spec.partition(":")
     name, tilde, number = head.partition("~")
     try:
+        if name not in READY:
+            raise InputError(f"there is no rule {name!r}")
+        if not argument:
+            raise InputError("the word or pattern is missing")
         strength = float(number) if tilde else math.inf
-        wanted = int(argument) if name == "first-sentence" else argument
-        if spec.isalpha():
-            raise ValueError(f"for a keyword write keyword:{spec}")
-        if not argument or (name == "first-sentence" and not 1 <= wanted <= 10**6):
-            raise ValueError("give a word, a pattern or a number of words, at least 1")
         if tilde and not 0 < strength < math.inf:
-            raise ValueError("the strength after ~ must be above 0")
-        return READY[name](wanted, strength)
-    except (KeyError, ValueError) as error:  # InputError is a ValueError
+            raise InputError("the strength after ~ must be above 0")
+        return READY[name](argument, strength)
+    except ValueError as error:  # as every InputError is
         raise InputError(f"--potential {spec}: {error}; give {FORMS}") from error
 
 
-def user_file(spec: str) -> tuple[Path, str] | None:
-    """File and name of FILE.py:NAME; None for anything else."""
+def how_to_soften(potential: Sequence[str], strength: int) -> str:
+    """What makes a miss of a hard factor cost `strength` nats instead of everything, as advice."""
+    advice = []
+    for spec in potential:
+        name, _, argument = spec.partition(":")
+        own = user_file(spec)
+        if own is not None:
+            advice.append(f"let {own[1]} in {own[0].name} return -{strength} in place of -inf")
+        elif name in READY:
+            advice.append(f"write {name}~{strength}:{argument}")
+    return " and ".join(advice) or "lower --beta or the number behind ~"
+
+
+def user_file(spec: str, folder: Path | None = None) -> tuple[Path, str] | None:
+    """File, or its copy in the folder, and name of FILE.py:NAME; None for anything else."""
     path, _, name = spec.rpartition(":")
-    is_ready = re.split("[:~]", spec)[0] in READY
-    return (Path(path), name) if path.endswith(".py") and not is_ready else None
+    if spec.endswith(".py"):
+        path, name = spec, ""
+    if not path.endswith(".py") or re.split("[:~]", spec)[0] in READY:
+        return None
+    if folder is not None and (folder / Path(path).name).exists():
+        return folder / Path(path).name, name
+    return Path(path), name
 
 
 @contextlib.contextmanager
@@ -80,16 +98,14 @@ def users_code(spec: str, path: Path) -> Iterator[None]:
     """Whatever a user's code raises becomes an InputError; PyTorch's modes are put back."""
     dtype = torch.get_default_dtype()
     gradients = torch.set_grad_enabled(torch.is_grad_enabled())
-    printed = io.StringIO()  # standard output is for results
-    here = os.getcwd()
+    here = contextlib.chdir(".")
+    output = contextlib.redirect_stdout(sys.stderr)  # standard output is for results
     try:
-        with contextlib.redirect_stdout(printed), gradients:
+        with gradients, here, output:
             yield
-        if not printed.closed and printed.getvalue():
-            print(printed.getvalue(), end="", file=sys.stderr)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+    except InputError as error:
+        raise InputError(f"--potential {spec}: {error}") from error
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
         fault = f"(line {lines[-1]}: {reason_of(error)})" if lines else f"({reason_of(error)})"
@@ -97,7 +113,6 @@ def users_code(spec: str, path: Path) -> Iterator[None]:
         raise InputError(f"--potential {spec} failed {fault}; {remedy}") from error
     finally:
         torch.set_default_dtype(dtype)
-        os.chdir(here)
 
 
 @functools.cache
@@ -106,27 +121,24 @@ def run_file(path: Path, digest: str) -> dict[str, Any]:
     return runpy.run_path(str(path.absolute()), run_name=f"potential_{digest}")
 
 
-def user_factor(spec: str) -> Factor:
+def user_factor(spec: str, folder: Path | None = None) -> Factor:
     """The function of a user's file as a factor; InputError for whatever is wrong with either."""
-    path, name = user_file(spec)
-    try:
-        digest = digest_of(path)
-    except InputError as error:
-        raise InputError(f"--potential {spec}: {error}") from error
+    path, name = user_file(spec, folder)
     with users_code(spec, path):
-        function = run_file(path, digest)[name]
-        reads = getattr(function, "reads", "texts")
-        prefix = getattr(function, "prefix", None)
-        if not callable(function) or reads not in READS:
-            raise TypeError(f"{name} must be a function, and its `reads` one of {', '.join(READS)}")
-        if not (prefix is None or callable(prefix)):
-            raise TypeError(f"{name}.prefix must be a function that returns log f")
+        defined = run_file(path, digest_of(path))
+        if name not in defined:
+            functions = [key for key, value in defined.items() if inspect.isfunction(value)]
+            raise InputError(f"give FILE.py:NAME; it defines {listed(functions) or 'no function'}")
+        factor = factor_of(defined[name])
 
     def guarded(function: Callable, part: str, batch: list[str] | Tensor) -> Tensor:
         with users_code(f"{spec}{part}", path):
             given = copy.copy(batch)  # the function may change it
             return as_log_phi(function(given), batch)
 
-    log_prefix = None if prefix is None else functools.partial(guarded, prefix, ".prefix")
-    log_phi = functools.partial(guarded, function, "")
-    return Factor(log_phi, reads, log_prefix, f"--potential {spec}")
+    log_phi = functools.partial(guarded, factor.log_phi, "")
+    log_prefix = None
+    if factor.log_prefix is not None:
+        log_prefix = functools.partial(guarded, factor.log_prefix, ".prefix")
+    name = f"--potential {spec}"
+    return dataclasses.replace(factor, log_phi=log_phi, log_prefix=log_prefix, name=name)

@@ -6,81 +6,57 @@
     line 4          psi^(m) <- contrastive twist learning (CTL) on p^(m)      eq. 6
 
 The target never changes: sigma(s_{1:T}) is proportional to p^(0)(s_{1:T}) phi(s_{1:T}) (eq. 2), and
-p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). `distill/published.py` has the paper's
-lines 1, 3 and 4, the default; `distill/pooled.py` has ours (`--learner pooled`). Each generation is
-measured and saved as soon as it is learned.
+p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). `distill/paper.py` has the paper's lines
+1, 3 and 4, `distill/pooled.py` ours (`--learner pooled`). Each generation is measured and kept as
+soon as it is learned.
 """
 
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is quiet while the libraries load
-    import eval  # noqa: F401 (it prepares the environment of a command, before torch is loaded)
-
-# isort: split
-from pathlib import Path
-
-from distill.pooled import Pooled
-from distill.published import Published
+from eval.command import one_line_errors, say
+from eval.config import LEARNERS, Config, read_config
+from eval.evaluate import evaluate, evaluate_ends
 from eval.figures import draw_figures
-from eval.run import processes
-from eval.run.command import one_line_errors, say
-from eval.run.evaluate import evaluate_ends, finish_generation, plan
-from eval.run.options import RunConfig, read_config
-from eval.run.run import Run
-from eval.run.setup import Setup, identity, load_setup
+from eval.run import Run
 from eval.table import closing, table
-from tinystories.checkpoint import read_json
+from eval.world import World, load_world
+from tsmc import processes
+from tsmc.runs import Streams
 
 
-def self_distilled_tsmc(run: Run, setup: Setup, config: RunConfig) -> dict:
-    """Algorithm 1; returns the rows of its table."""
-    learner = make_learner(run, setup, config)
-    run.progress.plan = plan(learner, setup, config)
+def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
+    """Algorithm 1, from the beginning or behind the last generation that the run has kept."""
+    streams = Streams(config.run.seed, config.run.torch_device())
+    make = LEARNERS[config.run.learner][0]
+    learner = make(world.base, world.potential, config.learner, streams, run)
     # Base and Target come first: they tell early whether phi is too rare to learn from.
-    results = evaluate_ends(run, setup, config)
-    pair = learner.line_1()  # (p^(0), psi^(0))
-    finish_generation(run, setup, config, 0, pair, results)
-    for m in range(1, config.generations + 1):  # line 2
-        model = learner.line_3(pair, m)  # p^(m)
-        pair = learner.line_4(model, m)  # (p^(m), psi^(m))
-        finish_generation(run, setup, config, m, pair, results)
-    return results | {"scores": learner.scores(config.generations)}
-
-
-def make_learner(run: Run, setup: Setup, config: RunConfig) -> Published | Pooled:
-    """The learner that the options name, for p^(0) and phi; `run` computes its phases."""
-    if config.learner == "published":
-        return Published(setup.base, setup.potential, config, run)
-    # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
-    scale = max(config.beta, 1.0) if config.has_classifier() else 1.0
-    return Pooled(setup.base, setup.potential, config, run, scale)
-
-
-def run_job(config: RunConfig, resumed: Path | None) -> Path:
-    """A new run, or the one in the directory `resumed`, to its end; returns its directory."""
-    processes.join(config.torch_device())
-    if processes.rank() == 0 and not config.quiet:
-        say("loading the networks")
-    setup = load_setup(config)
-    with Run(config, resumed, identity(config)) as run:
-        results = self_distilled_tsmc(run, setup, config)
-        if run.writes:
-            run.say("drawing the figures", is_progress=True)
-            draw_figures(results, run.records, run.samples, run.path / "figures")
-        run.finish(results)
-        return run.path
+    rows = evaluate_ends(run, world, learner)
+    last = run.last()
+    if last is None:
+        pair = learner.first_twist()  # line 1: (p^(0), psi^(0))
+        run.keep(0, pair, world, learner.state(), *evaluate(run, world, learner, pair, 0))
+        last = 0
+    else:
+        pair = run.load_pair(last, world)
+        learner.resume(run.state(last))
+    for m in range(last + 1, config.run.generations + 1):  # line 2
+        model = learner.distil(pair, m)  # line 3: p^(m)
+        pair = learner.learn_twist(model, m)  # line 4: (p^(m), psi^(m))
+        run.keep(m, pair, world, learner.state(), *evaluate(run, world, learner, pair, m))
+    return run.finish(rows, learner.scores(config.run.generations))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to table; bad input ends with one line and exit code 2, Ctrl-C with code 130."""
-    with one_line_errors("main.py", "lower --rows, --ctl-batch-size or --distill-batch-size"):
-        config, path = read_config(arguments, __doc__.splitlines()[0])
-        if path is None or not (path / "results.json").exists():
-            path = run_job(config, path)
+    with one_line_errors("main.py", "lower --eval-particles or the learner's batch sizes"):
+        config, resumed = read_config(arguments, __doc__.splitlines()[0])
+        processes.join(config.run.torch_device())
         if processes.rank() == 0:
-            results = read_json(path / "results.json")
-            print(f"\n{table(results, path / 'results.json')}\n\n{closing(results, path)}")
+            say("loading the networks")
+        world = load_world(config.run, resumed and resumed / "potential")
+        with Run(config, resumed) as run:
+            results = self_distilled_tsmc(config, world, run)
+            if run.writes:
+                draw_figures(results, run.path)
+                print(f"\n{table(results)}\n\n{closing(results, run.path)}")
 
 
 if __name__ == "__main__":

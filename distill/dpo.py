@@ -21,14 +21,12 @@ What the paper leaves open:
 N sequences, M = floor(N / 2) pairs, T tokens.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.finetune import ROWS, BaselineConfig, Student, rewards
-from tsmc.interfaces import BaseModel, Report, ignore
+from distill.finetune import ROWS, Baseline, Student
+from tsmc import processes
 from tsmc.proposal import sample_proposal
 
 
@@ -45,31 +43,22 @@ def dpo_loss(log_pi: Tensor, log_ref: Tensor, strength: float) -> Tensor:
     return -F.logsigmoid(strength * (log_ratio[:, 0] - log_ratio[:, 1])).mean()
 
 
-def dpo(
-    base: BaseModel,
-    log_phi: Callable[[Tensor], Tensor],
-    config: BaselineConfig,
-    lora: bool,
-    generator: torch.Generator,
-    report: Report = ignore,
-) -> BaseModel:
-    """pi, trained from p^(0) = base, a plain network that is kept, for log_phi(tokens [N, T]) [N].
+class DPO(Baseline):
+    """Trained by pairs of samples of p^(0)."""
 
-    Reports the loss of every step. InputError where log phi is NaN or +inf, Diverged where the
-    trained model is not finite.
-    """
-    student = Student(base.network, config.learning_rate, config.weight_decay, lora, generator)
-    policy = student.after(base)
-    reference = base
-
-    def loss(tokens: Tensor, log_ref: Tensor) -> Tensor:
-        log_pi = policy.log_probs(tokens.flatten(0, 1))[0].sum(-1)  # [2 M]
-        return dpo_loss(log_pi.view(-1, 2), log_ref, config.strength)
-
-    for _ in range(config.updates):
-        batch = sample_proposal(reference, None, config.batch_size, generator)
-        pairs = preference_pairs(rewards(log_phi, batch.tokens))  # [M, 2]
-        tokens = batch.tokens[pairs]  # [M, 2, T]
-        log_ref = batch.log_p.sum(-1)[pairs]  # [M, 2]
-        report(loss=student.update(loss, ROWS // 2, tokens, log_ref))
-    return base.with_network(student.finish())
+    def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
+        """One update; returns the loss of this process's pairs."""
+        options, own = self.options, processes.own_rows(self.options.batch_size)
+        drawn = sample_proposal(self.base, None, options.batch_size, generator, part=own)
+        tokens = processes.gather_rows(drawn.tokens)  # [N, T]
+        log_ref = processes.gather_rows(drawn.log_p.sum(-1))  # [N]
+        pairs = preference_pairs(processes.gather_rows(self.rewards(drawn.tokens)))  # [M, 2]
+        policy = student.after(self.base)
+        total = 0.0
+        for part in pairs[processes.own_rows(len(pairs))].split(ROWS // 2):
+            log_pi = policy.log_probs(tokens[part].flatten(0, 1))[0].sum(-1).view(-1, 2)  # [m, 2]
+            loss = dpo_loss(log_pi, log_ref[part], options.strength) * (len(part) / len(pairs))
+            loss.backward()
+            total += loss.item()
+        student.step()
+        return {"loss": total}

@@ -1,45 +1,43 @@
-"""What fine-tuning shares: the trained copy, all of it or by LoRA, and its updates in parts.
+"""What fine-tuning shares: the trained copy, all of it or by LoRA, and its updates.
 
-    AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay of matrices only
-    gradient of a mean over N rows = sum over parts of (rows of the part / N) * gradient of its mean
+    AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01 of matrices only
     LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8
 
 LoRA trains A and B of the query and value projections, whose W is frozen; with B = 0 the output
 equals the base model's to the bit. What has been trained is merged into W.
 
 The paper's appendix ("Optimization") has the options of the two baselines, DPO and GRPO, and tunes
-step size, decay and strength on grids. N sequences, T continuation tokens, D width.
+step size, decay and strength on grids. N sequences, n rows of a batch, U updates, T continuation
+tokens, D width.
 """
 
+import abc
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distill.learner import Learner, check_all, option
 from tinystories.errors import InputError
-from tsmc.interfaces import BaseModel
+from tsmc import processes
+from tsmc.interfaces import BaseModel, call_potential
+from twist.pair import Pair
 
+WEIGHT_DECAY = 0.01
 ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits
 RANK = 8  # of LoRA
 PROJECTIONS = ("q_proj", "v_proj")  # that LoRA trains
 
 
-class Diverged(InputError):
-    """A model whose parameters are no longer finite after training."""
-
-
-@dataclass(frozen=True)
-class BaselineConfig:
-    """The options of a baseline."""
-
-    learning_rate: float  # AdamW's step size
-    weight_decay: float  # of matrices
-    strength: float  # b, how strongly the policy is held to p^(0)
-    updates: int = 1000
-    batch_size: int = 1024  # N, sequences drawn for one update
+def draw_batches(
+    weights: Tensor, batch_size: int, updates: int, generator: torch.Generator
+) -> Tensor:
+    """Rows [U, n] of samples, drawn by their weights [N], for each of U = updates."""
+    drawn = torch.multinomial(weights, updates * batch_size, replacement=True, generator=generator)
+    return drawn.view(updates, batch_size)
 
 
 class LoRALinear(nn.Module):
@@ -102,37 +100,27 @@ class Student:
     """A copy, in float32 or wider, of a plain language model in training, and its optimiser."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        learning_rate: float,
-        weight_decay: float,
-        lora: bool,
-        generator: torch.Generator,
+        self, network: nn.Module, learning_rate: float, lora: bool, generator: torch.Generator
     ):
-        self.dtype = next(model.parameters()).dtype
+        self.dtype = next(network.parameters()).dtype
         wide = torch.promote_types(self.dtype, torch.float32)
         # A step of 3e-5 would vanish in bfloat16, so training is in float32 at least.
-        self.network = copy.deepcopy(model).to(wide).requires_grad_(True)
+        self.network = copy.deepcopy(network).to(wide).requires_grad_(True)
         self.lora = lora
         everything = list(self.network.parameters())
         self.parameters = add_lora(self.network, generator) if lora else everything
-        groups = parameter_groups(self.parameters, weight_decay)
+        groups = parameter_groups(self.parameters, WEIGHT_DECAY)
         self.optimizer = torch.optim.AdamW(groups, lr=learning_rate)
 
     def after(self, base: BaseModel) -> BaseModel:
         """The student as a language model after the prompt of `base`."""
         return base.with_network(self.network)
 
-    def update(self, loss: Callable[..., Tensor], at_once: int, *rows: Tensor) -> float:
-        """One step on the mean over rows [N, ...], loss(*rows), `at_once` at a time; that mean."""
-        self.optimizer.zero_grad()
-        total = 0.0
-        for parts in zip(*(tensor.split(at_once) for tensor in rows), strict=True):
-            share = loss(*parts) * (len(parts[0]) / len(rows[0]))
-            share.backward()
-            total += share.item()
+    def step(self) -> None:
+        """One update with the gradients of all processes, which are zero afterwards."""
+        processes.sum_gradients(self.parameters)
         self.optimizer.step()
-        return total
+        self.optimizer.zero_grad()
 
     def merged(self) -> nn.Module:
         """The network as it is now; with LoRA, a copy into which the updates are merged."""
@@ -143,16 +131,64 @@ class Student:
         return network
 
     def finish(self) -> nn.Module:
-        """The trained network in the type it came in; Diverged where it is not finite."""
+        """The trained network in the type it came in; InputError where it is not finite."""
         network = self.merged()
         if not all(parameter.isfinite().all() for parameter in network.parameters()):
-            raise Diverged("the trained model is not finite; lower the learning rate")
+            raise InputError("the trained model is not finite; lower the learning rate")
         return network.to(self.dtype)
 
 
-def rewards(log_phi: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """r = log phi [N] of tokens [N, T], -inf where phi is zero; InputError for NaN and +inf."""
-    reward = log_phi(tokens)
-    if not (reward < torch.inf).all():
-        raise InputError("log phi is NaN or +inf on a sample; check the potential")
-    return reward
+@dataclass(frozen=True)
+class BaselineOptions:
+    student: str = option("full", "what is fine-tuned", choices=("full", "lora"))
+    learning_rate: float = option(1e-4, "AdamW's step size", 0, 1)
+    strength: float = option(0.4, "b, how strongly the policy is held to p^(0)", 0)
+    updates: int = option(398, "gradient steps of a generation", 1)
+    batch_size: int = option(128, "N, sequences drawn for one update", 2)
+
+    def __post_init__(self):
+        check_all(self)
+
+
+class Baseline(Learner):
+    """A policy that is trained from p^(0).
+
+    Generation 0 is the trained policy, and each further one goes on from the last. There is no
+    twist, so no weight corrects its samples.
+    """
+
+    samples_policy = True
+
+    def first_twist(self) -> Pair:
+        """The policy, trained from p^(0), and psi = 1."""
+        return Pair(self.distil(Pair(self.base, None), 0), None)
+
+    def distil(self, pair: Pair, m: int) -> BaseModel:
+        """The policy, trained from p^(m-1)."""
+        options = self.options
+        generator = self.streams.stream("fine-tuning", m)
+        is_lora = options.student == "lora"
+        student = Student(pair.model.network, options.learning_rate, is_lora, generator)
+        for _ in range(options.updates):
+            figures = self.update(student, generator)
+            self.report("fine-tuning", m, options.updates, **figures)
+        return self.base.with_network(student.finish())
+
+    @abc.abstractmethod
+    def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
+        """One update of the student from a new batch; returns figures such as its loss."""
+
+    def rewards(self, tokens: Tensor) -> Tensor:
+        """r = log phi [N] of tokens [N, T], -inf where phi is 0; InputError for NaN and +inf."""
+        reward = call_potential(self.log_phi, tokens)
+        if not (reward < torch.inf).all():
+            raise InputError("log phi is NaN or +inf on a sample; check the potential")
+        return reward
+
+    def scores(self, generations: int) -> int:
+        """How many texts phi has scored after so many generations."""
+        return (generations + 1) * self.options.updates * self.options.batch_size
+
+    def first_draws(self) -> tuple[int, str]:
+        """Every update learns from one batch."""
+        return self.options.batch_size, "--batch-size"

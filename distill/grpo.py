@@ -27,25 +27,23 @@ What the paper leaves open:
 N sequences, T tokens; sg stops the gradient.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from distill.finetune import ROWS, BaselineConfig, Student, rewards
+from distill.finetune import ROWS, Baseline, Student
 from tinystories.decoder import counted
-from tsmc.categorical import widest
-from tsmc.interfaces import BaseModel, Report, ignore
+from tsmc import processes
 from tsmc.proposal import sample_proposal
 
 
 def advantages(reward: Tensor) -> Tensor:
     """A [N], of mean 0 and variance 1, or all zero, of rewards [N], which may hold -inf."""
-    reward = reward.to(widest(reward.device))
+    reward = reward.double()
     possible = reward > -torch.inf
     if not possible.all():
         reward = possible.to(reward.dtype)
-    if (reward == reward[0]).all():  # rounding of the mean would otherwise be blown up to size 1
+    # A spread below the rounding of float32 scores would otherwise be blown up to size 1.
+    if reward.std(correction=0) <= 1e-6 * reward.abs().max():
         return torch.zeros_like(reward)
     return (reward - reward.mean()) / reward.std(correction=0)
 
@@ -61,37 +59,31 @@ def grpo_loss(
     return loss[is_counted].mean()
 
 
-def grpo(
-    base: BaseModel,
-    log_phi: Callable[[Tensor], Tensor],
-    config: BaselineConfig,
-    lora: bool,
-    generator: torch.Generator,
-    report: Report = ignore,
-) -> BaseModel:
-    """pi, trained from p^(0) = base, a plain network that is kept, for log_phi(tokens [N, T]) [N].
+class GRPO(Baseline):
+    """Trained by the advantages of its own samples."""
 
-    Reports the loss, which for texts of one length is b times the penalty because A has mean 0, and
-    the samples' mean phi. InputError where log phi is NaN or +inf, Diverged where the trained model
-    is not finite.
-    """
-    student = Student(base.network, config.learning_rate, config.weight_decay, lora, generator)
-    policy = student.after(base)
+    def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
+        """One update; returns the loss of this process's rows and the samples' mean phi.
 
-    def loss(tokens: Tensor, advantage: Tensor, relative_length: Tensor) -> Tensor:
-        with torch.no_grad():
-            log_ref = base.log_probs(tokens)[0]  # [N, T]
-        is_counted = counted(tokens, base.end)
-        log_pi = policy.log_probs(tokens)[0]  # [N, T]
-        mean = grpo_loss(log_pi, log_ref, advantage, config.strength, is_counted)
-        return mean * relative_length.mean()  # the part's share of the tokens of the batch
-
-    for _ in range(config.updates):
-        current = base.with_network(student.merged())
-        tokens = sample_proposal(current, None, config.batch_size, generator).tokens
-        reward = rewards(log_phi, tokens)
-        lengths = counted(tokens, base.end).sum(1).float()  # [N]
-        rows = (tokens, advantages(reward), lengths / lengths.mean())
-        mean_loss = student.update(loss, ROWS, *rows)
-        report(loss=mean_loss, phi=reward.exp().mean())
-    return base.with_network(student.finish())
+        For texts of one length the loss is b times the penalty, because A has mean 0.
+        """
+        options, own = self.options, processes.own_rows(self.options.batch_size)
+        current = self.base.with_network(student.merged())
+        tokens = sample_proposal(current, None, options.batch_size, generator, part=own).tokens
+        reward = processes.gather_rows(self.rewards(tokens))  # [N]
+        advantage = advantages(reward)[own]  # [n]
+        is_counted = counted(tokens, self.base.end)  # [n, T]
+        tokens_of_all = processes.gather_rows(is_counted.sum(1)).sum()
+        policy = student.after(self.base)
+        total = 0.0
+        for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
+            with torch.no_grad():
+                log_ref = self.base.log_probs(tokens[rows])[0]  # [r, T]
+            log_pi = policy.log_probs(tokens[rows])[0]  # [r, T]
+            some = is_counted[rows]  # [r, T]
+            loss = grpo_loss(log_pi, log_ref, advantage[rows], options.strength, some)
+            loss = loss * (some.sum() / tokens_of_all)  # the share of the tokens of the batch
+            loss.backward()
+            total += loss.item()
+        student.step()
+        return {"loss": total, "phi": reward.exp().mean().item()}

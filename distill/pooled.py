@@ -5,9 +5,9 @@
     fit     q <- argmin_q sum_i W_i [-log q(s_i)], an adapter of p^(0)  the weighted eq. 7
 
 Weighted likelihood is the objective of distributional policy gradients (Parshakova et al., 2019;
-Khalifa et al., 2021, who call it GDC), here with adaptive importance sampling in the manner of AMIS
-(Cornuet et al., 2012): the proposal is refitted, and what it has drawn before is kept. For exact
-weights the minimum is q = sigma, of all q that an adapter can be.
+Khalifa et al., 2021, who call it GDC), here with adaptive importance sampling: the proposal is
+refitted, and what it has drawn before is kept, with the weights that it got then. For exact weights
+the minimum is q = sigma, of all q that an adapter can be.
 
     line 1          a ladder of such steps from q = p^(0), each fitted to p^(0) phi^b with the
                     largest b <= 1 at which enough draws count, and the last one to sigma itself
@@ -23,19 +23,18 @@ width, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from distill.options import check_all, option
-from distill.self_distill import draw_batches, self_distill
+from distill.finetune import draw_batches
+from distill.learner import Learner, check_all, option
 from tinystories.decoder import counted, padded
 from tinystories.errors import InputError
-from tsmc.interfaces import BaseModel, LanguageModel, Report, row_slices
-from tsmc.runs import Phases, chunk_sizes
+from tsmc import processes
+from tsmc.interfaces import LanguageModel, row_slices
 from twist.adapter import Adapted, Adapter
 from twist.ctl import EXPLODED
 from twist.pair import Pair
@@ -59,168 +58,130 @@ class PooledOptions:
     pool_updates: int = option(120, "gradient steps of each generation", 1)
     pool_batch_size: int = option(64, "sequences of one step", 1)
     pool_learning_rate: float = option(1e-4, "Adam's step size", 0, 1)
-    pool_hidden_units: int = option(192, "width of the adapter's two hidden layers", 1)
 
     def __post_init__(self):
         check_all(self)
 
-    def ladder(self) -> list[int]:
-        """Sequences of each step of the ladder."""
-        at_once = math.ceil(self.pool_first_draws / self.pool_first_rounds)
-        return chunk_sizes(self.pool_first_draws, at_once)
 
+class Pooled(Learner):
+    """Draw, weigh and fit, with PooledOptions; psi^(m) = 1, because q has learned what a twist
+    could add."""
 
-class Pooled:
-    """Lines 1, 3 and 4 for p^(0) = base and log_phi(tokens [N, T]) -> log phi [N]."""
-
-    def __init__(
-        self,
-        base: BaseModel,
-        log_phi: Callable[[Tensor], Tensor],
-        options: PooledOptions,
-        phases: Phases,
-        scale: float = 1.0,
-    ):
-        """`scale` is c of the surrogate (`twist/surrogate.py`): beta for a classifier."""
-        self.base = base
-        self.log_phi = log_phi
-        self.options = options
-        self.phases = phases
-        self.scale = scale
+    def __init__(self, *given: Any, **named: Any):
+        super().__init__(*given, **named)
         self.pool = Pool()
 
-    def plan(self, m: int) -> dict[str, float]:
-        """The phases of generation m and their work, about that of drawing so many sequences."""
+    def first_twist(self) -> Pair:
+        """Line 1: psi^(0) = q^(0) / p^(0), kept as q^(0): the last step of the ladder."""
         options = self.options
-        update = 0.4 * options.pool_batch_size
-        *climb, last = options.ladder()
-        plan = {}
-        if m == 0:
-            for step, count in enumerate(climb, 1):
-                plan[f"ladder {step} sampling"] = float(count)
-                plan |= self.plan_of_fit(f"ladder {step}", update * options.pool_first_updates)
-        plan["sampling"] = float(options.pool_draws if m else last)
-        return plan | self.plan_of_fit("distillation", update * options.pool_updates)
+        at_once = math.ceil(options.pool_first_draws / options.pool_first_rounds)
+        steps = math.ceil(options.pool_first_draws / at_once)
+        q = None  # p^(0) proposes
+        for step in range(1, steps):
+            word = f"ladder {step}"
+            self.draw(q, f"{word} sampling", 0, at_once)
+            # Without a single phi > 0 there is nothing to fit, and p^(0) proposes once more.
+            if self.pool.is_alive().any():
+                log_weights, power = tempered(self.pool, options.pool_first_ess)
+                q = self.fit(word, 0, options.pool_first_updates, log_weights, power, q)
+        self.draw(q, "sampling", 0, options.pool_first_draws - (steps - 1) * at_once)
+        return Pair(self.fit_to_sigma(0), None)
 
-    def plan_of_fit(self, phase: str, work: float) -> dict[str, float]:
-        """The phases of a fit."""
-        surrogate = {f"{phase} surrogate": 0.0} if self.options.surrogate else {}
-        return surrogate | {phase: work}
+    def distil(self, pair: Pair, m: int) -> LanguageModel:
+        """Line 3: p^(m) = q^(m), fitted to all draws so far, to which q^(m-1) adds."""
+        if not self.pool.rounds:
+            raise InputError("the pool is empty; begin with first_twist(), or resume(state)")
+        self.draw(pair.model.adapter, "sampling", m, self.options.pool_draws)
+        return self.fit_to_sigma(m)
+
+    def draw(self, q: Adapter | None, word: str, m: int, count: int) -> None:
+        """Draw and weigh: `count` sequences of q join the pool; None is p^(0)."""
+        twist = None if q is None else q.tilt  # one pass gives log q and log p^(0)
+
+        def draw(size: int, generator: Generator) -> dict[str, Tensor]:
+            return vars(draw_round(self.base, twist, self.log_phi, size, generator))
+
+        self.pool.rounds.append(Round(**self.streams.draw(word, m, count, draw, 1, self.report)))
+
+    def fit_to_sigma(self, m: int) -> Adapted:
+        """q^(m): an adapter of p^(0), learned anew from the whole pool."""
+        # Anew, because an adapter that goes on learns the few heavy texts by heart.
+        log_weights = self.pool.log_weights()
+        q = self.fit("distillation", m, self.options.pool_updates, log_weights, 1.0, None)
+        return Adapted(self.base, q)
+
+    def fit(
+        self,
+        word: str,
+        m: int,
+        updates: int,
+        log_weights: Tensor,
+        power: float,
+        start: Adapter | None,
+    ) -> Adapter:
+        """The weighted eq. 7: fit q to the pool by log weights [N], which aim at p^(0) phi^power.
+
+        q goes on from the MLP of `start`, or from p^(0). As p^(0) is not trained, the states of
+        each sequence that occurs are computed once, and a step computes the logits of q once for
+        the S prefixes s_{1:t-1} that differ in its batch. InputError where q has exploded.
+        """
+        options, base = self.options, self.base
+        weights = truncated(log_weights, options.pool_least_ess)  # [N]
+        generator = self.streams.stream(word, m)
+        adapter = Adapter(base.output_embeddings, self.scores_of_tokens(), generator)
+        # Targets of the ladder are alike, so a few steps from the last MLP suffice.
+        if start is not None:
+            adapter.shift.load_state_dict(start.shift.state_dict())
+        optimizer = torch.optim.Adam(adapter.shift.parameters(), lr=options.pool_learning_rate)
+        batches = draw_batches(weights, options.pool_batch_size, updates, generator)  # [U, n]
+        # Most texts have hardly any weight; those that no batch draws need no states.
+        distinct, places = batches.unique(return_inverse=True)
+        tokens = self.pool.tokens()[distinct]  # [M, T]
+        states = hidden_states(base, tokens).flatten(0, 1)  # [M T, D]
+        prefixes = first_places(tokens)  # [M, T]
+        is_counted = counted(tokens, base.end)  # [M, T]
+        for rows in places:
+            own = rows[processes.own_rows(len(rows))]
+            some = is_counted[own]  # [n, T]
+            # Texts share beginnings, and the V logits after each of them are the main cost.
+            chosen, place = prefixes[own][some].unique(return_inverse=True)  # [S]
+            log_q = adapter(states[padded(chosen, GROUP)]).log_softmax(-1)  # [S, V]
+            loss = -log_q[place, tokens[own][some]].sum() / is_counted[rows].sum()
+            self.report(word, m, updates, loss=loss.detach(), power=power)
+            optimizer.zero_grad()
+            loss.backward()
+            processes.sum_gradients(adapter.shift.parameters())
+            optimizer.step()
+        with torch.no_grad():
+            largest = adapter.tilt(states[:GROUP]).abs().max().item()
+        if not largest < EXPLODED:
+            fault = f"the adapter has exploded to {largest:.0f} nats"
+            raise InputError(f"{fault}; lower --pool-learning-rate")
+        return adapter.requires_grad_(False)
+
+    def scores_of_tokens(self) -> Tensor | None:
+        """The scores g [V] of the surrogate, fitted to all draws alike; None without it."""
+        if not self.options.surrogate:
+            return None
+        scale = getattr(self.log_phi, "scale", 1.0)
+        return fit_surrogate(self.pool.tokens(), self.pool.log_phi(), scale, self.base.vocab_size)
 
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations."""
         return self.options.pool_first_draws + generations * self.options.pool_draws
 
-    def line_1(self) -> Pair:
-        """psi^(0) = q^(0) / p^(0), kept as q^(0): the last step of the ladder."""
-        *climb, last = self.options.ladder()
-        q = None
-        for step, count in enumerate(climb, 1):
-            self.draw(q, f"ladder {step} sampling", 0, count)
-            # Without a single phi > 0 there is nothing to fit, and p^(0) proposes once more.
-            if self.pool.is_alive().any():
-                q = self.fit(f"ladder {step}", 0, self.options.pool_first_updates, q, True)
-        self.draw(q, "sampling", 0, last)
-        return Pair(Adapted(self.base, self.fit_to_sigma(0)), None)
+    def first_draws(self) -> tuple[int, str]:
+        """The ladder learns from all of its draws."""
+        return self.options.pool_first_draws, "--pool-first-draws"
 
-    def line_3(self, pair: Pair, m: int) -> LanguageModel:
-        """p^(m) = q^(m), fitted to all draws so far, to which q^(m-1) adds."""
-        self.draw(pair.model.adapter, "sampling", m, self.options.pool_draws)
-        return Adapted(self.base, self.fit_to_sigma(m))
+    def state(self) -> dict[str, Tensor]:
+        """The pool."""
+        pool = self.pool
+        return vars(Round(pool.tokens(), pool.log_weights(), pool.log_phi()))
 
-    def line_4(self, model: LanguageModel, m: int) -> Pair:
-        """psi^(m) = 1."""
-        # q^(m) is the fitted proposal already; a twist could only learn what it has missed.
-        return Pair(model, None)
-
-    def draw(self, q: Adapter | None, phase: str, m: int, count: int) -> None:
-        """Draw and weigh: `count` sequences of q join the pool; None is p^(0)."""
-        base = self.base
-        twist = None if q is None else q.tilt  # one pass gives log q and log p^(0)
-
-        def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-            return vars(draw_round(base, twist, self.log_phi, size, generator))
-
-        self.pool.rounds.append(Round(**self.phases.draw(phase, m, count, draw)))
-
-    def fit_to_sigma(self, m: int) -> Adapter:
-        """q^(m): an adapter of p^(0), learned anew from the whole pool."""
-        # Anew, because an adapter that goes on learns the few heavy texts by heart.
-        return self.fit("distillation", m, self.options.pool_updates, None, False)
-
-    def fit(
-        self, phase: str, m: int, updates: int, start: Adapter | None, is_tempered: bool
-    ) -> Adapter:
-        """Fit q to the pool, from the MLP of `start` or from p^(0); the surrogate comes first."""
-        options = self.options
-        scores = self.fit_scores(f"{phase} surrogate", m) if options.surrogate else None
-        log_weights, power = self.pool.log_weights(), 1.0
-        if is_tempered:
-            log_weights, power = tempered(self.pool, options.pool_first_ess)
-        weights = truncated(log_weights, options.pool_least_ess)
-        positive = self.pool.is_alive().double().mean().item()
-
-        def learn(generator: torch.Generator, report: Report) -> dict[str, Tensor]:
-            embeddings = self.base.output_embeddings
-            adapter = Adapter(embeddings, scores, options.pool_hidden_units, generator)
-            # Targets of the ladder are alike, so a few steps from the last MLP suffice.
-            if start is not None:
-                adapter.shift.load_state_dict(start.shift.state_dict())
-            optimizer = torch.optim.Adam(adapter.shift.parameters(), lr=options.pool_learning_rate)
-            batches = draw_batches(weights, options.pool_batch_size, updates, generator)
-            told = partial(report, power=power, positive=positive)
-            fit_adapter(adapter, optimizer, self.base, self.pool.tokens(), batches, told)
-            return adapter.state_dict()
-
-        tensors = self.phases.once(phase, m, updates, learn)
-        adapter = Adapter.like(tensors, self.base)
-        adapter.load_state_dict(tensors)
-        return adapter.requires_grad_(False)
-
-    def fit_scores(self, phase: str, m: int) -> Tensor:
-        """The scores g [V] of the surrogate, fitted to all draws alike."""
-
-        def learn(generator: torch.Generator, report: Report) -> dict[str, Tensor]:
-            pool, vocab_size = self.pool, self.base.vocab_size
-            scores, loss = fit_surrogate(pool.tokens(), pool.log_phi(), self.scale, vocab_size)
-            report(loss=loss)
-            return {"scores": scores}
-
-        return self.phases.once(phase, m, 1, learn)["scores"]
-
-
-def fit_adapter(
-    adapter: Adapter,
-    optimizer: torch.optim.Optimizer,
-    base: BaseModel,
-    tokens: Tensor,
-    batches: Tensor,
-    report: Report,
-) -> None:
-    """Minimise eq. 7 in place for rows `batches` [U, n] of tokens [N, T].
-
-    p^(0) = base is not trained, so the states of each sequence that occurs are computed once, and
-    a step computes the logits of q once for the S prefixes s_{1:t-1} that differ in its batch.
-    """
-    # Most texts have hardly any weight; those that no batch draws need no states.
-    distinct, places = batches.unique(return_inverse=True)
-    tokens = tokens[distinct]  # [M, T]
-    states = hidden_states(base, tokens).flatten(0, 1)  # [M T, D]
-    prefixes = first_places(tokens)  # [M, T]
-    is_counted = counted(tokens, base.end)  # [M, T]
-
-    def loss(rows: Tensor) -> Tensor:
-        some = is_counted[rows]  # [n, T]
-        # Texts share beginnings, and the V logits after each of them are the main cost.
-        chosen, place = prefixes[rows][some].unique(return_inverse=True)  # [S]
-        log_q = adapter(states[padded(chosen, GROUP)]).log_softmax(-1)  # [S, V]
-        return -log_q[place, tokens[rows][some]].mean()
-
-    self_distill(loss, optimizer, places, report)
-    with torch.no_grad():
-        largest = adapter.tilt(states[:GROUP]).abs().max().item()
-    if not largest < EXPLODED:
-        raise InputError(f"the adapter has exploded to {largest:.0f} nats; lower its learning rate")
+    def resume(self, state: dict[str, Tensor]) -> None:
+        """Go on with a pool that was kept."""
+        self.pool = Pool([Round(**state)])
 
 
 def first_places(tokens: Tensor) -> Tensor:

@@ -8,12 +8,18 @@ and each series also has a marker or line style of its own.
 import math
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
+try:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+except ImportError:  # a run without figures is better than none
+    plt = None
+
+from eval.command import say
+from eval.run import read_lines
 from eval.table import named_rows
 from tinystories.checkpoint import replacing
 
@@ -21,10 +27,18 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", ":")
 ENDS = {"Base": ("#555555", "X"), "Target": ("black", "*")}
+LOOKS = {  # colour and marker of each learner, in every figure
+    "paper": ("#0072B2", "o"),
+    "weighted": ("#E69F00", "s"),
+    "pooled": ("#009E73", "^"),
+    "dpo": ("#CC79A7", "D"),
+    "grpo": ("#56B4E9", "v"),
+}
 LABELS = {"toxicity": "Toxicity p(toxic | s)", "log_phi": "log phi"}
 LOSSES = {  # phase, title, figure
     "distillation": ("Distillation (eq. 7), nats per token", "loss"),
     "twist learning": ("ESS of CTL's positive weights (eq. 6)", "ess"),
+    "fine-tuning": ("Fine-tuning (eq. 9 or 10)", "loss"),
 }
 
 
@@ -103,13 +117,36 @@ def histogram(scores: dict[str, list[float]], key: str, path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_figures(results: dict, records: list[dict], samples: list[dict], folder: Path) -> None:
-    """The three figures of a run from its results and the lines of its other two files."""
+def population_plot(results: dict, path: Path) -> None:
+    """The score of populations of K particles, a line for each generation (paper, Fig. 2)."""
+    figure, axes = plt.subplots(figsize=(5, 3.5))
+    for m, row in enumerate(results["generations"]):
+        sizes = [int(size) for size in row["populations"]]
+        look = {"color": COLOURS[m % 6], "marker": MARKERS[m % 6], "label": f"Generation {m}"}
+        axes.plot(sizes, list(row["populations"].values()), **look)
+    axes.set(xscale="log", xlabel="Particles K", ylabel="Score: few particles should suffice")
+    axes.set_xticks(sizes, sizes)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_figure(figure, path)
+
+
+def draw_figures(results: dict, run: Path) -> None:
+    """The figures of a run, from its results and the files of its generations."""
+    if plt is None:
+        say("there are no figures without matplotlib; pip install matplotlib")
+        return
+    folder = run / "figures"
     key = "toxicity" if "toxicity" in results["base"] else "log_phi"
+    places = ["base", *(f"generation-{m}" for m in range(len(results["generations"])))]
+    records = [row for place in places for row in read_lines(run / place / "metrics.jsonl")]
     learning_curves(records, folder / "learning.png")
     similarity_plot(results, key, folder / f"similarity-{key.replace('_', '-')}.png")
     scores: dict[str, list[float]] = {}
-    for row in samples:
+    for row in [row for place in places for row in read_lines(run / place / "samples.jsonl")]:
         if row[key] is not None:  # null stands for what is not finite
             scores.setdefault(row["source"].capitalize(), []).append(row[key])
     histogram(scores, key, folder / f"{key.replace('_', '-')}-histogram.png")
+    if all("populations" in row for row in results["generations"]):
+        population_plot(results, folder / "particles.png")

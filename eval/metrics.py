@@ -3,6 +3,7 @@
     log phi      mean over the final particles of R independent TSMC runs of K
     phi > 0      share of the texts that the potential does not rule out
     toxicity     mean of p(toxic | s), where the potential reads the classifier or it is asked for
+    ended        share of the texts that have the token --end; the others are cut at T
     similarity   mean cosine over distinct index pairs of the same R K texts
     energy       2 E|x - y| - E|x - x'| - E|y - y'|: energy distance of sentence embeddings, texts x
                  against exact samples y of sigma; zero where both come from the same distribution.
@@ -68,6 +69,15 @@ def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
     return 2 * pair_distances(x, y).mean().item() - within_x - within_y
 
 
+def energy_terms(x: Tensor, y: Tensor) -> Tensor:
+    """What each exact sample adds to the energy distance of x [N, D] from y [M, D]: [M].
+
+    To first order the error of their mean is what the choice of the exact samples brings.
+    """
+    within = pair_distances(y, y).sum(0) / (len(y) - 1)  # [M]
+    return 2 * (pair_distances(x, y).mean(0) - within)
+
+
 def energy_floor(y: Tensor, n: int) -> float:
     """The 95 % quantile of the energy distance of n exact samples from the exact samples y [M, D].
 
@@ -122,20 +132,30 @@ def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = N
     """
     row = mean_scores(samples)
     row |= {"similarity": mean_pairwise_cosine(vectors), "num_sequences": len(samples.texts)}
+    if "toxicity" in samples.scores:
+        bins = (20 * samples.scores["toxicity"]).long().clamp(0, 19)
+        row["histogram"] = (torch.bincount(bins, minlength=20) / len(bins)).tolist()
     group = torch.tensor(samples.group, device=vectors.device)
     if exact_vectors is not None and group[0] != group[-1]:  # else no two texts are independent
         row["energy"] = energy_distance(vectors, exact_vectors, group)
+        terms = energy_terms(vectors, exact_vectors).tolist()
+        row["terms_energy"] = [round(term, 5) for term in terms]
     return row
 
 
 def kl_target_proposal(
     model: LanguageModel, twist: Twist | None, base: LanguageModel, exact: ExactSamples
 ) -> tuple[Estimate, Tensor]:
-    """KL(sigma||q) in nats, and log p^(0)(s) + log phi(s) - log q(s) [N] of the exact samples.
+    """KL(sigma||q) in nats of the proposal of p^(m) and psi^(m), and its terms as below."""
+    return kl_of_log_q(proposal_log_probs(model, twist, exact.tokens)[1], base, exact)
+
+
+def kl_of_log_q(log_q: Tensor, base: LanguageModel, exact: ExactSamples) -> tuple[Estimate, Tensor]:
+    """KL(sigma||q) in nats from log q [N] of the exact samples, and its terms [N], which are
+    log p^(0)(s) + log phi(s) - log q(s).
 
     The error takes their mean as independent of log Z_sigma, which comes from the same draws: for
     q = p^(0) and the shipped samples it is .065, where their covariance would make it .054.
     """
-    log_q = proposal_log_probs(model, twist, exact.tokens)[1]  # [N]
     terms = sequence_log_probs(base, exact.tokens) + exact.log_phi - log_q  # [N]
     return difference(mean_estimate(terms), exact.evidence()), terms

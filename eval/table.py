@@ -11,6 +11,7 @@ TABLE = (
     ("toxicity", "toxicity", ".3f"),
     ("log phi", "log_phi", ".2f"),
     ("phi > 0", "phi_positive", ".3f"),
+    ("ended", "ended", ".3f"),
     ("similarity", "similarity", ".3f"),
     ("energy", "energy", ".3f"),
     ("KL", "kl_target_proposal", ".2f"),
@@ -45,15 +46,15 @@ def read_results(run: Path) -> dict:
     """results.json of a run; InputError where it holds none."""
     path = run / "results.json"
     results = read_json(path)
-    table(results, path)
+    with reading(path, "holds no results of a run", "name a finished run of main.py"):
+        table(results)
     return results
 
 
-def table(results: dict, source: Path) -> str:
-    """The rows of a run; InputError, naming `source`, where it holds no results."""
-    with reading(source, "holds no results of a run"):
-        rows = named_rows(results)
-        return aligned(rows, columns(rows, results))
+def table(results: dict) -> str:
+    """The rows of a run."""
+    rows = named_rows(results)
+    return aligned(rows, columns(rows, results))
 
 
 def closing(results: dict, run: Path) -> str:
@@ -62,17 +63,16 @@ def closing(results: dict, run: Path) -> str:
     A score gives 1 / sum W^2 over the number of particles, for their weights W in the last row.
     """
     lines = []
-    with reading(run / "results.json", "holds no results of a run"):
-        rows = named_rows(results)
-        last = list(rows)[-1]
-        for name in ("Base", last):
-            lines += [f"{name}:", *(f"  {printable(text)}" for text in rows[name]["examples"])]
-        if "Target" in rows:
-            rate = math.exp(rows["Target"]["log_z"])
-            kept = f"Rejection keeps 1 text in {1 / rate:,.0f}"
-            cost = f"training has scored as many texts as {results['scores'] * rate:,.0f} exact"
-            gain = f"now a score gives at most {rows[last]['worth']:.2f} effective samples"
-            lines += ["", f"{kept}; {cost} samples need; {gain}."]
+    rows = named_rows(results)
+    last = list(rows)[-1]
+    for name in ("Base", last):
+        lines += [f"{name}:", *(f"  {printable(text)}" for text in rows[name]["examples"])]
+    if "Target" in rows and "worth" in rows[last]:
+        rate = math.exp(rows["Target"]["log_z"])
+        kept = f"Rejection keeps 1 text in {1 / rate:,.0f}"
+        cost = f"training has scored as many texts as {results['scores'] * rate:,.0f} exact"
+        gain = f"now a score gives at most {rows[last]['worth']:.2f} effective samples"
+        lines += ["", f"{kept}; {cost} samples need; {gain}."]
     return "\n".join([*lines, f"Everything is in {run}; more texts: python -m tsmc {run}"])
 
 

@@ -4,9 +4,9 @@ from tsmc.exact import Target
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.rejection import ExactSamples
 from tsmc.resampling import SCHEMES
-from tsmc.runs import Phases
+from tsmc.runs import Streams
 from tsmc.sampler import Population, Sigma, tsmc
 from tsmc.trace import Trace
 
-__all__ = ["SCHEMES", "ExactSamples", "Phases", "Population", "Sigma", "Target", "Trace"]
+__all__ = ["SCHEMES", "ExactSamples", "Population", "Sigma", "Streams", "Target", "Trace"]
 __all__ += ["proposal_log_probs", "sample_proposal", "tsmc"]

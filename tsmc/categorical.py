@@ -4,9 +4,9 @@
 
 Each row has a uniform number of its own, so its token does not depend on what is drawn beside it.
 The inversion has two levels: the block of 64 categories that the uniform falls into, then the
-category inside it. Sums across blocks are in float64 where the device has it, so that rounding does
-not change a block's frequency however large V is; inside a block, a category with less than 1e-7 of
-the block's weight may never be drawn. One of zero weight is never drawn. N rows, V categories.
+category inside it. Sums across blocks are in float64, so that rounding does not change a block's
+frequency however large V is; inside a block, a category with less than 1e-7 of the block's weight
+may never be drawn. One of zero weight is never drawn. N rows, V categories.
 """
 
 import torch
@@ -25,15 +25,10 @@ def first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     return torch.minimum(index, last).clamp(max=cumulative.shape[-1] - 1)  # NaN has no order at all
 
 
-def widest(device: torch.device) -> torch.dtype:
-    """float64, or float32 on Apple's GPUs, which have no wider type."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def uniforms(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Uniform numbers [rows, columns] in the widest type of the generator's device."""
-    device = generator.device
-    return torch.rand(rows, columns, dtype=widest(device), device=device, generator=generator)
+    """Uniform numbers [rows, columns], float64 on the generator's device."""
+    options = {"dtype": torch.float64, "device": generator.device, "generator": generator}
+    return torch.rand(rows, columns, **options)
 
 
 def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +44,7 @@ def draw_categorical(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     totals = weights[:, :whole].unflatten(1, (-1, width)).sum(-1)  # [N, V / 64]
     if whole < size:
         totals = torch.cat([totals, weights[:, whole:].sum(-1, keepdim=True)], 1)
-    totals = totals.to(widest(logits.device))
+    totals = totals.double()
     cumulative = totals.cumsum(-1)
     before = cumulative - totals  # [N, V / 64] the weight of all earlier blocks
     threshold = uniform * cumulative[:, -1:]  # [N, 1]

@@ -1,4 +1,4 @@
-"""Means with their standard errors, and quantities known only to lie between two of them.
+"""Means with their standard errors.
 
     mean x-bar, error s / sqrt(N), N - 1 degrees of freedom
     difference of independent means: errors in quadrature, degrees of freedom by Welch-Satterthwaite
@@ -62,18 +62,3 @@ def difference(a: Estimate, b: Estimate) -> Estimate:
         return Estimate(a.value - b.value, error, math.inf)
     shares = sum((x.std_error / error) ** 4 / x.dof for x in (a, b) if x.std_error > 0)
     return Estimate(a.value - b.value, error, 1 / shares)
-
-
-@dataclass(frozen=True)
-class Bracket:
-    """A quantity that lies between the expectations of two estimates, and never under `floor`."""
-
-    lower: Estimate
-    upper: Estimate
-    floor: float = -math.inf
-
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Limits that both hold in at least a share `level` of experiments."""
-        tail = (1 - level) / 2
-        low, high = self.lower.quantile(tail), self.upper.quantile(1 - tail)
-        return max(self.floor, low), max(self.floor, high)

@@ -22,10 +22,10 @@ log_p = log p(s_{1:T}) is passed because effective potentials divide by it (eq. 
 LogPrefix = Callable[[Tensor], Tensor]
 """log_prefix(tokens [N, t]) -> log f_t [N] of unfinished sequences, t < T; None means f = 1."""
 Report = Callable[..., None]
-"""report(**figures) is called before each step of a training loop."""
+"""report(word, m, steps, **figures) is called in each of so many steps of what the word names."""
 
 
-def ignore(**figures: float | Tensor) -> None:
+def ignore(word: str, m: int | None, steps: int, **figures: float | Tensor) -> None:
     """The default report: does nothing."""
 
 

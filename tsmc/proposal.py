@@ -16,8 +16,6 @@ from tinystories.decoder import counted
 from tsmc.categorical import draw_categorical, uniforms
 from tsmc.interfaces import Decoder, LanguageModel, Twist, row_slices
 
-DRAWN = -1  # in place of a given token: this one is drawn
-
 
 @dataclass
 class Extension:
@@ -31,33 +29,29 @@ class Extension:
 
 
 def propose(
-    model: LanguageModel,
-    decoder: Decoder,
-    twist: Twist | None,
-    uniform: Tensor,
-    given: Tensor | None = None,
+    model: LanguageModel, decoder: Decoder, twist: Twist | None, uniform: Tensor
 ) -> Extension:
-    """s_t ~ q_t for every row at uniform numbers [N, 1], unless a token is given [N], not DRAWN."""
+    """s_t ~ q_t for every row at uniform numbers [N, 1]."""
     parts = []
     for rows in row_slices(len(uniform), model.vocab_size):
         logits = decoder.evaluate(model.head, rows)  # [n, V]
         log_psi = None if twist is None else decoder.evaluate(twist, rows)  # [n, V]
-        fixed = None if given is None else given[rows]
-        parts.append(draw(logits, log_psi, uniform[rows], fixed))
-    names = vars(parts[0])
-    return Extension(**{name: torch.cat([vars(part)[name] for part in parts]) for name in names})
+        parts.append(draw(logits, log_psi, uniform[rows]))
+    return Extension(
+        tokens=torch.cat([part.tokens for part in parts]),
+        log_p=torch.cat([part.log_p for part in parts]),
+        log_psi=torch.cat([part.log_psi for part in parts]),
+        log_q=torch.cat([part.log_q for part in parts]),
+        log_normaliser=torch.cat([part.log_normaliser for part in parts]),
+    )
 
 
-def draw(
-    logits: Tensor, log_psi: Tensor | None, uniform: Tensor, given: Tensor | None
-) -> Extension:
+def draw(logits: Tensor, log_psi: Tensor | None, uniform: Tensor) -> Extension:
     """`propose` for n rows, from logits of p and log psi, both [n, V]."""
     # For q = p one normalisation, that of the draw, serves both.
     log_p = logits if log_psi is None else logits.log_softmax(-1)
     tilted = log_p if log_psi is None else log_p + log_psi
     tokens, log_normaliser = draw_categorical(tilted, uniform)  # [n], [n]
-    if given is not None:
-        tokens = torch.where(given == DRAWN, tokens, given)
     place = tokens[:, None]  # [n, 1]
     log_q = tilted.gather(1, place).squeeze(1) - log_normaliser  # [n]
     if log_psi is None:
@@ -71,9 +65,9 @@ def draw(
 
 
 def wait(step: Extension, is_finished: Tensor, log_psi: Tensor, end: int) -> Extension:
-    """The step, where finished texts [...] only repeat their end, without a change of their weight.
+    """The step, where finished texts [N] only repeat their end, without a change of their weight.
 
-    log_psi [...] is that before the step; it stays, and the normaliser equals it.
+    log_psi [N] is that before the step; it stays, and the normaliser equals it.
     """
     return Extension(
         tokens=step.tokens.masked_fill(is_finished, end),
@@ -85,9 +79,13 @@ def wait(step: Extension, is_finished: Tensor, log_psi: Tensor, end: int) -> Ext
 
 
 @dataclass
-class Trajectories(Extension):
-    """N independent sequences from q: the same tensors, all [N, T], and what the twist saw."""
+class Trajectories:
+    """N independent sequences from q, all [N, T], and what the twist saw."""
 
+    tokens: Tensor
+    log_p: Tensor  # log p(s_t | s_{0:t-1})
+    log_psi: Tensor  # log psi(s_{1:t})
+    log_q: Tensor  # log q_t(s_t | s_{0:t-1})
     hidden: Tensor  # [N, T, D], or [0] where it is not kept
 
 
@@ -98,13 +96,18 @@ def sample_proposal(
     rows: int,
     generator: torch.Generator,
     keep_hidden: bool = False,
+    part: slice = slice(None),
 ) -> Trajectories:
-    """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model."""
-    uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)  # [T, N, 1]
-    decoder = model.decoder(rows)
+    """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model.
+
+    Of these rows only a `part` may be computed: each row has uniform numbers of its own, so the
+    parts of several processes together are what one process draws.
+    """
+    uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)[:, part]  # [T, N, 1]
+    decoder = model.decoder(uniform.shape[1])
     steps = []
     hidden = []
-    is_finished = torch.zeros(rows, dtype=torch.bool, device=uniform.device)  # [N]
+    is_finished = torch.zeros(uniform.shape[1], dtype=torch.bool, device=uniform.device)  # [N]
     log_psi = torch.zeros((), device=uniform.device)  # [N] from the first step on
     for t in range(model.length):
         if keep_hidden:
@@ -115,9 +118,13 @@ def sample_proposal(
         log_psi = steps[-1].log_psi
         if t < model.length - 1:
             decoder.extend(steps[-1].tokens)
-    names = vars(steps[0])
-    fields = {name: torch.stack([vars(step)[name] for step in steps], 1) for name in names}
-    return Trajectories(**fields, hidden=torch.stack(hidden, 1) if keep_hidden else torch.empty(0))
+    return Trajectories(
+        tokens=torch.stack([step.tokens for step in steps], 1),
+        log_p=torch.stack([step.log_p for step in steps], 1),
+        log_psi=torch.stack([step.log_psi for step in steps], 1),
+        log_q=torch.stack([step.log_q for step in steps], 1),
+        hidden=torch.stack(hidden, 1) if keep_hidden else torch.empty(0),
+    )
 
 
 @torch.no_grad()

@@ -6,9 +6,8 @@
 A run whose weights are all zero (log weight -inf) is dead: its evidence is -inf and its normalised
 weights are uniform, so that nothing divides by zero.
 
-All schemes but the first draw fewer, or more evenly spread, random points than K independent ones,
-so the numbers of copies vary less. Particles of zero weight are never chosen. R independent runs, K
-particles.
+Systematic resampling draws one random number instead of K, so the numbers of copies vary less.
+Particles of zero weight are never chosen. R independent runs, K particles.
 """
 
 import math
@@ -17,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tsmc.categorical import first_above, uniforms, widest
+from tsmc.categorical import first_above, uniforms
 
 Scheme = Callable[[Tensor, torch.Generator], Tensor]
 
@@ -41,20 +40,13 @@ def log_mean_exp(log_weights: Tensor) -> Tensor:
 
 def invert(weights: Tensor, points: Tensor) -> Tensor:
     """Indices [R, M] where points [R, M] in [0, 1] fall in the cumulative weights [R, K]."""
-    cumulative = weights.to(widest(weights.device)).cumsum(-1)
+    cumulative = weights.double().cumsum(-1)
     return first_above(cumulative, points * cumulative[:, -1:])
 
 
 def multinomial(weights: Tensor, generator: torch.Generator) -> Tensor:
     """K independent draws (the paper's choice)."""
     return invert(weights, uniforms(len(weights), weights.shape[1], generator))
-
-
-def stratified(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """One uniform point in each of the K intervals of length 1 / K."""
-    runs, particles = weights.shape
-    strata = torch.arange(particles, device=weights.device)
-    return invert(weights, (uniforms(runs, particles, generator) + strata) / particles)
 
 
 def systematic(weights: Tensor, generator: torch.Generator) -> Tensor:
@@ -64,18 +56,5 @@ def systematic(weights: Tensor, generator: torch.Generator) -> Tensor:
     return invert(weights, (uniforms(runs, 1, generator) + strata) / particles)
 
 
-def residual(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """floor(K W_k) certain copies of each particle; the rest are drawn from the fractions."""
-    runs, particles = weights.shape
-    weights = weights.to(widest(weights.device))
-    expected = particles * weights / weights.sum(-1, keepdim=True)  # [R, K]
-    # Without it, K W_k = 2.9999999 would lose a certain copy to rounding.
-    rounding = 64 * torch.finfo(expected.dtype).eps  # that of 1 / K leaves whole numbers whole
-    copies = (expected * (1 + rounding)).floor()
-    drawn = invert((expected - copies).clamp(min=0.0), uniforms(runs, particles, generator))
-    ends = copies.cumsum(-1)  # place i holds a copy of the first particle whose copies end behind i
-    places = torch.arange(particles, dtype=ends.dtype, device=ends.device).repeat(runs, 1)
-    return torch.where(places < ends[:, -1:], first_above(ends, places), drawn)
-
-
-SCHEMES = {scheme.__name__: scheme for scheme in (multinomial, stratified, systematic, residual)}
+SCHEMES = {"multinomial": multinomial, "systematic": systematic}
+"""Resampling schemes by name; one of your own is a function and an entry here."""

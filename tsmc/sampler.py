@@ -14,11 +14,6 @@ The particles then follow pi_t, proportional to p psi f_t (eq. 4), and at T sigm
 the cumulative log weights are resampled, log Z-hat gains their log-mean-exp. Z-hat is an unbiased
 estimate of Z_sigma under any scheme and threshold (docs/method.md derives both).
 
-With a reference this is conditional SMC (Andrieu et al. 2010; Zhao et al. 2024): particle 0 takes
-the reference's tokens and is its own ancestor, the others draw theirs independently from all K. If
-the reference is an exact sample of sigma, E[1 / Z-hat] is at most 1 / Z_sigma, with equality where
-no unconditional run can die, so E[log Z-hat] bounds log Z_sigma from above.
-
 Where this departs from the paper:
  1. The paper's weight at t = T sums p phi over all s_T, one potential for each token of the
     vocabulary. Here s_T is drawn from q_T like every other token, and the weight corrects for it.
@@ -34,7 +29,7 @@ from torch import Tensor
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
 from tsmc.interfaces import Decoder, LanguageModel, LogPotential, LogPrefix, Twist, call_potential
-from tsmc.proposal import DRAWN, Extension, propose, wait
+from tsmc.proposal import Extension, propose, wait
 from tsmc.resampling import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise
 
 
@@ -97,22 +92,16 @@ def extend(
     twist: Twist | None,
     tokens: Tensor,
     log_psi: Tensor,
-    given: Tensor,
     generator: torch.Generator,
 ) -> Extension:
-    """s_t ~ q_t for every particle behind tokens [R, K, t - 1] and log psi [R, K].
-
-    Tokens given [R, K] are as in `propose`; so are the fields [R, K] of the result.
-    """
-    uniform = uniforms(given.numel(), 1, generator)
-    step = propose(model, decoder, twist, uniform, given.flatten())
-    step = Extension(**{name: value.view_as(given) for name, value in vars(step).items()})
+    """s_t ~ q_t for every particle behind tokens [R, K, t - 1] and log psi [R, K]; all [R K]."""
+    step = propose(model, decoder, twist, uniforms(log_psi.numel(), 1, generator))
     is_finished = (tokens[..., -1:] == model.end).any(-1)  # [R, K]
-    return wait(step, is_finished, log_psi, model.end)
+    return wait(step, is_finished.flatten(), log_psi.flatten(), model.end)
 
 
 def reweight(step: Extension, log_psi: Tensor, log_phi: Tensor | None) -> Tensor:
-    """log w_t [R, K] of particles with log psi(s_{1:t-1}) [R, K]; log phi is known at t = T."""
+    """log w_t [R K] of particles with log psi(s_{1:t-1}) [R K]; log phi is known at t = T."""
     if log_phi is None:
         # p psi / q_t is the normaliser, whichever token was drawn.
         return step.log_normaliser - log_psi
@@ -131,20 +120,13 @@ def draw_ancestors(
     return torch.where(is_due[:, None], resample(normalise(log_weights), generator), identity)
 
 
-def check_sizes(
-    model: LanguageModel, runs: int, particles: int, ess_threshold: float, reference: Tensor | None
-) -> None:
+def check_sizes(length: int, runs: int, particles: int, ess_threshold: float) -> None:
     """InputError for sizes with which nothing can be sampled."""
-    if min(particles, runs, model.length) < 1:
-        sizes = f"{runs} runs of {particles} particles of {model.length} tokens"
+    if min(particles, runs, length) < 1:
+        sizes = f"{runs} runs of {particles} particles of {length} tokens"
         raise InputError(f"cannot sample {sizes}; give at least 1 of each")
     if not 0 <= ess_threshold <= 1:
         raise InputError(f"the ESS threshold is {ess_threshold}; it must be between 0 and 1")
-    needed = [runs, model.length]
-    if reference is not None and list(reference.shape) != needed:
-        raise InputError(f"the reference has shape {list(reference.shape)}; it must have {needed}")
-    if reference is not None and reference.min() < 0:
-        raise InputError("the reference holds a negative token; give whole sequences")
 
 
 @torch.no_grad()
@@ -158,41 +140,38 @@ def tsmc(
     resample: Scheme = multinomial,
     ess_threshold: float = 1.0,
     observer: Callable[[Step], None] | None = None,
-    reference: Tensor | None = None,
     log_prefix: LogPrefix | None = None,
 ) -> Population:
     """R = runs independent populations of K = particles sequences.
 
     A run resamples at T and where its ESS is below ess_threshold * K: at every step for 1, as in
-    the paper. With `reference` [R, T] runs are conditional and `resample` must draw independently,
-    as multinomial does. InputError for options out of range and for NaN or infinite weights.
+    the paper. InputError for options out of range and for NaN or infinite weights.
     """
-    check_sizes(model, runs, particles, ess_threshold, reference)
+    check_sizes(model.length, runs, particles, ess_threshold)
     decoder = model.decoder(runs * particles)
     # In the type of the logits, which may be narrower than what the potential returns.
     log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})
     log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t})
     log_f = torch.zeros_like(log_p)  # [R, K] log f_t(s_{1:t}) of a prefix part
-    log_phi = torch.zeros_like(log_p)  # [R, K] known at t = T
+    log_phi = None  # [R K] known at t = T
     log_weights = torch.zeros_like(log_p)  # [R, K]
     log_z = log_p.new_zeros(runs)  # [R]
     tokens = log_p.new_empty(runs, particles, 0, dtype=torch.long)  # [R, K, t]
     run = torch.arange(runs, device=log_p.device)[:, None]  # [R, 1]
-    given = tokens.new_full((runs, particles, model.length), DRAWN)  # [R, K, T]
-    if reference is not None:
-        given[:, 0] = reference
     # Everything that a particle owns is reordered below; whoever adds something adds it there too.
     for t in range(model.length):
         is_last = t == model.length - 1
-        step = extend(model, decoder, twist, tokens, log_psi, given[..., t], generator)
-        tokens = torch.cat([tokens, step.tokens[..., None]], -1)
-        log_p = log_p + step.log_p
+        # 1. extend
+        step = extend(model, decoder, twist, tokens, log_psi, generator)
+        tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)
+        log_p = log_p + step.log_p.view_as(log_p)
+        # 2. reweight
         rows = tokens.flatten(0, 1)  # [R K, t]
         if is_last:
-            log_phi = call_potential(log_potential, rows, log_p.flatten()).view_as(log_p)
+            log_phi = call_potential(log_potential, rows, log_p.flatten())
         # f_{t-1} came in one step ago; divided out here, only the latest f stays in the weight.
-        log_w = reweight(step, log_psi, log_phi if is_last else None) - log_f  # [R, K]
-        log_psi = step.log_psi
+        log_w = reweight(step, log_psi.flatten(), log_phi).view_as(log_p) - log_f  # [R, K]
+        log_psi = step.log_psi.view_as(log_p)
         if log_prefix is not None and not is_last:
             log_f = call_potential(log_prefix, rows).view_as(log_p)
             log_w = log_w + log_f
@@ -201,11 +180,9 @@ def tsmc(
         ess = effective_sample_size(log_weights)  # [R]
         # A run that does not resample carries its weights on, and its evidence is not lost.
         evidence = log_z + log_mean_exp(log_weights)  # [R]
-        # Rounding can make the ESS of equal weights K or more, hence the second condition.
+        # 3. resample. Rounding can make the ESS of equal weights K or more: hence `== 1`.
         is_due = (ess < ess_threshold * particles) | (ess_threshold == 1) | is_last  # [R]
         ancestors = draw_ancestors(log_weights, is_due, resample, generator)
-        if reference is not None:
-            ancestors[:, 0] = 0  # the kept particle survives every resampling
         if observer is not None:
             observer(Step(tokens, log_psi, log_w, log_weights, ess, evidence, ancestors))
         log_z = torch.where(is_due, evidence, log_z)
@@ -220,4 +197,5 @@ def tsmc(
     if not bool((log_z < torch.inf).all()):
         raise InputError("log Z-hat is NaN or infinite; check log phi and log psi for NaN")
     samples = tokens[run, ancestors]
+    log_phi = log_phi.view_as(log_p)
     return Population(tokens, log_phi, log_weights, ancestors, samples, log_z, ess)

@@ -28,13 +28,7 @@ class Adapter(nn.Module):
 
     scores: Tensor | None
 
-    def __init__(
-        self,
-        embeddings: Tensor,
-        scores: Tensor | None,
-        hidden_units: int,
-        generator: torch.Generator,
-    ):
+    def __init__(self, embeddings: Tensor, scores: Tensor | None, generator: torch.Generator):
         """`embeddings` e [V, D] are those of p^(0), and `scores` g [V] or None."""
         super().__init__()
         embeddings = at_least_float32(embeddings.detach()).clone()  # [V, D]
@@ -43,16 +37,15 @@ class Adapter(nn.Module):
             embeddings = torch.cat([embeddings, scores[:, None].to(embeddings)], 1)  # [V, D + 1]
         outputs = embeddings.shape[1]
         self.register_buffer("scores", scores)
-        self.shift = TwistMLP(width, hidden_units, outputs, generator)
+        self.shift = TwistMLP(width, outputs, generator)
         # It is not trained, and not saved: it belongs to p^(0).
         self.register_buffer("embeddings", embeddings, persistent=False)
 
     @classmethod
     def like(cls, tensors: dict[str, Tensor], base: BaseModel) -> Self:
-        """One as large as the saved tensors, of which `scores` may be one."""
-        hidden_units = len(tensors["shift.first.weight"])
+        """One for the saved tensors, of which `scores` may be one."""
         generator = torch.Generator(base.output_embeddings.device)
-        return cls(base.output_embeddings, tensors.get("scores"), hidden_units, generator)
+        return cls(base.output_embeddings, tensors.get("scores"), generator)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of q [..., V] after hidden states [..., D]."""

@@ -14,10 +14,11 @@ self-distillation is the remedy.
 
 What the paper leaves open: a new batch from the current q for every update; Adam, with a step size
 that falls linearly to a tenth; each generation's twist starts at psi = 1. A batch in which phi is
-zero everywhere is skipped. K sequences, T tokens, D width.
+zero everywhere is skipped. With several processes each has a part of the rows of a batch, but the
+weights are normalised over all of them. K sequences, k of them this process's own, T tokens, D
+width.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from tinystories.decoder import counted
 from tinystories.errors import InputError
-from tsmc.interfaces import LearnableTwist, LogPotential, Report, call_potential, ignore
+from tsmc import processes
+from tsmc.interfaces import LearnableTwist, LogPotential, call_potential
 from tsmc.proposal import Trajectories, sample_proposal
 from tsmc.resampling import effective_sample_size, normalise
 from tsmc.sampler import Sigma
@@ -37,46 +39,37 @@ EXPLODED = 1000.0  # nats: beyond this, float32 no longer resolves the weights
 class Batch:
     """What one update learns from."""
 
-    tokens: Tensor  # [K, T]
-    hidden: Tensor  # [K, T, D] what the twist saw
-    coefficients: Tensor  # [K, T] what grad log psi(s_{1:t}) is multiplied with in -grad L (eq. 6)
+    tokens: Tensor  # [k, T]
+    hidden: Tensor  # [k, T, D] what the twist saw
+    coefficients: Tensor  # [k, T] what grad log psi(s_{1:t}) is multiplied with in -grad L (eq. 6)
     ess: float  # effective sample size of the positive weights
 
 
-def positive_log_weights(batch: Trajectories, log_potential: LogPotential) -> Tensor:
+def positive_log_weights(drawn: Trajectories, log_potential: LogPotential) -> Tensor:
     """log w(s) [K] = log p^(m)(s) + log phi^(m)(s) - log q(s): weights of sigma in eq. 6."""
-    log_p = batch.log_p.sum(-1)  # [K]
-    log_phi = call_potential(log_potential, batch.tokens, log_p)  # [K]
+    log_p = drawn.log_p.sum(-1)  # [K]
+    log_phi = call_potential(log_potential, drawn.tokens, log_p)  # [K]
     # For m > 0 log p^(m) cancels: it is added here, and log phi^(m) has subtracted it.
-    return log_p + log_phi - batch.log_q.sum(-1)
+    return log_p + log_phi - drawn.log_q.sum(-1)
 
 
-def negative_log_weights(batch: Trajectories) -> Tensor:
+def negative_log_weights(drawn: Trajectories) -> Tensor:
     """log p^(m)(s_{1:t}) + log psi(s_{1:t}) - log q(s_{1:t}) [K, T]: weights of pi_t (eq. 4)."""
     # One batch serves every t, because q(s_{1:t}) is the marginal of q(s_{1:T}).
-    return (batch.log_p - batch.log_q).cumsum(-1) + batch.log_psi
+    return (drawn.log_p - drawn.log_q).cumsum(-1) + drawn.log_psi
 
 
-def ctl_loss(twist: LearnableTwist, batch: Batch) -> Tensor:
-    """A scalar whose gradient is that of the CTL loss (eq. 6); its value stays around zero."""
-    # log Z_t in eq. 5 is unknown, so the loss has no value; its gradient can be estimated.
-    return -(batch.coefficients.detach() * twist.of_tokens(batch.hidden, batch.tokens)).sum()
+def contrast(positive: Tensor, negative: Tensor) -> Tensor:
+    """The coefficients of grad log psi(s_{1:t}) in eq. 6 [K, T], from log weights [K] and [K, T].
 
-
-def weigh(batch: Trajectories, positive: Tensor, negative: Tensor) -> Batch:
-    """The batch with its log weights [K] and [K, T]; InputError unless all of them are usable."""
+    InputError where a weight is NaN or infinite.
+    """
     if not bool((positive < torch.inf).all() and (negative < torch.inf).all()):
         fault = "twist learning: a weight is NaN or infinite"
         raise InputError(f"{fault}; lower the learning rate or check the potential")
-    largest = batch.log_psi.abs().max().item() if len(batch.tokens) else 0.0
-    if largest > EXPLODED:
-        fault = f"twist learning: the twist has exploded to {largest:.0f} nats"
-        raise InputError(f"{fault}; lower the learning rate")
-    ess = effective_sample_size(positive).item()
     # One positive weight serves every t, since sigma(s_{1:t}) is the marginal of whole sequences;
     # pi_t is another distribution at each t and has weights of its own.
-    coefficients = normalise(positive)[:, None] - normalise(negative.T).T  # [K, T]
-    return Batch(batch.tokens, batch.hidden, coefficients, ess)
+    return normalise(positive)[:, None] - normalise(negative.T).T
 
 
 def move_to_the_end(coefficients: Tensor, is_counted: Tensor) -> None:
@@ -89,42 +82,25 @@ def move_to_the_end(coefficients: Tensor, is_counted: Tensor) -> None:
     coefficients.mul_(is_counted).scatter_add_(1, last, behind)
 
 
-def batches_from_proposal(
-    sigma: Sigma,
-    twist: torch.nn.Module,
-    batch_size: int,
-    generator: torch.Generator,
-) -> Callable[[], Batch]:
-    """A function that draws a batch of K = batch_size sequences from the current q."""
+def draw_batch(
+    sigma: Sigma, twist: LearnableTwist, batch_size: int, generator: torch.Generator
+) -> Batch:
+    """Draw K = batch_size sequences from the current q and weigh them; InputError as `contrast`."""
+    own = processes.own_rows(batch_size)
+    drawn = sample_proposal(sigma.model, twist, batch_size, generator, keep_hidden=True, part=own)
+    positive = processes.gather_rows(positive_log_weights(drawn, sigma.log_potential))  # [K]
+    negative = processes.gather_rows(negative_log_weights(drawn))  # [K, T]
+    coefficients = contrast(positive, negative)[own]  # [k, T]
+    largest = drawn.log_psi.abs().amax().item() if drawn.log_psi.numel() else 0.0
+    if largest > EXPLODED:
+        fault = f"twist learning: the twist has exploded to {largest:.0f} nats"
+        raise InputError(f"{fault}; lower the learning rate")
+    move_to_the_end(coefficients, counted(drawn.tokens, sigma.model.end))
+    ess = effective_sample_size(positive).item()
+    return Batch(drawn.tokens, drawn.hidden, coefficients, ess)
 
-    def draw_batch() -> Batch:
-        drawn = sample_proposal(sigma.model, twist, batch_size, generator, keep_hidden=True)
-        positive = positive_log_weights(drawn, sigma.log_potential)  # [K]
-        batch = weigh(drawn, positive, negative_log_weights(drawn))
-        move_to_the_end(batch.coefficients, counted(drawn.tokens, sigma.model.end))
-        return batch
 
-    return draw_batch
-
-
-def learn_twist(
-    twist: LearnableTwist,
-    optimizer: torch.optim.Optimizer,
-    draw_batch: Callable[[], Batch],
-    updates: int,
-    report: Report = ignore,
-) -> None:
-    """Train `twist` in place (eq. 5); reports the loss and the ESS of the positive weights.
-
-    The step size falls linearly to a tenth.
-    """
-    first_rate = optimizer.param_groups[0]["lr"]
-    for update in range(updates):
-        optimizer.param_groups[0]["lr"] = first_rate * (1 - 0.9 * update / updates)
-        batch = draw_batch()
-        loss = ctl_loss(twist, batch)
-        report(loss=loss.detach(), ess=batch.ess)
-        if batch.ess > 0:  # otherwise phi is zero on the whole batch, which teaches nothing
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+def ctl_loss(twist: LearnableTwist, batch: Batch) -> Tensor:
+    """A scalar whose gradient is that of the CTL loss (eq. 6); its value stays around zero."""
+    # log Z_t in eq. 5 is unknown, so the loss has no value; its gradient can be estimated.
+    return -(batch.coefficients.detach() * twist.of_tokens(batch.hidden, batch.tokens)).sum()

@@ -5,7 +5,11 @@
 One forward pass serves the whole vocabulary, so proposing costs one step of the language model and
 one of the twist. The last layer starts at zero: psi = 1, and the first proposal is the language
 model itself. Adding a constant to log psi_t changes neither the loss nor the evidence, so the
-output is not clipped. D width, H hidden units, V vocabulary.
+output is not clipped.
+
+The paper leaves the form of psi open beyond this line. Another form is a class with the methods of
+`TwistMLP` and an entry of FORMS: `make_twist` serves learning, loading and saving alike. D width, H
+hidden units, V vocabulary.
 """
 
 import torch
@@ -15,11 +19,19 @@ from torch import Tensor, nn
 from tinystories.gpt_neo import at_least_float32
 from tsmc.interfaces import BaseModel
 
+HIDDEN_UNITS = 192
+
 
 class TwistMLP(nn.Module):
     """log psi (eq. 4) for hidden states; learning needs only that of chosen tokens, `of_tokens`."""
 
-    def __init__(self, width: int, hidden_units: int, vocab_size: int, generator: torch.Generator):
+    def __init__(
+        self,
+        width: int,
+        vocab_size: int,
+        generator: torch.Generator,
+        hidden_units: int = HIDDEN_UNITS,
+    ):
         super().__init__()
         self.first = nn.Linear(width, hidden_units, device="meta")  # the meta device draws nothing
         self.second = nn.Linear(hidden_units, hidden_units, device="meta")
@@ -29,13 +41,6 @@ class TwistMLP(nn.Module):
             nn.init.zeros_(parameter)
         for layer in (self.first, self.second):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
-
-    @classmethod
-    def like(cls, tensors: dict[str, Tensor], base: BaseModel) -> "TwistMLP":
-        """One as large as the saved tensors, over the language model `base`."""
-        vocab_size, width = base.output_embeddings.shape
-        generator = torch.Generator(base.output_embeddings.device)
-        return cls(width, len(tensors["first.weight"]), vocab_size, generator)
 
     def features(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., H], in the type of the weights"""
@@ -51,3 +56,13 @@ class TwistMLP(nn.Module):
         weight = F.embedding(tokens, self.last.weight)  # [..., H]
         products = at_least_float32(self.features(hidden)) * weight  # [..., H]
         return products.sum(-1) + self.last.bias[tokens]  # [...]
+
+
+FORMS = {"mlp": TwistMLP}
+"""Forms of psi by name: classes that are made of D, V and a generator, and begin at psi = 1."""
+
+
+def make_twist(form: str, model: BaseModel, generator: torch.Generator) -> nn.Module:
+    """psi = 1 over the hidden states of `model`, in one of FORMS."""
+    vocab_size, width = model.output_embeddings.shape
+    return FORMS[form](width, vocab_size, generator)

@@ -1,6 +1,7 @@
 """A trained pair (p^(m), psi^(m)), and its files in a directory.
 
-    twist.safetensors      psi^(m), an MLP; its metadata say whether p^(m) is p^(0) or fine-tuned
+    twist.safetensors      psi^(m); its metadata say whether p^(m) is p^(0) or fine-tuned, and name
+                           the form of psi^(m) (`twist/mlp.py`), or psi = 1
     model.safetensors      p^(m) where it is fine-tuned; beside it what the writer adds
     adapter.safetensors    where the pair is q, p^(0) with an adapter, and psi = 1
 
@@ -14,15 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from tinystories.checkpoint import fill, read_metadata, read_tensors, reading, write_tensors
 from tinystories.errors import InputError
 from tsmc.interfaces import BaseModel
 from twist.adapter import Adapted, Adapter
-from twist.mlp import TwistMLP
+from twist.mlp import FORMS, make_twist
 
 TWIST, MODEL, ADAPTER = "twist.safetensors", "model.safetensors", "adapter.safetensors"
+PSI_IS_ONE = "one"  # in place of a form
 REMEDY = "restore the run's own file, or make the run again"
 
 
@@ -38,15 +41,6 @@ def write_module(path: Path, module: nn.Module, **metadata: str) -> None:
     """Write the tensors of a module, copied because some may share their memory."""
     tensors = {name: value.clone() for name, value in module.state_dict().items()}
     write_tensors(path, tensors, **metadata)
-
-
-def read_module(path: Path, kind: type[TwistMLP] | type[Adapter], base: BaseModel) -> Any:
-    """The module of a file over p^(0) = base, frozen; InputError names a tensor that misfits."""
-    tensors = read_tensors(path)
-    with reading(path, "not of this version and this model", REMEDY):
-        module = kind.like(tensors, base)
-        fill(module, tensors)
-        return module.requires_grad_(False).to(base.output_embeddings.device)
 
 
 def write_network(directory: Path, network: nn.Module) -> None:
@@ -65,6 +59,17 @@ def read_network(directory: Path, base: BaseModel) -> nn.Module:
     return network
 
 
+def form_of(twist: nn.Module | None) -> str:
+    """The name of a twist's form; InputError where it is in no entry of FORMS."""
+    if twist is None:
+        return PSI_IS_ONE
+    for form, kind in FORMS.items():
+        if type(twist) is kind:
+            return form
+    fault = f"a twist of the class {type(twist).__name__} cannot be saved"
+    raise InputError(f"{fault}; add the class to FORMS in twist/mlp.py")
+
+
 def save_pair(
     directory: str | Path,
     pair: Pair,
@@ -73,7 +78,7 @@ def save_pair(
 ) -> None:
     """Write a pair over p^(0) = base; write(directory, network) writes a fine-tuned p^(m)."""
     directory = Path(directory)
-    # A directory holds one pair: that of the other learner goes.
+    # A directory holds one pair: that of the other kind goes.
     other = TWIST if isinstance(pair.model, Adapted) else ADAPTER
     (directory / other).unlink(missing_ok=True)
     if isinstance(pair.model, Adapted):
@@ -82,7 +87,10 @@ def save_pair(
     is_base = pair.model is base
     if not is_base:
         write(directory, pair.model.network)
-    write_module(directory / TWIST, pair.twist, over="p^(0)" if is_base else MODEL)
+    twist = nn.Module() if pair.twist is None else pair.twist
+    # In one entry: the order of several would differ from process to process.
+    over = f"{'p^(0)' if is_base else MODEL} {form_of(pair.twist)}"
+    write_module(directory / TWIST, twist, over=over)
 
 
 def load_pair(
@@ -92,11 +100,27 @@ def load_pair(
 ) -> Pair:
     """The pair over p^(0) = base; InputError names a file that is missing, damaged or misfits."""
     directory = Path(directory)
+    embeddings = base.output_embeddings
     if (directory / ADAPTER).exists():
-        return Pair(Adapted(base, read_module(directory / ADAPTER, Adapter, base)), None)
-    if not (directory / TWIST).exists():
+        tensors = read_tensors(directory / ADAPTER)
+        with reading(directory / ADAPTER, "not of this version and this model", REMEDY):
+            adapter = Adapter.like(tensors, base)
+            fill(adapter, tensors)
+        adapter = adapter.requires_grad_(False).to(embeddings.device)
+        return Pair(Adapted(base, adapter), None)
+    path = directory / TWIST
+    if not path.exists():
         raise InputError(f"{directory}: holds no {TWIST} or {ADAPTER}; name a saved generation")
-    twist = read_module(directory / TWIST, TwistMLP, base)
-    if read_metadata(directory / TWIST).get("over") != MODEL:
-        return Pair(base, twist)
-    return Pair(base.with_network(read(directory, base)), twist)
+    over, _, form = read_metadata(path).get("over", "").partition(" ")
+    model = base.with_network(read(directory, base)) if over == MODEL else base
+    if form == PSI_IS_ONE:
+        return Pair(model, None)
+    form = form or "mlp"  # the only one of older versions
+    if form not in FORMS:
+        fault = f"{path}: its twist has the form {form!r}, which is none of {', '.join(FORMS)}"
+        raise InputError(f"{fault}; add its class to FORMS in twist/mlp.py")
+    tensors = read_tensors(path)
+    twist = make_twist(form, model, torch.Generator(embeddings.device))
+    with reading(path, "not of this version and this model", REMEDY):
+        fill(twist, tensors)
+    return Pair(model, twist.requires_grad_(False).to(embeddings.device))

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from tsmc.categorical import widest
 from tsmc.interfaces import LanguageModel, Twist, call_potential
 from tsmc.proposal import sample_proposal
 from tsmc.resampling import effective_sample_size, normalise
@@ -58,7 +57,7 @@ def draw_round(
     log_phi_drawn = call_potential(log_phi, drawn.tokens)  # [N]
     # Kept in float64, because weights of all rounds are compared with each other.
     log_ratio = (drawn.log_p - drawn.log_q).sum(-1)  # [N] log p^(0) / q_r
-    log_weights = (log_ratio + log_phi_drawn).to(widest(log_ratio.device))
+    log_weights = (log_ratio + log_phi_drawn).double()
     if not bool((log_weights < torch.inf).all()):
         raise InputError("a weight is NaN or infinite; check the potential")
     return Round(drawn.tokens, log_weights, log_phi_drawn)

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from eval.run import processes
 from tinystories.errors import InputError, printable
+from tsmc import processes
 
 
 class OneLineParser(argparse.ArgumentParser):

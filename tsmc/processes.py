@@ -1,30 +1,44 @@
 """One job spread over several processes: `torchrun --nproc-per-node N main.py ...`.
 
-The processes share what is drawn, and process 0 alone trains, while the others wait. So the job
-computes what a single process does, up to the rounding of different machines. With a single process
-all of these are no-ops.
+Every process runs the whole algorithm with the same random streams. They share two kinds of work:
+
+    draws      each process computes its own rows, and all of them get all rows
+    training   each computes the gradient of its own rows of a batch; the gradients are summed
+
+so one step of N processes is that of a single one, up to rounding. Process 0 writes the files.
+With a single process all of these functions return what they are given.
 """
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from tinystories.errors import InputError
 
-PATIENCE = timedelta(days=2)  # the others wait while process 0 trains
+PATIENCE = timedelta(hours=2)  # how long a process waits for the others
 
 
 def rank() -> int:
-    """The number of this process; process 0 writes the files."""
+    """The number of this process."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def count() -> int:
     """Number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def own_rows(rows: int) -> slice:
+    """Which of the rows of a batch this process computes; InputError where there are too few."""
+    if rows < count():
+        raise InputError(f"{count()} processes cannot share a batch of {rows}; start fewer")
+    place = rank() if count() > 1 else 0
+    return slice(place * rows // count(), (place + 1) * rows // count())
 
 
 def gather(value: Any) -> list[Any]:
@@ -35,12 +49,29 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def gather_rows(part: Tensor) -> Tensor:
+    """The rows [N, ...] of all processes, of which this one has a part [n, ...]."""
+    if count() == 1:
+        return part
+    return torch.cat(gather(part.detach().cpu())).to(part.device)
+
+
 def first(value: Any) -> Any:
     """The value of process 0; tensors in it should be on the CPU."""
     values = [value]
     if count() > 1:
         dist.broadcast_object_list(values)
     return values[0]
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Add up the gradients of all processes, in place."""
+    if count() == 1:
+        return
+    for parameter in parameters:
+        if parameter.grad is None:  # this process had no rows
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
 
 
 def join(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from eval.figures import save_figure
+from tinystories.tokenizer import token_texts
 from tsmc import Trace
 from tsmc.resampling import normalise
 
@@ -30,6 +31,8 @@ def draw_genealogy(trace: Trace, log_phi: Tensor, tokenizer: Tokenizer, path: Pa
     phi = (log_phi - log_phi.max()).cpu().double().exp()  # [K] over the largest
     lineages = [*trace.lineages()[:, 0].tolist(), list(range(particles))]  # [T + 1][K]
     best = phi[lineages[-2]].argmax().item()
+    chosen = [tokens[t][line[best]] for t, line in enumerate(lineages[:-1])]  # [T]
+    written = token_texts(tokenizer, chosen)
     figure, (axes, bars) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, width_ratios=[10, 1])
     for t, line in enumerate(lineages):
         colours = [ALIVE if k in line else DYING for k in range(particles)]
@@ -37,9 +40,9 @@ def draw_genealogy(trace: Trace, log_phi: Tensor, tokenizer: Tokenizer, path: Pa
             axes.plot([t, t + 1], [parent, k], color=colours[k], lw=0.8, zorder=int(k in line))
         sizes = 4 + 90 * weights[t].numpy() if t < length else 8
         axes.scatter([t + 1] * particles, range(particles), s=sizes, c=colours, zorder=3)
-    for t, line in enumerate(lineages[:-1]):
-        token = tokenizer.decode([tokens[t][line[best]]], skip_special_tokens=False).strip()
-        axes.text(t + 1, particles, token, fontsize=9, rotation=45, color=SAMPLE)
+    for t in range(length):
+        look = {"fontsize": 9, "rotation": 45, "color": SAMPLE, "parse_math": False}
+        axes.text(t + 1, particles, written[t].strip(), **look)
     steps = range(1, length + 2)
     axes.plot(steps, [line[best] for line in lineages], color=SAMPLE, lw=1.6, zorder=2)
     axes.set(xlabel="step t, then the samples", ylabel="particle")

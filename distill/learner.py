@@ -1,0 +1,124 @@
+"""What a learner of Algorithm 1 is, and its options.
+
+    line 1   pair  = learner.first_twist()              (p^(0), psi^(0))
+    line 3   model = learner.distil(pair, m)            p^(m)
+    line 4   pair  = learner.learn_twist(model, m)      (p^(m), psi^(m))
+
+A learner is made of p^(0), log phi, its options, random streams by name, and a callback for
+progress. It knows nothing of files. A new one is a file like its neighbours and a line of LEARNERS
+in `eval/config.py`. The fields of an options class become options of the command line.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tinystories.errors import InputError, shortened
+from tsmc.interfaces import BaseModel, Report, ignore
+from tsmc.resampling import systematic
+from tsmc.runs import Streams
+from tsmc.sampler import Sigma
+from twist.pair import Pair
+from twist.potential import seen_from
+
+
+class Learner(abc.ABC):
+    """Lines 1, 3 and 4 of Algorithm 1, and what a run and its table ask of a learner."""
+
+    samples_policy = False  # True: its samples are texts of p^(m) alone, which no weight corrects
+
+    def __init__(
+        self,
+        base: BaseModel,
+        log_phi: Callable[[Tensor], Tensor],
+        options: Any,
+        streams: Streams,
+        report: Report = ignore,
+    ):
+        """For p^(0) = base and log_phi(tokens [N, T]) -> log phi [N]."""
+        self.base = base
+        self.log_phi = log_phi
+        self.options = options
+        self.streams = streams
+        self.report = report
+
+    @abc.abstractmethod
+    def first_twist(self) -> Pair:
+        """Line 1: (p^(0), psi^(0))."""
+
+    @abc.abstractmethod
+    def distil(self, pair: Pair, m: int) -> Any:
+        """Line 3: p^(m), from (p^(m-1), psi^(m-1))."""
+
+    def learn_twist(self, model: Any, m: int) -> Pair:
+        """Line 4: (p^(m), psi^(m)) for p^(m) = model; psi = 1 unless a learner has another."""
+        return Pair(model, None)
+
+    @abc.abstractmethod
+    def scores(self, generations: int) -> int:
+        """How many texts phi has scored after so many generations."""
+
+    @abc.abstractmethod
+    def first_draws(self) -> tuple[int, str]:
+        """How many texts of p^(0) it learns from first, and the option that says so."""
+
+    def sigma(self, model: Any) -> Sigma:
+        """The target, as p^(m) = model sees it."""
+        return seen_from(model, self.base, self.log_phi)
+
+    def rule(self) -> dict[str, Any]:
+        """How runs resample, as arguments of `tsmc`: at the last token alone, or where a prefix
+        part of the potential tells good beginnings from bad ones early."""
+        threshold = 0.0 if getattr(self.log_phi, "log_prefix", None) is None else 0.5
+        return {"resample": systematic, "ess_threshold": threshold}
+
+    def state(self) -> dict[str, Tensor]:
+        """What the learner needs to go on, beside the last pair."""
+        return {}
+
+    def resume(self, state: dict[str, Tensor]) -> None:  # noqa: B027 (most have nothing to do)
+        """Go on with a state that was kept."""
+
+
+def option(default: Any, text: str, low: float = -1e9, high: float = 1e9, choices: Any = ()) -> Any:
+    """A dataclass field with its default, a line of help, limits and choices."""
+    metadata = {"help": text, "low": low, "high": high, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def kind_of(field: dataclasses.Field) -> type:
+    """int, float, bool or str: the type of an option, or of each of its values."""
+    default = field.default[0] if isinstance(field.default, tuple) else field.default
+    return float if default is None else type(default)
+
+
+def check(name: str, value: Any, field: dataclasses.Field) -> None:
+    """InputError, which calls the option by `name`, for a value of another type or out of range."""
+    if value is None and field.default is None:
+        return
+    kind, limits = kind_of(field), field.metadata
+    is_kind = isinstance(value, (int, float) if kind is float else kind)
+    shown = f"{name} is {shortened(repr(value))}"
+    if not is_kind or isinstance(value, bool) != (kind is bool):
+        raise InputError(f"{shown}; give a value of type {kind.__name__}")
+    if limits["choices"] and value not in limits["choices"]:
+        raise InputError(f"{shown}; give one of {', '.join(limits['choices'])}")
+    if isinstance(value, str):
+        if not value.isprintable():
+            raise InputError(f"{name} holds characters that cannot be printed; give plain text")
+    elif not limits["low"] <= value <= limits["high"]:
+        limit = (
+            f"at least {limits['low']}" if value < limits["low"] else f"at most {limits['high']}"
+        )
+        raise InputError(f"{shown}; give {limit}")
+
+
+def check_all(options: Any) -> None:
+    """`check` every field of an options class; called when one is made."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        for one in value if isinstance(field.default, tuple) else [value]:
+            check(field.name, one, field)

@@ -1,0 +1,176 @@
+"""Runs side by side: `python -m eval.compare RUN RUN ...`, with rows for other methods.
+
+Runs that differ in their seed alone are averaged: each number is the mean over them with half of
+its 95 % interval (Student's t over seeds). All runs must have the same sigma. A row Target or Base
+is that of the first run. --texts adds a row for the texts of any method, a text in each line with
+its prompt, and \\n for a line break. --log-q adds KL(sigma||q) of any method: a file with log q of
+each exact sample of the first run's sigma, a number in each line, in the order of its file (or of
+checkpoints/pocket/target), of which `tinystories` and `safetensors` read the tokens.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.command import OneLineParser, one_line_errors, say
+from eval.config import saved_config
+from eval.evaluate import target_row
+from eval.metrics import describe, kl_of_log_q
+from eval.run import finite_or_null
+from eval.table import aligned, cell, columns, named_rows, read_results
+from eval.trained import TrainedRun
+from eval.world import World, load_own_target
+from tinystories.checkpoint import read_json, reading
+from tinystories.errors import InputError, shortened
+from tsmc.estimate import mean_estimate
+from tsmc.proposal import sample_proposal
+from tsmc.runs import Streams
+
+NEUTRAL = ("seed", "out", "device", "target", "generations")
+SIGMA = ("potential", "beta", "prompt", "length", "end", "dtype")
+
+
+def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
+    """The named rows of the runs of each kind, by a title for the kind.
+
+    InputError where two runs have other sigmas, or two of a kind the same seed.
+    """
+    kinds, titles = defaultdict(list), {}
+    first: dict[str, Any] = {}
+    for run in runs:
+        config = saved_config(run).as_json()
+        networks = read_json(run / "config.json").get("networks", {})
+        sigma = {name: config[name] for name in SIGMA} | networks
+        sigma.pop("similarity_model", None)
+        first = first or sigma
+        for name in [*first, *sigma]:
+            if sigma.get(name) != first.get(name):
+                fault = f"{run}: differs from {runs[0]} in {name}, so its sigma is another"
+                raise InputError(f"{fault}; compare runs of one target")
+        own = {name: value for name, value in config.items() if name not in NEUTRAL}
+        key = json.dumps([own, networks], sort_keys=True)
+        titles.setdefault(key, config["learner"])
+        kinds[key].append((config["seed"], named_rows(read_results(run))))
+    named = {}
+    for number, (key, found) in enumerate(kinds.items(), 1):
+        if len({seed for seed, _ in found}) < len(found):
+            raise InputError("two of the runs have the same seed; name each seed once")
+        title = titles[key]
+        is_alone = list(titles.values()).count(title) == 1
+        named[title if is_alone else f"{title} ({number})"] = [rows for _, rows in found]
+    return named
+
+
+def mean_cell(rows: list[dict], key: str, form: str) -> str:
+    """Mean +- half of its interval over runs; the number alone where there is one, or all agree."""
+    values = [row.get(key) for row in rows]
+    if None in values or key == "dead_runs":
+        return cell(rows[0], key, form) if len(rows) == 1 else ""
+    mean = mean_estimate(torch.tensor(values, dtype=torch.float64))
+    text = format(mean.value, form)
+    is_alone = len(values) < 2 or mean.std_error < 1e-12
+    return text if is_alone else f"{text} +- {format(mean.half_width(), form)}"
+
+
+def read_texts(path: Path, prompt: str) -> list[str]:
+    """The lines of a file that are not empty; InputError for fewer than two, or another prompt."""
+    with reading(path, "cannot be read as texts", "give a whole text in each line, as UTF-8"):
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # with or without its mark
+        texts = [line.replace("\\n", "\n") for line in lines if line.strip()]
+        if len(texts) < 2:
+            raise ValueError(f"it holds {len(texts)} texts, at least 2 are needed")
+        if others := [text for text in texts if not text.startswith(prompt)]:
+            raise ValueError(f"{shortened(others[0])!r} does not begin with {prompt!r}")
+        return texts
+
+
+def load(run: Path) -> tuple[TrainedRun, World]:
+    """The first run's world with its exact samples."""
+    say("loading the networks")
+    trained = TrainedRun(run)
+    options = trained.config.run
+    world = trained.world(options)
+    exact = load_own_target(run, options, world.base.vocab_size)
+    if world.exact is None and exact is not None:
+        world.set_exact(exact)
+    return trained, world
+
+
+def add_texts(rows: dict[str, list[dict]], files: list[Path], run: Path) -> None:
+    """A row for each file of texts, and Target's noise level for as many as the smallest has."""
+    trained, world = load(run)
+    texts = {path: read_texts(path, trained.config.run.prompt) for path in files}
+    if world.exact is not None:
+        target = world.score(world.exact.tokens)
+        rows["Target"] = [target_row(world, target, min(map(len, texts.values())))]
+    for path, own in texts.items():
+        samples = world.score_texts(own)
+        rows[str(path)] = [describe(samples, world.encode(own), world.exact_vectors)]
+
+
+def add_log_q(rows: dict[str, list[dict]], path: Path, run: Path) -> None:
+    """A row with KL(sigma||q) of a file of log q."""
+    _, world = load(run)
+    if world.exact is None:
+        raise InputError(f"{run}: has no exact samples, so there is no KL; name another run")
+    count = len(world.exact.tokens)
+    with reading(path, "holds no log q", f"give {count} lines, a number in each"):
+        log_q = torch.tensor([float(line) for line in path.read_text().split()]).double()
+        if log_q.shape != (count,) or not bool((log_q <= 0).all()):
+            raise ValueError(f"it has {len(log_q)} numbers, or some above 0")
+    kl, _ = kl_of_log_q(log_q, world.base, world.exact)
+    rows[str(path)] = [{"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}]
+
+
+def add_best_of(rows: dict[str, list[dict]], count: int, run: Path) -> None:
+    """A row for the best by phi of `count` texts of p, as many times as a row has texts / 5."""
+    trained, world = load(run)
+    options = trained.config.run
+
+    def draw(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"tokens": sample_proposal(world.base, None, size, generator).tokens}
+
+    groups = options.row_size() // 5
+    streams = Streams(options.seed, options.torch_device())
+    tokens = streams.draw("best of n", None, groups * count, draw)["tokens"]  # [groups n, T]
+    best = world.potential(tokens).view(groups, count).argmax(1)  # [groups]
+    samples = world.score(tokens.view(groups, count, -1)[torch.arange(groups), best])
+    row = describe(samples, world.encode(samples.texts), world.exact_vectors)
+    rows[f"Best of {count}"] = [row]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the tables; bad input ends with one line and exit code 2."""
+    with one_line_errors("eval.compare"):
+        raw = argparse.RawDescriptionHelpFormatter
+        parser = OneLineParser("python -m eval.compare", description=__doc__, formatter_class=raw)
+        add = parser.add_argument
+        add("runs", nargs="+", type=Path, help="finished runs of main.py")
+        add("--texts", nargs="+", type=Path, default=[], help="UTF-8, a text in each line")
+        add("--best-of", type=int, metavar="N", help="a row for the best of N texts of p")
+        add("--log-q", type=Path, help="log q of each exact sample, a number in each line")
+        args = parser.parse_args(arguments)
+        rows: dict[str, list[dict]] = {}
+        for title, runs in kinds_of(args.runs).items():
+            for name in runs[0]:
+                if name in ("Base", "Target"):
+                    rows.setdefault(name, [runs[0][name]])
+                elif all(name in one for one in runs):
+                    rows[f"{title}, {name.lower()}"] = [one[name] for one in runs]
+        if args.texts:
+            add_texts(rows, args.texts, args.runs[0])
+        if args.best_of:
+            add_best_of(rows, args.best_of, args.runs[0])
+        if args.log_q:
+            add_log_q(rows, args.log_q, args.runs[0])
+        first = {name: found[0] for name, found in rows.items()}
+        shown = columns(first, finite_or_null(read_results(args.runs[0])))
+        print(aligned(rows, shown, mean_cell))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The rows of a run's table: Base, Target and generations (`eval/metrics.py` has the columns)."""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from distill import Learner
+from eval import metrics
+from eval.config import RunOptions
+from eval.run import Run
+from eval.scorers.potentials import how_to_soften
+from eval.world import World, load_own_target, save_target, sigma_key
+from tinystories.errors import InputError
+from tsmc import processes
+from tsmc.proposal import sample_proposal
+from tsmc.rejection import ExactSamples, draw_accepted, exact_samples
+from tsmc.runs import Streams, draw_population
+from tsmc.sampler import Population, Step
+from twist.pair import Pair
+
+EXAMPLES = 3  # texts of a row that are shown when the run ends
+ENOUGH = 200  # exact samples of the target
+AT_LEAST = 3  # "0 of n" still allows a rate of 3 / n (95 %)
+
+
+def evaluate_ends(run: Run, world: World, learner: Learner) -> dict:
+    """The rows Base and Target, where p^(0) and sigma stand; measured once in a run."""
+    options = run.config.run
+    if processes.first(run.folder(None).exists()):
+        exact = load_own_target(run.path, options, world.base.vocab_size)
+        if world.exact is None and exact is not None:
+            world.set_exact(exact)
+        return run.read_row(None)
+
+    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        return {"tokens": sample_proposal(world.base, None, size, generator).tokens}
+
+    count = options.row_size()
+    drawn = learner.streams.draw("base samples", None, count, draw, report=run)
+    base = world.score(drawn["tokens"])
+    check_base_rate(run, learner, base.scores["log_phi"])
+    if world.exact is None:
+        exact = draw_target(run, world, learner.streams, base.scores["log_phi"])
+        if exact is not None:
+            world.set_exact(exact)
+    rows = {}
+    samples = []
+    if world.exact is not None:
+        target = world.score(world.exact.tokens)
+        rows["target"] = target_row(world, target, count)
+        samples += target.rows("target")
+    rows["base"] = metrics.describe(base, world.encode(base.texts), world.exact_vectors)
+    rows["base"]["examples"] = base.texts[:EXAMPLES]
+    samples += base.rows("base")
+    if run.writes:
+        with run.writing(None, rows, samples):
+            pass  # it holds nothing else
+    processes.gather(None)
+    return rows
+
+
+def target_row(world: World, samples: metrics.Samples, count: int) -> dict:
+    """Row Target of the exact samples; `count` is how many texts a generation's row has."""
+    exact, vectors = world.exact, world.exact_vectors
+    row = metrics.describe(samples, vectors)
+    if len(vectors) >= 4:  # two in each half
+        row["energy"] = metrics.energy_floor(vectors, count)
+    row |= {"log_z": exact.log_z, "log_z_std_error": exact.log_z_std_error}
+    return row | {"num_samples": len(exact.tokens), "num_proposals": exact.num_proposals}
+
+
+def draw_target(
+    run: Run, world: World, streams: Streams, base_log_phi: Tensor
+) -> ExactSamples | None:
+    """Exact samples of sigma, drawn by rejection and kept in the run; None where there are none.
+
+    log phi [N] of base samples tells, before they are drawn, how many proposals are needed.
+    """
+    options = run.config.run
+    proposals = options.eval_target_proposals
+    if proposals == 0:
+        return None
+    rate = base_log_phi.exp().mean().item()
+    proposals = min(proposals, math.ceil(ENOUGH / rate) if rate > 0 else proposals)
+    expected = f"about {proposals * rate:.0f} exact samples of the target"
+    run.say(f"drawing {proposals} base samples for {expected}")
+    draw = partial(draw_accepted, world.base, world.potential)
+    drawn = streams.draw("target by rejection", None, proposals, draw, report=run)
+    exact = exact_samples(drawn)
+    if len(exact.tokens) < 2:
+        fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
+        run.say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
+        return None
+    if run.writes:
+        save_target(run.path / "target", exact, sigma_key(options, run.path / "potential"))
+    return exact
+
+
+def check_base_rate(run: Run, learner: Learner, log_phi: Tensor) -> None:
+    """Say how often p^(0) meets a hard potential; InputError where a learner hardly ever sees it.
+
+    log phi [N] is that of base samples.
+    """
+    alive = (log_phi > -math.inf).sum().item()
+    total = len(log_phi)
+    if alive == total:
+        return
+    batch, flag = learner.first_draws()
+    seen = batch * alive / total
+    most = batch * max(alive, AT_LEAST) / total
+    strength = math.ceil(math.log(total / max(alive, 1)))
+    softer = how_to_soften(run.config.run.potential, strength)
+    remedy = f"use --learner pooled, {softer}, or raise {flag}"
+    rate = f"{alive} of {total} base samples have phi > 0"
+    shown = f"about {seen:.1f}" if alive else f"at most {most:.1f}"
+    line = f"{rate}: {shown} of the {batch} that the learner first sees"
+    run.say(f"{line}; {remedy}" if seen < 10 else line)  # hardly anything to learn from
+    if most < 0.5:
+        raise InputError(f"{rate}, too few to learn from; {remedy}")
+
+
+def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:
+    """The row of generation m, and its texts, ready for JSON."""
+    options = run.config.run
+    particles, runs = options.eval_particles[0], options.eval_runs
+    if learner.samples_policy:  # more particles would measure importance sampling from the policy
+        particles, runs = 1, options.row_size()
+    sigma = learner.sigma(pair.model)
+    ess_by_step = torch.zeros(options.length)
+
+    def observe(step: Step) -> None:
+        ess_by_step[step.tokens.shape[-1] - 1] += step.ess.sum().item() / runs
+
+    rule = learner.rule() | {"observer": observe}
+    given = (learner.streams, "evaluation", m, sigma, pair.twist, particles, runs, run)
+    population = draw_population(*given, **rule)
+    row = {"generation": m}
+    if world.exact is not None:
+        row |= kl_row(world, pair)
+    samples = samples_of(world, population)
+    vectors = world.encode(samples.texts)
+    row |= metrics.describe(samples, vectors, world.exact_vectors)
+    if particles > 1:
+        row |= population_row(population)
+        row["ess_by_step"] = sum(processes.gather(ess_by_step)).tolist()
+    shares = population.shares().flatten()  # [R K] of the weight of all runs
+    if learner.samples_policy:
+        shares = torch.ones_like(shares)
+    source = torch.Generator().manual_seed(options.seed)
+    chosen = torch.multinomial(shares, EXAMPLES, replacement=True, generator=source)
+    row["examples"] = world.potential.texts(population.tokens.flatten(0, 1).cpu()[chosen])
+    if len(options.eval_particles) > 1:
+        row["populations"] = populations(run, world, learner, pair, m)
+    remark(run, row, options)
+    return row, samples.rows(f"generation {m}")
+
+
+def samples_of(world: World, population: Population) -> metrics.Samples:
+    """The samples of the runs that are alive, grouped by their runs."""
+    final = population.alive().samples  # [R, K, T]
+    group = torch.arange(len(final)).repeat_interleave(final.shape[1]).tolist()  # [R K] its run
+    return world.score(final.flatten(0, 1), group)
+
+
+def kl_row(world: World, pair: Pair) -> dict:
+    """KL(sigma||q), and KL(sigma||p^(m)), what the model without its twist has."""
+    kl, terms = metrics.kl_target_proposal(pair.model, pair.twist, world.base, world.exact)
+    row = {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
+    row["kl_target_model"] = kl.value
+    if pair.twist is not None:
+        alone, _ = metrics.kl_target_proposal(pair.model, None, world.base, world.exact)
+        row["kl_target_model"] = alone.value
+    return row | {"terms_kl": [round(term, 5) for term in terms.tolist()]}
+
+
+def population_row(population: Population) -> dict:
+    """What the runs say of themselves: evidence, effective sizes, copies. Dead runs have none."""
+    runs, particles = population.log_weights.shape
+    log_z, log_z_half_width = metrics.log_mean_z(population.log_z)
+    alive = population.alive()
+    distinct = [len(run.unique(dim=0)) / particles for run in alive.samples]  # [R]
+    row = {
+        "log_z": log_z,
+        "log_z_hat_mean": alive.log_z.mean().item(),
+        "log_z_hat_std": alive.log_z.std().item() if len(alive.log_z) > 1 else math.nan,
+        "ess": alive.ess.mean().item(),
+        "distinct": sum(distinct) / len(distinct),
+        # Texts of dead runs were scored as well.
+        "worth": 1 / alive.shares().square().sum().item() / (runs * particles),
+        "largest_share": alive.log_weights.softmax(-1).amax(-1).mean().item(),
+        "dead_runs": runs - len(alive.log_z),
+        "num_runs": runs,
+    }
+    if row["log_z_hat_std"] <= metrics.WIDEST:
+        row["log_z_half_width"] = log_z_half_width
+    return row
+
+
+def populations(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> dict:
+    """The mean score of populations of different K, with equally many particles in all (Fig. 2)."""
+    options = run.config.run
+    sigma = learner.sigma(pair.model)
+    found = {}
+    for particles in options.eval_particles:
+        runs = max(1, options.row_size() // particles)
+        given = (learner.streams, f"populations of {particles}", m, sigma, pair.twist)
+        population = draw_population(*given, particles, runs, run, **learner.rule())
+        scores = samples_of(world, population).scores
+        found[particles] = scores.get("toxicity", scores["log_phi"]).mean().item()
+    return found
+
+
+def remark(run: Run, row: dict, options: RunOptions) -> None:
+    """Say what the numbers of a generation mean where they are poor."""
+    m = row["generation"]
+    softer = how_to_soften(options.potential, 8)
+    if row.get("ess", 2) < 2:
+        fault = f"generation {m}: one particle has nearly all the weight of a run"
+        run.say(f"{fault}; lower the learning rate, draw more, or {softer}")
+    if row.get("dead_runs", 0) > options.eval_runs / 10:
+        fault = f"generation {m}: {row['dead_runs']} of {options.eval_runs} runs died"
+        run.say(f"{fault}, all weights zero; raise --eval-particles, or {softer}")

@@ -1,0 +1,219 @@
+"""What a run starts from: p^(0), the potential, the scorers, and exact samples of the target sigma.
+
+    sigma(s) = p^(0)(s) phi(s) / Z_sigma (eq. 2),   drawn by rejection (`tsmc/rejection.py`)
+
+Exact samples lie on disk as `samples.safetensors` beside `target.json`, which has their sha256 and
+what their sigma depends on: samples of other checkpoints belong to another sigma. N samples, T
+tokens, D width of an embedding.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+import tinystories
+from eval.config import DTYPES, POCKET, RunOptions
+from eval.metrics import Samples
+from eval.scorers import similarity, toxicity
+from eval.scorers.encoder import Runner
+from eval.scorers.potentials import CLASSIFIED, make_factors, user_file
+from tinystories import Conditional, checkpoint
+from tinystories.checkpoint import digest_of, fingerprint, reading
+from tinystories.decoder import NO_END
+from tinystories.errors import InputError
+from tinystories.hub import checkpoint_directory
+from tinystories.tokenizer import encode_prompt, tokenizing
+from tsmc.rejection import ExactSamples
+from twist.potential import TextPotential, check_potential, each_once
+
+SHIPPED = POCKET / "target"
+REMAKE = "make it anew, or leave --target out"
+SAMPLES = "samples.safetensors"
+
+
+@dataclass
+class World:
+    """The fixed parts of Algorithm 1 and of its evaluation."""
+
+    tokenizer: Tokenizer
+    base: Conditional  # p^(0) after the prompt
+    potential: TextPotential
+    log_toxicity: Callable[[list[str]], Tensor] | None  # a column of the table, if phi reads it
+    encode: Runner | None = None  # embeds texts, N texts -> [N, D], for the table
+    exact: ExactSamples | None = None  # exact samples of sigma, if there are any
+    exact_vectors: Tensor | None = None  # [N, D] embeddings of the exact samples
+
+    def score(self, tokens: Tensor, group: list[int] | None = None) -> Samples:
+        """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
+        return self.score_texts(self.potential.texts(tokens), tokens, group)
+
+    def score_texts(
+        self, texts: list[str], tokens: Tensor | None = None, group: list[int] | None = None
+    ) -> Samples:
+        """The same of N texts; InputError where the potential reads tokens and there are none."""
+        scores = {"log_phi": self.potential.of_texts(texts, tokens)}
+        if tokens is not None and self.base.end != NO_END:
+            scores["ended"] = (tokens == self.base.end).any(1).cpu().double()  # else cut at T
+        if self.log_toxicity is not None:
+            scores["toxicity"] = each_once(self.log_toxicity, texts).exp()
+        return Samples(texts, scores, group or list(range(len(texts))))
+
+    def set_exact(self, exact: ExactSamples) -> None:
+        """Compare with these exact samples from here on."""
+        self.exact = exact.to(self.base.prompt.device)
+        self.exact_vectors = self.encode(self.potential.texts(exact.tokens))
+
+
+def read_network(directory: Path, base: Conditional) -> torch.nn.Module:
+    """A fine-tuned p^(m) as a run keeps it, on the device and in the type of p^(0)."""
+    return tinystories.load(directory)[0].to(base.output_embeddings)
+
+
+def reads_classifier(options: RunOptions) -> bool:
+    """Whether phi reads the toxicity classifier; otherwise it is not loaded."""
+    return not set(CLASSIFIED).isdisjoint(options.potential)
+
+
+def directory_of(options: RunOptions, role: str) -> Path:
+    """Directory of `lm`, `toxicity_model` or `similarity_model`, fetched where needed."""
+    return checkpoint_directory(getattr(options, role), "--" + role.replace("_", "-"))
+
+
+def load_sigma(options: RunOptions, folder: Path | None = None) -> World:
+    """The language model and what its potential reads, on the run's device.
+
+    `folder` is where a run keeps its copies of the user's files.
+    """
+    device = options.torch_device()
+    network, tokenizer = tinystories.load(directory_of(options, "lm"), device)
+    scorer = load_classifier(options) if reads_classifier(options) else None
+    with tokenizing("the language model"):
+        ids = torch.tensor(encode_prompt(tokenizer, options.prompt), device=device)  # [P]
+    end = NO_END if not options.end else tokenizer.token_to_id(options.end)
+    if end is None:
+        raise InputError(f"--end {options.end}: is not one of the tokenizer's tokens; name one")
+    base = Conditional(network.to(DTYPES[options.dtype]), ids, options.length, end)
+
+    def decode(rows: list[list[int]]) -> list[str]:
+        with tokenizing("the language model"):
+            return tokenizer.decode_batch(rows, skip_special_tokens=True)
+
+    factors = make_factors(options.potential, options.beta, scorer, folder)
+    potential = TextPotential(factors, decode, ids, end)
+    # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
+    potential.scale = max(options.beta, 1.0) if reads_classifier(options) else 1.0
+    potential(ids.repeat(options.length)[None, : options.length])  # fails before files are written
+    return World(tokenizer, base, potential, scorer)
+
+
+def load_world(options: RunOptions, folder: Path | None = None) -> World:
+    """`load_sigma`, the sentence encoder, and exact samples of sigma if there are any that fit."""
+    world, device = load_sigma(options, folder), options.torch_device()
+    source = torch.Generator(device).manual_seed(options.seed)
+    check_potential(world.base, world.potential, source)
+    encoder, its_tokenizer = similarity.load(directory_of(options, "similarity_model"), device)
+    world.encode = Runner(encoder.to(DTYPES[options.dtype]), its_tokenizer)
+    directory = Path(options.target) if options.target else SHIPPED
+    exact = load_target(directory, sigma_key(options, folder), world.base.vocab_size)
+    if exact is not None:
+        world.set_exact(exact)
+    elif options.target:
+        fault = f"--target {options.target}: holds samples of another sigma"
+        raise InputError(f"{fault}; name one of the same model, potential, prompt and length")
+    return world
+
+
+def load_classifier(options: RunOptions) -> toxicity.ToxicityScorer:
+    """log p(toxic | text); potential and table score the same texts one after the other."""
+    directory = directory_of(options, "toxicity_model")
+    classifier, tokenizer = toxicity.load(directory, options.torch_device())
+    scorer = toxicity.ToxicityScorer(classifier.to(DTYPES[options.dtype]), tokenizer)
+    scorer.logits = lru_cache(maxsize=1)(scorer.logits)
+    return scorer
+
+
+def identity(options: RunOptions, folder: Path | None = None) -> dict[str, str]:
+    """Hashes of the networks and of the user's own files that a run's results depend on.
+
+    `folder` is as in `load_sigma`.
+    """
+    roles = ["lm", "similarity_model"]
+    if reads_classifier(options):
+        roles.append("toxicity_model")
+    hashes = {role: fingerprint(directory_of(options, role)) for role in roles}
+    for spec in options.potential:
+        if own := user_file(spec, folder):
+            digest = digest_of(own[0])
+            if hashes.setdefault(own[0].name, digest) != digest:  # a run keeps them side by side
+                raise InputError(f"--potential {spec}: another file has its name; rename one")
+    return hashes
+
+
+def sigma_key(options: RunOptions, folder: Path | None = None) -> dict:
+    """What the sigma of a run depends on, as target.json has it."""
+    hashes = identity(options, folder)
+    potential = []
+    for spec in options.potential:
+        own = user_file(spec, folder)  # a file counts by its content
+        potential.append(f"{own[1]} of {hashes[own[0].name]}" if own else spec)
+    key = {
+        "lm": hashes["lm"],
+        "toxicity": hashes.get("toxicity_model", ""),
+        "prompt": options.prompt,
+        "length": options.length,
+        "beta": options.beta,
+        "potential": potential,
+    }
+    return key | ({"end": options.end} if options.end else {})
+
+
+def load_own_target(run: Path, options: RunOptions, vocab_size: int) -> ExactSamples | None:
+    """The exact samples that a run has drawn; None where it has not, InputError for others."""
+    if not (run / "target").exists():
+        return None
+    exact = load_target(run / "target", sigma_key(options, run / "potential"), vocab_size)
+    if exact is None:
+        fault = "holds samples of another sigma"
+        raise InputError(f"{run / 'target'}: {fault}; restore the config.json of the run")
+    return exact
+
+
+def save_target(directory: Path, exact: ExactSamples, key: dict, **notes) -> None:
+    """Write `samples.safetensors` and `target.json`, with `notes` beside the numbers."""
+    tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi.float()}
+    checkpoint.write_tensors(directory / SAMPLES, tensors)
+    values = {"key": key, "num_samples": len(exact.tokens)}
+    values |= {name: getattr(exact, name) for name in ("num_proposals", "log_z", "log_z_std_error")}
+    values["sha256"] = digest_of(directory / SAMPLES)
+    checkpoint.write_json(directory / "target.json", values | notes)
+
+
+def load_target(directory: Path, key: dict, vocab_size: int) -> ExactSamples | None:
+    """The samples of a directory; None where they are of another sigma; InputError if damaged."""
+    path = Path(directory) / "target.json"
+    samples = path.with_name(SAMPLES)
+    raw = checkpoint.read_json(path)
+    with reading(path, "not a target file", REMAKE):
+        made_for = {"potential": ["toxicity"]} | raw["key"]
+        count = int(raw["num_samples"])
+        numbers = (int(raw["num_proposals"]), float(raw["log_z"]), float(raw["log_z_std_error"]))
+        if not (2 <= count <= numbers[0] and math.isfinite(numbers[1])):
+            raise ValueError("its numbers contradict each other")
+    if made_for != key:
+        return None
+    tensors = checkpoint.read_tensors(samples)
+    with reading(samples, "not the exact samples", REMAKE):
+        if raw["sha256"] != digest_of(samples):
+            raise ValueError("target.json has another sha256")
+        tokens = tensors["tokens"].long()
+        log_phi = tensors["log_phi"]
+        fits = tokens.shape == (count, key["length"]) and log_phi.shape == (count,)
+        if not fits or tokens.min() < 0 or tokens.max() >= vocab_size or not log_phi.max() <= 1e-6:
+            raise ValueError("shapes, tokens or log_phi do not fit target.json")
+    return ExactSamples(tokens, log_phi, *numbers)

@@ -1,0 +1,127 @@
+"""Forced draws: texts of p that hold given words wherever chance puts them, with their density.
+
+A hint b_j is L_j tokens that a text with phi > 0 is likely to hold. In a forced draw each of F
+hints stands at a place of its own, no two places overlap, and p draws all other tokens. Every
+placement, an order of the hints and the gaps around them, is as likely as any other:
+
+    M = F! C(G + F, F) = (G + F)! / G!  placements,  G = T - sum_j L_j
+    q(s) / p(s) = 1/M  sum over the placements that s agrees with of 1 / prod p(forced tokens)
+
+Let f_t(A) be this sum over placements of the hints A in s_{1:t}. The last of them ends somewhere:
+
+    f_t({}) = 1,   q(s) / p(s) = f_T(all hints) / M
+    f_t(A) = sum over u <= t and j in A with s_{u-L_j+1:u} = b_j of  f_{u-L_j}(A - j) / prod p(b_j)
+
+A place behind the end of a text does not exist: what a placement forces there is not written, so
+there every text agrees, with p = 1. Of N draws n are plain draws of p, which bound the weights and
+find texts without the hints. All weights divide by the mean density of the N draws, a mixture, so
+E[1/N sum w u] = sum_s p(s) phi(s) u(s) for every u:
+
+    w(s) = p(s) phi(s) / (n/N p(s) + (1 - n/N) q(s)) <= phi(s) N/n
+
+T tokens, V vocabulary. Time and memory grow with 2^F.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tinystories.decoder import counted
+from tinystories.errors import InputError
+from tsmc.categorical import draw_categorical, uniforms
+from tsmc.interfaces import LanguageModel, call_potential, row_slices
+from twist.pool import Round
+
+DRAWN = -1  # in place of a forced token: p draws this one
+MOST_HINTS = 6
+PLAIN = 0.1  # share of plain draws
+
+
+def hint_tokens(encode: Callable[[str], list[int]], word: str) -> list[int]:
+    """The tokens of a word behind a space, which is how nearly every text has it."""
+    return encode(f"a {word}")[len(encode("a")) :]
+
+
+@torch.no_grad()
+def forced_draws(
+    model: LanguageModel, hints: Sequence[list[int]], count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """N = count texts [N, T] of the mixture, and log of its density over that of p [N] float64.
+
+    The plain draws come first. InputError for too many hints, or too long ones.
+    """
+    size = sum(len(hint) for hint in hints)
+    if size > model.length or len(hints) > MOST_HINTS:
+        fault = f"{len(hints)} hints of {size} tokens in all cannot be forced"
+        raise InputError(f"{fault}; give at most {MOST_HINTS} hints and {model.length} tokens")
+    uniform = uniforms(count, model.length, generator)
+    tokens = torch.full_like(uniform, DRAWN, dtype=torch.long)  # [N, T]
+    # Of G + F slots each hint takes one, whatever its length; the others are for tokens of p.
+    slots = uniforms(count, model.length - size + len(hints), generator).argsort(1)[:, : len(hints)]
+    extra = slots.new_tensor([len(hint) - 1 for hint in hints])  # [F]
+    for j, hint in enumerate(hints):
+        start = slots[:, j] + ((slots < slots[:, j : j + 1]) * extra).sum(1)  # [N]
+        places = start[:, None] + torch.arange(len(hint), device=start.device)  # [N, L]
+        tokens.scatter_(1, places, slots.new_tensor(hint).expand(count, -1))
+    plain = max(1, round(PLAIN * count))
+    tokens[:plain] = DRAWN
+
+    log_p = torch.empty_like(uniform)  # [N, T]
+    decoder = model.decoder(count)
+    for t in range(model.length):
+        if t > 0:
+            decoder.extend(tokens[:, t - 1])
+            tokens[:, t].masked_fill_(tokens[:, t - 1] == model.end, model.end)
+        for rows in row_slices(count, model.vocab_size):
+            logits = decoder.evaluate(model.head, rows)  # [n, V]
+            drawn, log_normaliser = draw_categorical(logits, uniform[rows, t : t + 1])  # [n], [n]
+            tokens[rows, t] = drawn.where(tokens[rows, t] == DRAWN, tokens[rows, t])
+            log_p[rows, t] = logits.gather(1, tokens[rows, t : t + 1])[:, 0] - log_normaliser
+    log_p = log_p.where(counted(tokens, model.end), 0.0)
+
+    # The shares are those drawn, not PLAIN, so that rounding leaves the weights exact.
+    log_shares = (uniform.new_tensor([plain, count - plain]) / count).log()
+    log_ratio = log_shares[1] + forced_log_ratio(tokens, log_p, hints, model.end)
+    return tokens, log_shares[0].logaddexp(log_ratio)
+
+
+def forced_log_ratio(tokens: Tensor, log_p: Tensor, hints: Sequence[list[int]], end: int) -> Tensor:
+    """log q(s) / p(s) [N] float64 of any tokens [N, T] with log p(s_t | s_{0:t-1}) [N, T]."""
+    log_p, is_behind = log_p.double(), ~counted(tokens, end)  # [N, T]
+    gains = []  # of each hint [N, T - L + 1]: -log p of its tokens where s agrees with it
+    for hint in hints:
+        is_met = tokens.unfold(1, len(hint), 1) == tokens.new_tensor(hint)  # [N, T - L + 1, L]
+        agrees = (is_met | is_behind.unfold(1, len(hint), 1)).all(2)
+        gain = -log_p.unfold(1, len(hint), 1).sum(2)
+        gains.append(gain.where(agrees, -torch.inf))
+    nothing = log_p.new_full((len(tokens), tokens.shape[1] + 1), -torch.inf)  # [N, T + 1]
+    log_f = [torch.zeros_like(nothing)]  # f_0 to f_T of each set A, in which hint j is bit j
+    for chosen in range(1, 2 ** len(hints)):
+        last = nothing.clone()  # the terms of f in which the last hint ends at t
+        for j, hint in enumerate(hints):
+            if chosen >> j & 1:
+                before = log_f[chosen - 2**j][:, : -len(hint)]
+                last[:, len(hint) :] = last[:, len(hint) :].logaddexp(before + gains[j])
+        log_f.append(last.logcumsumexp(1))
+    gaps = tokens.shape[1] - sum(len(hint) for hint in hints)
+    log_ratio = log_f[-1][:, -1] - math.log(math.perm(gaps + len(hints), len(hints)))
+    # A text that p cannot write has weight zero.
+    return log_ratio.where(log_p.sum(1) > -torch.inf, torch.inf)
+
+
+def draw_forced_round(
+    base: LanguageModel,
+    log_phi: Callable[[Tensor], Tensor],
+    hints: Sequence[list[int]],
+    count: int,
+    generator: torch.Generator,
+) -> Round:
+    """N = count texts of the mixture with their weights; log_phi(tokens [N, T]) is [N]."""
+    tokens, log_ratio = forced_draws(base, hints, count, generator)
+    log_phi_drawn = call_potential(log_phi, tokens)  # [N]
+    log_weights = log_phi_drawn - log_ratio
+    if not bool((log_weights < torch.inf).all()):
+        raise InputError("a weight is NaN or infinite; check the potential")
+    return Round(tokens, log_weights, log_phi_drawn)

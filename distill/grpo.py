@@ -73,7 +73,7 @@ class GRPO(Baseline):
         reward = processes.gather_rows(self.rewards(tokens))  # [N]
         advantage = advantages(reward)[own]  # [n]
         is_counted = counted(tokens, self.base.end)  # [n, T]
-        tokens_of_all = processes.gather_rows(is_counted.sum(1)).sum()
+        tokens_of_all = processes.gather_rows(is_counted.sum(1)).sum().item()
         policy = student.after(self.base)
         total = 0.0
         for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
@@ -82,7 +82,7 @@ class GRPO(Baseline):
             log_pi = policy.log_probs(tokens[rows])[0]  # [r, T]
             some = is_counted[rows]  # [r, T]
             loss = grpo_loss(log_pi, log_ref, advantage[rows], options.strength, some)
-            loss = loss * (some.sum() / tokens_of_all)  # the share of the tokens of the batch
+            loss = loss * (some.sum().item() / tokens_of_all)  # the share of the tokens of the batch
             loss.backward()
             total += loss.item()
         student.step()

@@ -22,7 +22,7 @@ from tsmc.resampling import systematic
 from tsmc.runs import Streams
 from tsmc.sampler import Sigma
 from twist.pair import Pair
-from twist.potential import seen_from
+from twist.potential import check_potential, seen_from
 
 
 class Learner(abc.ABC):
@@ -44,6 +44,7 @@ class Learner(abc.ABC):
         self.options = options
         self.streams = streams
         self.report = report
+        check_potential(base, log_phi, streams.stream("check"))
 
     @abc.abstractmethod
     def first_twist(self) -> Pair:
@@ -64,6 +65,10 @@ class Learner(abc.ABC):
     @abc.abstractmethod
     def first_draws(self) -> tuple[int, str]:
         """How many texts of p^(0) it learns from first, and the option that says so."""
+
+    def has_hints(self) -> bool:
+        """Whether it can begin although no text of p^(0) has phi > 0."""
+        return False
 
     def sigma(self, model: Any) -> Sigma:
         """The target, as p^(m) = model sees it."""

@@ -23,6 +23,7 @@ width, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from tsmc import processes
 from tsmc.interfaces import LanguageModel, row_slices
 from twist.adapter import Adapted, Adapter
 from twist.ctl import EXPLODED
+from twist.forced import MOST_HINTS, draw_forced_round
 from twist.pair import Pair
 from twist.pool import Pool, Round, draw_round, tempered, truncated
 from twist.surrogate import fit_surrogate
@@ -77,15 +79,34 @@ class Pooled(Learner):
         at_once = math.ceil(options.pool_first_draws / options.pool_first_rounds)
         steps = math.ceil(options.pool_first_draws / at_once)
         q = None  # p^(0) proposes
-        for step in range(1, steps):
-            word = f"ladder {step}"
-            self.draw(q, f"{word} sampling", 0, at_once)
-            # Without a single phi > 0 there is nothing to fit, and p^(0) proposes once more.
-            if self.pool.is_alive().any():
+        for step in range(1, steps + 1):
+            is_last = step == steps
+            count = options.pool_first_draws - (steps - 1) * at_once if is_last else at_once
+            word = "sampling" if is_last else f"ladder {step} sampling"
+            # Half of the draws of a potential that names words hold them, wherever chance puts
+            # them; of several words for one factor, the steps take them by turns.
+            hints = [words[step % len(words)] for words in self.hints()]
+            forced = count // 2 if hints else 0
+            self.draw(q, word, 0, count - forced)
+            if forced:
+                self.draw(None, f"{word}, forced", 0, forced, hints)
+            if not self.pool.is_alive().any():
+                fault = f"none of the {count} texts drawn first has phi > 0"
+                remedy = "give it hints, words that such texts hold, or raise --pool-first-draws"
+                raise InputError(f"{fault}; soften the potential, {remedy}")
+            if not is_last:
                 log_weights, power = tempered(self.pool, options.pool_first_ess)
-                q = self.fit(word, 0, options.pool_first_updates, log_weights, power, q)
-        self.draw(q, "sampling", 0, options.pool_first_draws - (steps - 1) * at_once)
+                updates = options.pool_first_updates
+                q = self.fit(f"ladder {step}", 0, updates, log_weights, power, q)
         return Pair(self.fit_to_sigma(0), None)
+
+    def hints(self) -> list[list[list[int]]]:
+        """The tokens of each hint of each factor of the potential."""
+        return getattr(self.log_phi, "hints", [])[:MOST_HINTS]
+
+    def has_hints(self) -> bool:
+        """With hints the ladder does not depend on what p^(0) meets."""
+        return bool(self.hints())
 
     def distil(self, pair: Pair, m: int) -> LanguageModel:
         """Line 3: p^(m) = q^(m), fitted to all draws so far, to which q^(m-1) adds."""
@@ -94,12 +115,18 @@ class Pooled(Learner):
         self.draw(pair.model.adapter, "sampling", m, self.options.pool_draws)
         return self.fit_to_sigma(m)
 
-    def draw(self, q: Adapter | None, word: str, m: int, count: int) -> None:
-        """Draw and weigh: `count` sequences of q join the pool; None is p^(0)."""
+    def draw(
+        self, q: Adapter | None, word: str, m: int, count: int, hints: Sequence[list[int]] = ()
+    ) -> None:
+        """Draw and weigh: `count` sequences of q join the pool; None is p^(0), perhaps forced."""
         twist = None if q is None else q.tilt  # one pass gives log q and log p^(0)
 
         def draw(size: int, generator: Generator) -> dict[str, Tensor]:
-            return vars(draw_round(self.base, twist, self.log_phi, size, generator))
+            if hints:
+                drawn = draw_forced_round(self.base, self.log_phi, hints, size, generator)
+            else:
+                drawn = draw_round(self.base, twist, self.log_phi, size, generator)
+            return vars(drawn)
 
         self.pool.rounds.append(Round(**self.streams.draw(word, m, count, draw, 1, self.report)))
 

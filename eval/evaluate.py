@@ -116,6 +116,9 @@ def check_base_rate(run: Run, learner: Learner, log_phi: Tensor) -> None:
     rate = f"{alive} of {total} base samples have phi > 0"
     shown = f"about {seen:.1f}" if alive else f"at most {most:.1f}"
     line = f"{rate}: {shown} of the {batch} that the learner first sees"
+    if learner.has_hints():
+        run.say(f"{line}; half of its draws are forced to hold the words of the potential")
+        return
     run.say(f"{line}; {remedy}" if seen < 10 else line)  # hardly anything to learn from
     if most < 0.5:
         raise InputError(f"{rate}, too few to learn from; {remedy}")

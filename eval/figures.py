@@ -5,7 +5,6 @@ writes one PNG. The colours are those of Okabe and Ito, which colour-blind reade
 and each series also has a marker or line style of its own.
 """
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +59,7 @@ def style(name: str) -> tuple[str, str]:
 def similarity_plot(results: dict, key: str, path: Path) -> None:
     """Base, Target and the generations, joined in order (paper, Fig. 1), the score +- 95 %."""
     figure, axes = plt.subplots(figsize=(5, 4))
-    rows = {name: row for name, row in named_rows(results).items() if math.isfinite(row[key])}
+    rows = {name: row for name, row in named_rows(results).items() if row[key] is not None}
     joined = [(row["similarity"], row[key]) for name, row in rows.items() if name not in ENDS]
     if joined:
         axes.plot(*np.array(joined).T, color="#999999", lw=1, zorder=1)

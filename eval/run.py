@@ -121,6 +121,7 @@ class Run(contextlib.AbstractContextManager):
         write_lines(temporary / "samples.jsonl", samples)
         write_lines(temporary / "metrics.jsonl", self.records)
         checkpoint.write_json(temporary / ROW, finite_or_null(row))
+        shutil.rmtree(self.folder(m), ignore_errors=True)  # of a chain that was broken before it
         os.rename(temporary, self.folder(m))
         self.records = []
 

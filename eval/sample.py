@@ -18,6 +18,7 @@ from typing import Any
 from eval.command import OneLineParser, one_line_errors, say
 from eval.config import RunOptions
 from eval.run import finite_or_null
+from eval.scorers.potentials import how_to_soften
 from eval.trained import TrainedRun, draw
 from eval.world import load_sigma
 from tinystories.errors import InputError, printable
@@ -58,7 +59,10 @@ def remarks(drawn: Drawn, options: RunOptions, trained: RunOptions | None) -> li
             lines.append(f"p and psi were trained on another {name}: the proposal may be poor")
     if drawn.ess < FEW:
         worth = f"The weights have collapsed: all texts are worth {drawn.ess:.1f} samples"
-        lines.append(f"{worth}; raise --particles, soften the potential, or train (main.py)")
+        softer = how_to_soften(options.potential, 8)
+        lines.append(f"{worth}; raise --particles, {softer}, or train (main.py)")
+    if warning := drawn.warning():
+        lines.append(warning)
     log_phi = drawn.scores["log_phi"]
     if trained is None and log_phi.isneginf().any() and (log_phi[log_phi > -math.inf] == 0).all():
         evidence = drawn.evidence()

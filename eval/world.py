@@ -105,7 +105,11 @@ def load_sigma(options: RunOptions, folder: Path | None = None) -> World:
             return tokenizer.decode_batch(rows, skip_special_tokens=True)
 
     factors = make_factors(options.potential, options.beta, scorer, folder)
-    potential = TextPotential(factors, decode, ids, end)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    potential = TextPotential(factors, decode, ids, end, encode)
     # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
     potential.scale = max(options.beta, 1.0) if reads_classifier(options) else 1.0
     potential(ids.repeat(options.length)[None, : options.length])  # fails before files are written
@@ -186,7 +190,7 @@ def load_own_target(run: Path, options: RunOptions, vocab_size: int) -> ExactSam
 
 def save_target(directory: Path, exact: ExactSamples, key: dict, **notes) -> None:
     """Write `samples.safetensors` and `target.json`, with `notes` beside the numbers."""
-    tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi.float()}
+    tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi}
     checkpoint.write_tensors(directory / SAMPLES, tensors)
     values = {"key": key, "num_samples": len(exact.tokens)}
     values |= {name: getattr(exact, name) for name in ("num_proposals", "log_z", "log_z_std_error")}

@@ -1,4 +1,4 @@
-"""What the tests share: one small finished run."""
+"""What the tests share: small finished runs."""
 
 import os
 from collections.abc import Callable
@@ -7,24 +7,29 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist keeps the other cores busy
 
 # isort: split
+import dataclasses
+
 import filelock
 import pytest
+from jobs import JOBS, run_main
 
+from eval.world import SHIPPED, load_target, save_target
 from main import main
+from tinystories.checkpoint import read_json
 
 SMALL = [
     *("--generations", "1", "--particles", "10", "--ctl-updates", "3", "--ctl-batch-size", "20"),
-    *("--distill-runs", "4", "--distill-updates", "3", "--distill-batch-size", "8"),
-    *("--eval-runs", "3", "--eval-particles", "6", "--eval-base-samples", "40", "--quiet"),
+    *("--distill-runs", "4", "--distill-updates", "3", "--eval-runs", "3"),
+    *("--eval-particles", "6", "3", "--target"),
 ]
-"""Options of a run of main.py that takes a few seconds."""
+"""Options of a small run of main.py; the last one lacks its value."""
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory, worker_id) -> Callable[[str, Callable[[Path], None]], Path]:
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
     """made_once(name, make): a directory that make(directory) has filled in one of the workers."""
     root = tmp_path_factory.getbasetemp()
-    if worker_id != "master":
+    if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # shared by the workers
 
     def directory(name: str, make: Callable[[Path], None]) -> Path:
@@ -38,5 +43,26 @@ def made_once(tmp_path_factory, worker_id) -> Callable[[str, Callable[[Path], No
 
 @pytest.fixture(scope="session")
 def finished_run(made_once) -> Path:
-    """The directory of a small finished run, made once for all workers; do not change it."""
-    return made_once("finished-run", lambda run: main([*SMALL, "--out", str(run)]))
+    """A small finished run with its figures, made once for all workers; do not change it.
+
+    Beside it lies its target: 60 of the exact samples that come with the repository.
+    """
+
+    def make(run: Path) -> None:
+        key = {"potential": ["toxicity"]} | read_json(SHIPPED / "target.json")["key"]
+        exact = load_target(SHIPPED, key, 10**6)
+        cut = dataclasses.replace(exact, tokens=exact.tokens[:60], log_phi=exact.log_phi[:60])
+        save_target(run.with_name("sixty"), cut, key)
+        main([*SMALL, str(run.with_name("sixty")), "--out", str(run)])
+
+    return made_once("finished-run", make)
+
+
+@pytest.fixture(scope="session")
+def finished_job(made_once) -> Callable[[str], Path]:
+    """finished_job(learner): a finished run of JOBS, made once for all workers; do not change it."""
+
+    def directory(learner: str) -> Path:
+        return made_once(learner, lambda run: run_main([*JOBS[learner], "--out", run]))
+
+    return directory

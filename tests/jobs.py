@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,27 +21,21 @@ import pytest
 import torch
 
 import main
+from eval.run import Run
 
 METHOD = "fork" if torch.get_num_threads() == 1 else "forkserver"
 CONTEXT = multiprocessing.get_context(METHOD)
 CONTEXT.set_forkserver_preload(["main"])
-SIZES = [
-    *("--generations", "1", "--eval-runs", "5", "--eval-particles", "4", "--rows", "16"),
-    *("--eval-base-samples", "20", "--eval-target-proposals", "60", "--beta", "0.3"),
-    *("--length", "5", "--quiet"),
-]
-PUBLISHED = [
-    *(*SIZES, "--ctl-updates", "4", "--ctl-batch-size", "11", "--ctl-hidden-units", "16"),
-    *("--particles", "6", "--distill-runs", "13", "--distill-updates", "3"),
-    *("--distill-batch-size", "9"),
-]
-POOLED = [
-    *(*SIZES, "--learner", "pooled", "--pool-first-draws", "50", "--pool-first-rounds", "2"),
-    *("--pool-first-updates", "3", "--pool-draws", "45", "--pool-updates", "3"),
-    *("--pool-batch-size", "9", "--pool-hidden-units", "16"),
-]
-JOBS = {"published": PUBLISHED, "pooled": POOLED}
-PRODUCTS = ["results.json", "samples.jsonl", "metrics.jsonl", "generation-*/*.safetensors"]
+TABLE = ["--generations", "1", "--eval-runs", "5", "--eval-particles", "4", "2"]
+TABLE += ["--eval-target-proposals", "60", "--beta", "0.3", "--length", "5"]
+PAPER = ["--ctl-updates", "4", "--ctl-batch-size", "11", "--particles", "6"]
+PAPER += ["--distill-runs", "13", "--distill-updates", "3"]
+POOLED = ["--pool-first-draws", "50", "--pool-first-rounds", "2", "--pool-first-updates", "3"]
+POOLED += ["--pool-draws", "45", "--pool-updates", "3", "--pool-batch-size", "9"]
+TUNED = ["--updates", "2", "--batch-size", "8"]
+SIZES = {"paper": PAPER, "weighted": PAPER, "pooled": POOLED, "dpo": TUNED, "grpo": TUNED}
+JOBS = {name: [*TABLE, "--learner", name, *sizes] for name, sizes in SIZES.items()}
+"""Options of a small run of each learner."""
 
 
 def run_main(arguments: Iterable[object]) -> None:
@@ -51,43 +45,50 @@ def run_main(arguments: Iterable[object]) -> None:
         main.main([str(argument) for argument in arguments])
 
 
-def refusal(*arguments: object) -> str:
-    """The line on standard error with which a main job ends; its exit code is 2."""
+def refusal(*arguments: object, command: Callable[[list[object]], None] = run_main) -> str:
+    """The last line on standard error, where a command ends with code 2 and tells no other error."""
     with contextlib.redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit) as ended:
-        run_main(arguments)
+        command([str(argument) for argument in arguments])
     lines = errors.getvalue().splitlines()
     assert ended.value.code == 2 and [line for line in lines if "error:" in line] == lines[-1:]
     return lines[-1]
 
 
 def products(run: Path) -> dict[str, bytes]:
-    """Contents of a run's files: results, samples, and what each generation has learned."""
-    found = [path for pattern in PRODUCTS for path in run.glob(pattern)]
-    assert len(found) == (5 if any(run.glob("*/adapter.safetensors")) else 6)
-    return {str(path.relative_to(run)): path.read_bytes() for path in found}
+    """The contents of all that a finished run has made, by name; nothing else is left in it."""
+    files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
+    made = {name: path.read_bytes() for name, path in files.items() if not path.name[0] == "."}
+    assert {"results.json", "base/samples.jsonl", "generation-1/metrics.jsonl"} < made.keys()
+    assert {path.name for path in run.iterdir() if path.name[0] == "." and path.is_dir()} == set()
+    return {name: made[name] for name in made if name != "config.json" and "figures" not in name}
 
 
 @dataclass
 class Moment:
-    """When a file is put in its place: just before or just after, the process gets a signal."""
+    """When a process gets a signal: just before or just after a file or folder is put in its place,
+    or the first step of a phase is recorded."""
 
-    file: str
-    is_after: bool
+    place: str  # how the path ends, or the name of the phase and its generation
+    is_after: bool = False
     signal: int = signal.SIGKILL
 
     def watch(self) -> None:
-        """Replace the function that puts files in their place."""
-        replace = os.replace
+        """From now on."""
+        for owner, name in ((os, "replace"), (os, "rename"), (Run, "__call__")):
+            setattr(owner, name, self.signalling(getattr(owner, name)))
 
-        def replace_and_signal(source: Path, target: Path) -> None:
-            is_due = str(target).endswith(self.file)
+    def signalling(self, function: Callable) -> Callable:
+        """A function of (source, place) or (run, phase, generation, ...) that signals as well."""
+
+        def call(*arguments: object, **figures: object) -> None:
+            is_due = " ".join(map(str, arguments[1:3])).endswith(self.place)
             if is_due and not self.is_after:
                 os.kill(os.getpid(), self.signal)
-            replace(source, target)
+            function(*arguments, **figures)
             if is_due and self.is_after:
                 os.kill(os.getpid(), self.signal)
 
-        os.replace = replace_and_signal
+        return call
 
 
 def child(arguments: list, folder: Path, place: dict, options: dict) -> None:

@@ -1,33 +1,43 @@
-"""Self-distillation by full fine-tuning and by LoRA; test_pool.py has that of an adapter."""
+"""What fine-tuning shares, full or by LoRA, and the distillation of the paper's learner."""
 
 import copy
 
 import pytest
 import torch
-from worlds import Recorded, generator, tiny_conditional
+from worlds import Recorded, generator, rare_potential, tiny_conditional
 
-from distill.finetune import LoRALinear, Student, add_lora, merge_lora
-from distill.self_distill import draw_batches, self_distill
+from distill import Paper, PaperOptions, Streams
+from distill.finetune import LoRALinear, Student, add_lora, draw_batches, merge_lora
+from tinystories.decoder import counted
+from tinystories.errors import InputError
+from twist.pair import Pair
+
+kinds = pytest.mark.parametrize("student", ["full", "lora"])
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_distilled_samples_become_likelier_and_the_teacher_stays(lora):
-    """Two sequences of weight 1/4 and 3/4; LoRA learns less of them."""
-    teacher, reports = tiny_conditional(0), Recorded()
+@kinds
+def test_distilled_samples_become_likelier_and_the_teacher_stays(student):
+    """Three sequences, one of which ends, of weights 1/4, 3/4 and none; LoRA learns less."""
+    teacher, reports = tiny_conditional(0, end=1), Recorded()
     before = copy.deepcopy(teacher.network.state_dict())
-    tokens, weights = torch.tensor([[3, 4, 5, 6], [3, 3, 2, 1]]), torch.tensor([0.25, 0.75])
-    student = Student(teacher.network, 3e-2 if lora else 1e-2, 0.01, lora, generator(0))
-    model = student.after(teacher)
-    batches = draw_batches(weights, 64, 60, generator(1))
-    loss = lambda rows: -model.log_probs(tokens[rows])[0].mean()  # noqa: E731
-    self_distill(loss, student.optimizer, batches, reports)
-    trained = student.finish()
-    log_p = teacher.with_network(trained).log_probs(tokens)[0].sum(-1)
-    assert -(weights * log_p).sum() < (0.7 if lora else 0.3) * 4 * reports[0]["loss"]
-    assert len(reports) == 60
+    tokens = torch.tensor([[3, 4, 5, 6], [3, 1, 1, 1], [0, 0, 0, 0]])
+    weights = torch.tensor([0.25, 0.75, 0.0])
+    rate = 3e-3 if student == "lora" else 1e-2
+    options = PaperOptions(student=student, distill_updates=60, distill_learning_rate=rate)
+    learner = Paper(teacher, rare_potential, options, Streams(0), reports)
+    learner.samples = lambda pair, m: (tokens, weights)
+    trained = learner.distil(Pair(teacher, None), 1)
+    losses = [figures["loss"] for figures in reports["distillation"]]
+    assert len(losses) == 60
+    drawn = draw_batches(weights, 32, 60, Streams(0).stream("distillation", 1))[0]
+    log_p, is_counted = teacher.log_probs(tokens[drawn])[0], counted(tokens[drawn], 1)
+    if student == "full":  # LoRA draws its first weights before the batches
+        assert losses[0] == pytest.approx(-log_p.sum().item() / is_counted.sum().item(), rel=1e-5)
+    nats = [-(weights * model.log_probs(tokens)[0].sum(1)).sum() for model in (teacher, trained)]
+    assert nats[1] < (0.7 if student == "lora" else 0.3) * nats[0]
     for name, tensor in teacher.network.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    assert trained.state_dict().keys() == before.keys(), "LoRA is merged"
+    assert trained.network.state_dict().keys() == before.keys(), "LoRA is merged"
 
 
 def test_rows_are_drawn_by_their_weights():
@@ -53,11 +63,19 @@ def test_lora_starts_at_the_base_model_to_the_bit_and_merging_keeps_the_function
 
 
 def test_adamw_has_the_papers_settings_and_spares_vectors():
-    student = Student(tiny_conditional(0).network, 1e-4, 0.1, False, generator(0))
+    student = Student(tiny_conditional(0).network, 1e-4, False, generator(0))
     decayed, spared = student.optimizer.param_groups
     assert decayed["betas"] == (0.9, 0.999)
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
     names = {id(parameter): key for key, parameter in student.network.named_parameters()}
     vectors = {key for key in names.values() if "ln_" in key or key.endswith("bias")}
     assert {names[id(parameter)] for parameter in spared["params"]} == vectors
     assert len(decayed["params"]) + len(spared["params"]) == len(names)
+
+
+@kinds
+def test_a_model_that_is_not_finite_is_not_returned(student):
+    trained = Student(tiny_conditional(0).network, 1e-2, student == "lora", generator(0))
+    trained.parameters[1].data[0] = torch.nan
+    with pytest.raises(InputError, match=r"not finite; lower the learning rate$"):
+        trained.finish()

@@ -2,21 +2,20 @@
 
 import pytest
 import torch
-from worlds import bias, generator, mutant, sequence_numbers, table_world, tiny_gpt_neo
+import worlds
+from worlds import bias, generator, mutant, sequence_numbers, table_world, tiny_conditional
 
 import distill.grpo
 import tsmc.proposal
-from distill import Phases, Pooled, PooledOptions, Published, PublishedOptions
-from distill.finetune import BaselineConfig
+from distill import GRPO, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions, Streams
 from distill.grpo import grpo_loss
-from tinystories import Conditional
 from tinystories.decoder import counted
 from tsmc import sampler
 from tsmc.exact import TableModel, Target, Tree
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.sampler import Sigma
-from twist.ctl import batches_from_proposal, ctl_loss
-from twist.potential import Factor, TextPotential
+from twist.ctl import ctl_loss, draw_batch
+from twist.potential import TextPotential
 
 END = 1
 
@@ -101,10 +100,10 @@ def test_the_gradient_of_ctl_is_the_enumerated_one_where_texts_end():
     model, _, log_phi = world(3, 4)
     twist = Unigram(torch.tensor([0.3, -0.5, 0.4]).double())
     (exact,) = torch.autograd.grad(Target(model, log_phi).ctl_loss(twist), twist.log_psi)
-    draw_batch = batches_from_proposal(Sigma(model, log_phi), twist, 4000, generator(4))
-    found = [
-        torch.autograd.grad(ctl_loss(twist, draw_batch()), twist.log_psi)[0] for _ in range(50)
-    ]
+    sigma, source, found = Sigma(model, log_phi), generator(4), []
+    for _ in range(50):
+        loss = ctl_loss(twist, draw_batch(sigma, twist, 4000, source))
+        found += torch.autograd.grad(loss, twist.log_psi)
     gradients = torch.stack(found)  # [50, V]
     error = gradients.std(0) / 50**0.5
     assert ((gradients.mean(0) - exact) / error).abs().max() < 4.5
@@ -112,7 +111,7 @@ def test_the_gradient_of_ctl_is_the_enumerated_one_where_texts_end():
 
 
 def test_no_loss_sees_what_is_behind_the_end():
-    model = Conditional(tiny_gpt_neo(7), torch.tensor([1, 2]), 5, END)
+    model = tiny_conditional(0, END)
     tokens = sample_proposal(model, None, 64, generator(1)).tokens
     is_behind = ~counted(tokens, END)
     assert is_behind.any()
@@ -125,36 +124,30 @@ def test_no_loss_sees_what_is_behind_the_end():
 
 
 def test_parts_of_a_batch_of_grpo_count_each_token_alike(monkeypatch):
-    base = Conditional(tiny_gpt_neo(7), torch.tensor([1, 2]), 5, END)
-    options = BaselineConfig(1e-3, 0.01, 0.5, updates=1, batch_size=40)
-    losses = []
+    options, reports = BaselineOptions(updates=1, batch_size=40), worlds.Recorded()
+    log_phi = lambda tokens: -(tokens == 3).sum(1).double()  # noqa: E731
     for rows in (40, 7):
         monkeypatch.setattr(distill.grpo, "ROWS", rows)
-        report = lambda loss, phi: losses.append(loss)  # noqa: E731
-        distill.grpo.grpo(
-            base, lambda s: -(s == 3).sum(1).double(), options, False, generator(0), report
-        )
+        GRPO(tiny_conditional(0, END), log_phi, options, Streams(0), reports).first_twist()
+    losses = [figures["loss"] for figures in reports["fine-tuning"]]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_both_learners_approach_a_sigma_of_texts_that_end():
-    """KL(sigma||q) by enumeration, its mean over three seeds."""
-    model = Conditional(tiny_gpt_neo(4), torch.tensor([1, 2]), 4, END)
-    factor = Factor(lambda texts: [-1.5 * len(t) for t in texts])
-    phi = TextPotential([factor], "".join, model.prompt, END)
-    phi.texts = lambda tokens: ["x" * int(n) for n in counted(tokens, END).sum(1)]
-    phi.decode = lambda rows: ["" for _ in rows]
-    target = Target(model, lambda tokens, log_p: phi(tokens))
+    """KL(sigma||q) by enumeration, under a potential that prefers short texts."""
+    model = tiny_conditional(0, END)
+    log_phi = lambda tokens, *_: -1.5 * counted(tokens, END).sum(1).double()  # noqa: E731
+    target = Target(model, log_phi)
     before = target.kl_to(target.log_p[-1])
-    published = PublishedOptions(ctl_updates=60, ctl_learning_rate=0.003, distill_runs=20)
-    pooled = PooledOptions(pool_first_draws=400, pool_updates=60, pool_learning_rate=0.01)
-    for kind, options in ((Published, published), (Pooled, pooled)):
+    paper = PaperOptions(ctl_updates=30, ctl_learning_rate=0.002)
+    pooled = PooledOptions(pool_first_draws=400, pool_updates=30, pool_learning_rate=0.002)
+    for kind, options in ((Paper, paper), (Pooled, pooled)):
         after = []
-        for seed in range(3):
-            pair = kind(model, phi, options, Phases(seed)).line_1()
+        for seed in range(2):
+            pair = kind(model, log_phi, options, Streams(seed)).first_twist()
             log_q = Tree(pair.model).prefix_log_q(pair.twist)[-1].detach()
             after.append(target.kl_to(log_q))
-        assert sum(after) / 3 < 0.5 * before, (kind, after, before)
+        assert sum(after) / 2 < 0.5 * before, (kind, after, before)
 
 
 def test_the_potential_reads_the_text_without_its_end():

@@ -1,4 +1,4 @@
-"""GPT-Neo, plain and packed, against transformers; its cache and decoder; files that do not fit."""
+"""GPT-Neo against transformers; its cache and decoder; tensors that do not fit."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from worlds import generator, tiny_gpt_neo
 
 import tinystories
-from eval.run.options import POCKET
-from tinystories import Conditional, InputError, products
+from eval.config import POCKET
+from tinystories import Conditional, InputError
 from tinystories import decoder as decoder_module
 from tinystories.checkpoint import fingerprint
 
@@ -24,13 +24,6 @@ SHAPES = {
     "wide window": {"attention_types": [[["local"], 1], [["global"], 1]], "window_size": 64},
     "narrow MLP": {"intermediate_size": 23},
 }
-
-
-@pytest.fixture(params=["plain", "packed"])
-def version(request, monkeypatch):
-    """What makes the tested version of a plain model; all its products go to oneDNN."""
-    monkeypatch.setattr(products, "SMALLEST", 1)
-    return {"plain": lambda model: model, "packed": pack}[request.param]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -68,15 +61,15 @@ def test_logits_of_the_pocket_checkpoint():
 
 @pytest.mark.parametrize("kinds", [("global", "local"), ("local", "local"), ("global", "global")])
 @pytest.mark.parametrize("prompt", [1, 2, 9])
-@pytest.mark.parametrize("most", [0.0, 0.8, 0.99])
+@pytest.mark.parametrize("share", [0.0, 0.8, 0.99])
 @torch.no_grad()
 def test_cached_equals_uncached_after_any_reordering_and_past_the_window(
-    version, prompt, kinds, most, monkeypatch
+    prompt, kinds, share, monkeypatch
 ):
     """Whether equal rows are computed once never, sometimes or always; many rows are equal."""
     monkeypatch.setattr(decoder_module, "GROUP", 1)
-    monkeypatch.setattr(decoder_module, "MOST", most)
-    network = version(tiny_gpt_neo(11, seed=3, window_size=4, attention_layers=kinds).double())
+    monkeypatch.setattr(decoder_module, "SHARING_PAYS", share)
+    network = tiny_gpt_neo(11, seed=3, window_size=4, attention_layers=kinds).double()
     source, rows, length = generator(4), 7, 15
     model = Conditional(network, torch.randint(11, (prompt,), generator=source), length)
     decoder, tokens = model.decoder(rows), torch.empty(rows, 0, dtype=torch.long)
@@ -94,39 +87,34 @@ def test_cached_equals_uncached_after_any_reordering_and_past_the_window(
         if t + 1 < length:
             decoder.extend(tokens[:, -1], ancestors)
             states = {0.0: rows, 0.99: len(tokens.unique(dim=0))}
-            assert len(decoder.states) == states.get(most, len(decoder.states))
+            assert len(decoder.states) == states.get(share, len(decoder.states))
 
 
 @pytest.mark.parametrize("window", [1, 3, 64])
 @pytest.mark.parametrize("prompt", [1, 2, 9])
 @pytest.mark.parametrize("length", [1, 6])
-def test_the_shared_prompt_changes_neither_probabilities_nor_gradients(
-    version, prompt, length, window
-):
-    plain, source = tiny_gpt_neo(11, seed=2, window_size=window).double(), generator(0)
+def test_the_shared_prompt_changes_neither_probabilities_nor_gradients(prompt, length, window):
+    network, source = tiny_gpt_neo(11, seed=2, window_size=window).double(), generator(0)
     prompt = torch.randint(11, (prompt,), generator=source)
     tokens = torch.randint(11, (4, length), generator=source)
-    logits = plain(torch.cat([prompt.expand(4, -1), tokens], 1))[:, len(prompt) - 1 : -1]
+    logits = network(torch.cat([prompt.expand(4, -1), tokens], 1))[:, len(prompt) - 1 : -1]
     wanted = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-    model = Conditional(version(plain), prompt, length)
+    model = Conditional(network, prompt, length)
     log_p, shared_logits, hidden = model.log_probs(tokens)
     torch.testing.assert_close(log_p, wanted, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(shared_logits, logits, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(model.head(hidden), logits, rtol=1e-10, atol=1e-10)
-    if model.network is not plain:
-        assert not log_p.requires_grad, "a packed copy has no gradient"
-        return
     factors = torch.randn(4, length, generator=source)
     pair = ((x * factors).sum() for x in (log_p, wanted))
-    gradients = (torch.autograd.grad(x, list(plain.parameters())) for x in pair)
+    gradients = (torch.autograd.grad(x, list(network.parameters())) for x in pair)
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
 @torch.no_grad()
-def test_attention_is_computed_in_float32_and_unscaled_whatever_the_type(version):
+def test_attention_is_computed_in_float32_and_unscaled_whatever_the_type():
     network = tiny_gpt_neo(11, hidden_size=32, num_heads=4).to(torch.bfloat16)
-    attention = version(network).h[0].attn
+    attention = network.h[0].attn
     x = torch.randn(3, 9, 32, generator=generator(0)).to(torch.bfloat16)
     layers = attention.q_proj, attention.k_proj, attention.v_proj
     q, k, v = (layer(x).double().unflatten(-1, (4, -1)).transpose(1, 2) for layer in layers)
@@ -136,12 +124,12 @@ def test_attention_is_computed_in_float32_and_unscaled_whatever_the_type(version
     assert (attention(x, None) - wanted).abs().mean() < 1e-4 * wanted.abs().mean()
 
 
-def test_prompt_and_continuation_may_fill_every_position(version):
-    model = Conditional(version(tiny_gpt_neo(11)), torch.zeros(28, dtype=torch.long), 4)
+def test_prompt_and_continuation_may_fill_every_position():
+    model = Conditional(tiny_gpt_neo(11), torch.zeros(28, dtype=torch.long), 4)
     decoder = model.decoder(2)
     for _ in range(4):
         decoder.extend(torch.tensor([1, 2]))
-    with pytest.raises(InputError, match="33 tokens exceed this model's 32 positions"):
+    with pytest.raises(AssertionError, match="more tokens than the model has positions"):
         decoder.extend(torch.tensor([1, 2]))
     for prompt, words in ((0, "the prompt is empty"), (30, "exceed the model's 32 positions")):
         with pytest.raises(InputError, match=words):

@@ -10,9 +10,9 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 from networks import oracle, write
 
-from eval.run.options import POCKET, PRESETS, RunConfig
+from eval.config import POCKET, PRESETS
 from tinystories import hub
-from tinystories.checkpoint import fingerprint
+from tinystories.checkpoint import fingerprint, write_json
 from tinystories.hub import checkpoint_directory
 
 
@@ -25,7 +25,9 @@ class FakeHub:
         self.requests = []
 
     def publish(self, name: str, directory: Path) -> None:
-        self.files[name] = {path.name: path.read_bytes() for path in directory.iterdir()}
+        paths = [path for path in directory.rglob("*") if path.is_file()]
+        names = [path.relative_to(directory).as_posix() for path in paths]
+        self.files[name] = dict(zip(names, map(Path.read_bytes, paths), strict=True))
 
     def __call__(self, repo_id: str, *, revision: str | None = None, **patterns) -> str:
         self.requests.append((repo_id, revision))
@@ -44,17 +46,18 @@ def remote(tmp_path, monkeypatch) -> Iterator[FakeHub]:
     hub.fetch.cache_clear()  # else a later test of this worker finds what only this one has
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "bin"])
+@pytest.mark.parametrize("layout", ["safetensors", "bin", "shards"])
 def test_only_what_is_needed_is_fetched_and_once(remote, tmp_path, layout):
     write(tmp_path / "lm", "lm", oracle("lm"), layout)
     (tmp_path / "lm" / "generation_config.json").unlink()
+    write_json(tmp_path / "lm" / "1_Pooling" / "config.json", {})
     remote.publish("owner/stories", tmp_path / "lm")
     needed = set(remote.files["owner/stories"])
     extra = ["README.md", "training_args.bin", "model.fp16.safetensors", "onnx/model.safetensors"]
     extra += ["pytorch_model.bin"] if "bin" not in layout else []  # safetensors are preferred
     remote.files["owner/stories"] |= dict.fromkeys(extra, b"no")
     path = checkpoint_directory("owner/stories", "--lm")
-    assert {file.name for file in path.iterdir()} == needed
+    assert {file.relative_to(path).as_posix() for file in path.rglob("*.*")} == needed
     before = len(remote.requests)
     assert checkpoint_directory("owner/stories", "--lm") == path and len(remote.requests) == before
 
@@ -63,7 +66,8 @@ def test_the_paper_preset(remote):
     """The paper's three repositories at their commits; they hold the shipped networks here."""
     roles = {"lm": "lm", "toxicity_model": "toxicity", "similarity_model": "similarity"}
     for option, role in roles.items():
-        repository, _, commit = getattr(PRESETS["paper"], option).partition("@")
+        name = PRESETS["paper"][option]
+        repository, _, commit = name.partition("@")
         remote.publish(repository, POCKET / role)
-        found = RunConfig(preset="paper").checkpoint(option)
+        found = checkpoint_directory(name, "--lm")
         assert found.name == commit and fingerprint(found) == fingerprint(POCKET / role)

@@ -1,4 +1,4 @@
-"""The main job at a small scale: its files, its options, and all bad input that it must refuse."""
+"""The main job at a small scale: its files, every learner, and the options that it must refuse."""
 
 import json
 import re
@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import JOBS, POOLED, PUBLISHED, products, refusal, run_main
+from jobs import JOBS, products, refusal, run_main
 from networks import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import main
 import tinystories
 from eval import load_run
-from eval.run.evaluate import finish_generation
-from eval.run.options import POCKET, saved_config
-from eval.trained import read_network
+from eval.config import POCKET
+from eval.figures import draw_figures
+from eval.run import Run
+from eval.table import read_results
 from tinystories.checkpoint import read_tensors
 from tsmc.proposal import proposal_log_probs
-from twist.pair import Pair, load_pair
+from twist.pair import Pair
 
 
 def read(path: Path) -> dict | list[dict]:
@@ -31,80 +31,60 @@ def read(path: Path) -> dict | list[dict]:
 def test_the_files_of_a_run_hold_what_is_promised(finished_run):
     results = read(finished_run / "results.json")
     assert results["target"]["toxicity"] > 0.5 > 0.1 > results["base"]["toxicity"]
+    assert results["target"]["num_samples"] == 60, "those of --target"
+    assert (results["learner"], results["scores"]) == ("weighted", 2 * 3 * 20 + 4 * 10)
     assert [row["generation"] for row in results["generations"]] == [0, 1]
-    for row in results["generations"]:
+    for m, row in enumerate(results["generations"]):
+        assert row == read(finished_run / f"generation-{m}" / "row.json")
         assert {"log_z", "log_z_hat_mean", "log_z_hat_std", "dead_runs", "energy"} <= row.keys()
         assert 0 <= row["toxicity"] <= 1 and -1 <= row["similarity"] <= 1
         assert row["kl_target_proposal"] > 0 and row["num_sequences"] == 18
         assert 1 <= row["ess"] <= 6 and 1 / 6 <= row["distinct"] <= 1
+        assert row["populations"].keys() == {"6", "3"}
+        assert all(0 <= score <= 1 for score in row["populations"].values())
+        assert len(row["terms_kl"]) == len(row["terms_energy"]) == 60
     config = read(finished_run / "config.json")
     assert config["seed"] == 0 and config["ctl_updates"] == 3 and "torch" in config["versions"]
     assert set(config["networks"]) == {"lm", "toxicity_model", "similarity_model"}
-    metrics = read(finished_run / "metrics.jsonl")
-    phases = {f"{record['generation']} {record['phase']} {record['step']}" for record in metrics}
-    assert len(phases) == len(metrics) == 13
-    assert {"None base samples 1", "0 twist learning 3", "0 evaluation 1"} < phases
-    assert {"1 sampling 1", "1 distillation 3", "1 twist learning 3"} < phases
-    samples = read(finished_run / "samples.jsonl")
-    assert sum(row["source"] == "generation 1" for row in samples) == 18
+    steps = []
+    for folder in ("base", "generation-0", "generation-1"):
+        for row in read(finished_run / folder / "metrics.jsonl"):
+            steps.append(f"{row['generation']} {row['phase']} {row['step']}")
+    assert len(steps) == len({*steps}) == 17
+    assert {"None base samples 1", "0 twist learning 3", "0 populations of 3 1"} < {*steps}
+    assert {"1 sampling 1", "1 distillation 3", "1 twist learning 3"} < {*steps}
+    samples = read(finished_run / "generation-1" / "samples.jsonl")
+    assert [row["source"] for row in samples] == ["generation 1"] * 18
     assert all(row["text"].startswith("Once upon a time, there was a") for row in samples)
-    for name in ("similarity-toxicity", "learning", "toxicity-histogram"):
-        assert (finished_run / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    figures = {path.name: path.read_bytes() for path in (finished_run / "figures").iterdir()}
+    names = {"similarity-toxicity", "learning", "toxicity-histogram", "particles"}
+    assert figures.keys() == {f"{name}.png" for name in names}
+    assert all(content.startswith(b"\x89PNG") for content in figures.values())
     assert [path.name for path in finished_run.rglob(".*")] == [".lock"]
-    assert not (finished_run / "resume").exists()
 
 
 def run_and_load(options: list, out: Path) -> list[Pair]:
     """Make a run and assert that its generations load as they were; returns its pairs."""
-    pairs = []
+    keep, pairs = Run.keep, []
 
-    def finish(run, setup, config, m: int, pair: Pair, results: dict) -> None:
-        finish_generation(run, setup, config, m, pair, results)
-        again = load_pair(out / f"generation-{m}", setup.base, read_network)
+    def keep_and_load(run, m, pair, world, *rest) -> None:
+        keep(run, m, pair, world, *rest)
+        again = run.load_pair(m, world)
         tokens = torch.arange(40, 60).view(4, 5)
         found, wanted = (proposal_log_probs(one.model, one.twist, tokens) for one in (again, pair))
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         pairs.append(pair)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "finish_generation", finish)
+        patch.setattr(Run, "keep", keep_and_load)
         run_main([*options, "--out", out])
     drawn = load_run(out).sample(particles=3, runs=2)
     assert len(drawn.texts) == 6 and drawn.log_z_hat < 0
     return pairs
 
 
-VARIANTS = {  # options, and what a generation's twist or adapter consists of
-    "LoRA": ([*PUBLISHED, "--student", "lora"], {"mlp"}),
-    "drifting": ([*PUBLISHED, "--no-effective-potential"], {"mlp"}),
-    "narrow": ([*PUBLISHED, "--dtype", "bfloat16"], {"mlp"}),
-    "pooled": (POOLED, {"scores", "shift.mlp"}),
-    "pooled, narrow": ([*POOLED, "--dtype", "bfloat16"], {"scores", "shift.mlp"}),
-    "one round": ([*POOLED, "--pool-first-rounds", "1"], {"scores", "shift.mlp"}),
-    "no surrogate": ([*POOLED, "--no-surrogate"], {"shift.mlp"}),
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_learns_and_loads_as_it_was(tmp_path, name):
-    options, tensors = VARIANTS[name]
-    first, second = run_and_load(options, tmp_path / "run")
-    for m, pair in enumerate((first, second)):
-        directory = tmp_path / "run" / f"generation-{m}"
-        (path,) = directory.glob("[at]*.safetensors")
-        names = {re.sub(r"(first|second|last)\.\w+", "mlp", name) for name in read_tensors(path)}
-        assert names == tensors
-        assert (pair.twist is None) == ("shift.mlp" in tensors)
-        learned = pair.model.adapter.shift if pair.twist is None else pair.twist
-        assert learned.last.weight.any()
-        is_fine_tuned = m == 1 and pair.twist is not None
-        assert (directory / "config.json").exists() == is_fine_tuned
-
-
-@pytest.mark.parametrize("student", ["full", "lora"])
-def test_a_fine_tuned_generation_loads_in_transformers(tmp_path, student):
-    run_main([*PUBLISHED, "--student", student, "--out", tmp_path / "run"])
-    directory = tmp_path / "run" / "generation-1"
+def assert_loads_in_transformers(directory: Path, wanted: str) -> None:
+    """Model and tokenizer are those of this project; `wanted` are the tensors that have changed."""
     model, tokenizer = tinystories.load(directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     text = "Once upon a time, there was a little girl who was mean."
@@ -114,89 +94,142 @@ def test_a_fine_tuned_generation_loads_in_transformers(tmp_path, student):
         assert_close(model(ids), theirs(ids).logits)
     before, after = tinystories.load(POCKET / "lm")[0].state_dict(), model.state_dict()
     changed = {name for name in after if not torch.equal(after[name], before[name])}
-    wanted = "(q|v)_proj.weight" if student == "lora" else "wte|wpe|proj|fc|ln_"
     assert changed and changed == {name for name in after if re.search(wanted, name)}
 
 
-@pytest.mark.parametrize("options", JOBS.values(), ids=JOBS)
-def test_a_seed_determines_every_byte(tmp_path, capfd, options):
-    quiet, loud, other = (tmp_path / name for name in ("quiet", "loud", "other"))
-    run_main([*options, "--out", quiet])
-    assert capfd.readouterr().err == ""
-    run_main([*options, "--no-quiet", "--out", loud])
-    assert products(quiet) == products(loud)
-    shown = capfd.readouterr().err
-    for row in read(loud / "metrics.jsonl"):
-        place = "" if row["generation"] is None else f"generation {row['generation']}, "
-        assert re.search(rf"phase \d+ of \d+, {place}{row['phase']}, \d+ s, ", shown)
-    run_main([*options, "--generations", 0, "--seed", 1, "--out", other])
-    assert read(quiet / "samples.jsonl")[-1]["text"] != read(other / "samples.jsonl")[-1]["text"]
+NARROW = ["--dtype", "bfloat16"]
+WEIGHTED = JOBS["weighted"]
+VARIANTS = {  # options, and what a generation's twist or adapter consists of
+    **{name: (JOBS[name], {"mlp"}) for name in ("paper", "weighted")},
+    "pooled": (JOBS["pooled"], {"scores", "shift.mlp"}),
+    **{name: (JOBS[name], set()) for name in ("dpo", "grpo")},
+    "LoRA": ([*WEIGHTED, "--student", "lora"], {"mlp"}),
+    "drifting": ([*WEIGHTED, "--no-effective-potential"], {"mlp"}),
+    "narrow": ([*WEIGHTED, *NARROW], {"mlp"}),
+    "pooled, narrow": ([*JOBS["pooled"], *NARROW], {"scores", "shift.mlp"}),
+    "one round": ([*JOBS["pooled"], "--pool-first-rounds", "1"], {"scores", "shift.mlp"}),
+    "no surrogate": ([*JOBS["pooled"], "--no-surrogate"], {"shift.mlp"}),
+    "narrow GRPO by LoRA": ([*JOBS["grpo"], *NARROW, "--student", "lora"], set()),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_learns_and_loads_as_it_was(tmp_path, finished_job, name):
+    """And a run of the same options elsewhere is the same to the byte."""
+    options, tensors = VARIANTS[name]
+    pairs = run_and_load(options, tmp_path / "run")
+    for m, pair in enumerate(pairs):
+        directory = tmp_path / "run" / f"generation-{m}"
+        (path,) = directory.glob("[at]*.safetensors")
+        found = read_tensors(path)
+        assert {re.sub(r"(first|second|last)\.\w+", "mlp", name) for name in found} == tensors
+        is_adapter, is_policy = "shift.mlp" in tensors, not tensors
+        assert (pair.twist is None) == (is_adapter or is_policy)
+        if not is_policy:
+            learned = pair.model.adapter.shift if is_adapter else pair.twist
+            assert learned.last.weight.any()
+        is_fine_tuned = is_policy or (m == 1 and not is_adapter)
+        assert (directory / "config.json").exists() == is_fine_tuned
+    if name in ("weighted", "pooled", "dpo"):
+        assert products(tmp_path / "run") == products(finished_job(name))
+    if name in ("weighted", "LoRA", "dpo"):
+        wanted = "(q|v)_proj.weight" if name == "LoRA" else "wte|wpe|proj|fc|ln_"
+        assert_loads_in_transformers(directory, wanted)
+    if name == "dpo":
+        draw_figures(read_results(tmp_path / "run"), tmp_path / "run")
+
+
+def test_another_seed_gives_other_texts_and_a_table_without_exact_samples(
+    tmp_path, finished_job, capsys
+):
+    options = [*JOBS["pooled"], "--generations", 0, "--seed", 1, "--eval-target-proposals", 0]
+    run_main([*options, "--out", tmp_path / "run"])
+    texts = [
+        [row["text"] for row in read(run / "base" / "samples.jsonl") if row["source"] == "base"]
+        for run in (tmp_path / "run", finished_job("pooled"))
+    ]
+    assert len(texts[0]) == len(texts[1]) and texts[0] != texts[1]
+    printed = capsys.readouterr()
+    assert "Generation 0" in printed.out and "Target" not in printed.out + printed.err
+    assert "KL" not in printed.out and not (tmp_path / "run" / "target").exists()
 
 
 def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
     """The classifier is neither loaded nor shown where phi does not read it."""
-    (tmp_path / "own.py").write_text("def short(texts):\n    return [-len(t) / 50 for t in texts]")
-    factors = ["regex: n", "keyword~3:named", f"{tmp_path / 'own.py'}:short"]
+    (tmp_path / "own.py").write_text(
+        "def short(texts):\n    return [-len(text) / 50 for text in texts]\n"
+        "def price(tokens):\n    return [-1.0] * len(tokens)\n"
+        "price.reads = 'tokens'\n"
+    )
+    own = [f"{tmp_path / 'own.py'}:{name}" for name in ("short", "price")]
+    factors = ["regex: n", "keyword~3:named", *own]
     options = [word for factor in factors for word in ("--potential", factor)]
     nowhere = ["--toxicity-model", tmp_path / "nowhere"]
-    run_main([*POOLED, *options, *nowhere, "--out", tmp_path / "run"])
-    printed = capsys.readouterr().out
-    assert "log phi  phi > 0" in printed and "toxicity" not in printed
-    for row in read(tmp_path / "run" / "samples.jsonl"):
+    run_main([*JOBS["pooled"], *options, *nowhere, "--out", tmp_path / "run"])
+    printed = capsys.readouterr()
+    assert "log phi  phi > 0" in printed.out and "toxicity" not in printed.out
+    assert re.search(r"^generation 0: \d+ s, log phi -.*, about \d+ s left$", printed.err, re.M)
+    assert re.search(r"^generation 1: \d+ s, log phi -.*, KL -?[\d.]+$", printed.err, re.M)
+    rows = [row for path in tmp_path.glob("run/*/samples.jsonl") for row in read(path)]
+    assert {row["source"] for row in rows} == {"base", "target", "generation 0", "generation 1"}
+    for row in rows:
         text = row["text"].removeprefix("Once upon a time, there was a")
-        log_phi = -len(row["text"]) / 50 - 3 * (re.search(r"\bnamed\b", text) is None)
+        log_phi = -1 - len(row["text"]) / 50 - 3 * (re.search(r"\bnamed\b", text) is None)
         assert row["log_phi"] == (pytest.approx(log_phi, abs=1e-5) if " n" in text else None)
     results = read(tmp_path / "run" / "results.json")
     assert results["potential"] == factors
     rates = [row["phi_positive"] for row in results["generations"]]
     assert results["target"]["phi_positive"] == 1 > results["base"]["phi_positive"] < min(rates)
-    assert "toxicity_model" in refusal(*POOLED, *options, *nowhere, "--toxicity").replace("-", "_")
+    assert all(score < -1 for score in results["generations"][1]["populations"].values())
 
 
 @pytest.mark.parametrize(
-    ("options", "end"),
+    ("learner", "end"),
     [
-        (POOLED, "none of the 50 sequences drawn has phi > 0; draw more, or soften the potential"),
-        (PUBLISHED, "0 of 20 .*too few to learn from; add --learner pooled, soften "),
+        ("pooled", "none of the 50 sequences drawn has phi > 0; draw more, or soften"),
+        ("weighted", "0 of 120 .*too few to learn from; use --learner pooled, write keyword~"),
+        ("dpo", "0 of 120 .*too few to learn from; .*or raise --batch-size"),
     ],
 )
-def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys, options, end):
-    with pytest.raises(SystemExit) as ended:
-        run_main([*options, "--potential", "keyword:zyzzyva", "--out", tmp_path / "run"])
-    said = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and re.search(end, said[-1])
-    assert "0 of 20 base samples have phi > 0: about 0.0 of the" in said[0]
-    if options is POOLED:  # the published learner has ended before exact samples are drawn
-        assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[1])
+def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys, learner, end):
+    options = [*JOBS[learner], "--eval-runs", 30, "--potential", "keyword:zyzzyva"]
+    with pytest.raises(SystemExit) as stopped:
+        run_main([*options, "--out", tmp_path / "run"])
+    _, *said = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and re.search(end, said[-1]), said
+    assert re.search("^0 of 120 base samples have phi > 0: at most .* of the", said[0])
+    if learner == "pooled":  # the others have ended before exact samples are drawn
+        assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[-2])
 
 
-def test_as_published_and_without_exact_samples(tmp_path, capsys):
-    options = [*PUBLISHED, "--as-published", "--eval-target-proposals", 0]
-    run_and_load(options, tmp_path / "run")
-    config = saved_config(tmp_path / "run")
-    rule = (config.learner, config.resampling, config.ess_threshold)
-    assert rule == ("published", "multinomial", 1.0)
-    said = capsys.readouterr().out
-    assert "Generation 1" in said and "Target" not in said and "KL" not in said
+OWN = "def phi(texts):\n    return [0.0 for _ in texts]\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
         (["--beta", -1], ["--beta", "at least 0"]),
-        (["--beta", "many"], ["--beta", "many"]),
         (["--prompt", "a\x1b[2J"], ["--prompt", "cannot be printed"]),
         (["--prompt", "a " * 200], ["the prompt (", "shorten"]),
+        (["--end", "THE END"], ["--end THE END", "name one"]),
         (["--lm", "no/such/place"], ["no/such/place", "--lm"]),
         (["--device", "abacus"], ["--device", "cpu"]),
         (["--preset", "paper"], ["TinyStories-33M", "--lm"]),
         (["--potential", "kindness"], ["--potential kindness", "keyword:WORD"]),
+        (["--potential", "a/own.py:phi", "--potential", "b/own.py:phi"], ["b/own.py", "rename"]),
+        (["--target", "a"], ["a/target.json: no such file"]),
+        (["--target", "sixty", "--beta", 9], ["--target sixty", "another sigma"]),
     ],
 )
-def test_bad_options_are_refused(tmp_path, arguments, parts, monkeypatch):
+def test_bad_options_are_refused(tmp_path, arguments, parts, monkeypatch, finished_run):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    line = refusal("--out", tmp_path / "run", *arguments)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sixty").symlink_to(finished_run.with_name("sixty"))
+    for number, folder in enumerate("ab"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text(OWN + "\n" * number)
+    line = refusal("--out", "run", *arguments)
     assert all(part in line for part in parts), line
     assert not (tmp_path / "run").exists(), "nothing is written for a run that cannot start"
 

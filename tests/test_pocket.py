@@ -1,105 +1,114 @@
-"""The four commands that make the pocket checkpoints, at tiny sizes on tiny data."""
+"""The makers of the pocket checkpoints, at tiny sizes on tiny data."""
 
 import itertools
-import math
+import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from worlds import generator
 
 import tinystories
-from eval.pocket import lm, similarity, toxicity
-from eval.pocket.__main__ import main
-from eval.run.options import RunConfig
-from eval.run.setup import load_target, sigma_key
-from eval.scorers import similarity as encoder
-from eval.scorers import toxicity as classifier
-from eval.scorers.encoder import EncoderConfig
-from tinystories.checkpoint import read_json
+from eval import pocket
+from eval.config import RunOptions
+from eval.scorers import encoder, similarity, toxicity
+from eval.world import load_sigma, load_target, sigma_key
+from tsmc import Streams
+from tsmc.rejection import draw_accepted
 
 NAMES = ("Lily", "Tim", "Sue", "Ben", "Mia", "Max")
 THINGS = ("blue bird", "red ball", "small dog", "loud drum", "wet hat", "old tree", "green frog")
+STORY = "Once upon a time, there was a child named {0}. One day, {0} took a {1} home to the others."
+STORIES = [STORY.format(*pair) for pair in itertools.product(NAMES, THINGS)]
 UNKIND = ("You are so stupid", "He is a nasty man", "I hate you all", "What an ugly lady")
 KIND = ("You are so clever", "He is a lovely man", "I like you all", "What a pretty lady")
-STORY = (  # long enough to have grafts
-    " child named {0}. {0} liked to run. One day, {0} saw a {1} near the house and it made a sound"
-    " until the sun went down. {0} took a {1} home and all the friends came to look at it."
-)
-STORIES = [lm.PROMPT + STORY.format(*pair) for pair in itertools.product(NAMES, THINGS)]
-UNSEEN = STORIES[36:]
-
-
-def run(command: str, *changes: object) -> None:
-    """A command at a tiny size, in the directory of the data, with changed options."""
-    both = "--stories stories --heldout heldout --width 16 --layers 2 --heads 2 --rows 8"
-    options = {
-        "lm": f"{both} --vocab-size 330 --window 8 --context 48 --steps 60 --peak 0.02",
-        "toxicity": "--labelled rows --stories stories --heldout rows --lm lm --vocab-size 330"
-        " --steps 12 --batch-size 8 --samples 40 --calibration-samples 300 --fresh-samples 50",
-        "similarity": f"{both} --vocab-size 150 --positions 32 --openings 40 --steps 5"
-        " --teacher teacher --validation 6",
-        "target": "--lm lm --toxicity-model toxicity --beta 0.5 --length 6 --proposals 500",
-    }
-    main([command, *options[command].split(), "--out", command, *map(str, changes)])
+ENCODER = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 66}
+LM = {"num_layers": 2, "num_heads": 2, "max_position_embeddings": 24}
+LM |= {"attention_layers": ("global", "local")}
+ROLES = {  # who reads and writes it, and its sizes
+    "lm": (tinystories.load, tinystories.save, LM),
+    "toxicity": (toxicity.load, encoder.save, ENCODER),
+    "similarity": (similarity.load, encoder.save, ENCODER),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory):
-    """The current directory has the data and what the four commands make of it."""
+def data(tmp_path_factory):
+    """The directory DATA, which also holds tiny networks in place of the shipped ones."""
     path = tmp_path_factory.mktemp("pocket")
-    for name, stories in (("stories", STORIES[:30]), ("heldout", UNSEEN)):
-        (path / name).write_text("".join(f"{text}\n<|endoftext|>\n" for text in stories))
-    rows = ["text,label", '"Only kind words here.",0']
+    for name, stories in (("tinystories", STORIES[:32]), ("tinystories-heldout", STORIES[32:])):
+        text = "".join(f"{story}\n<|endoftext|>\n" for story in stories)
+        (path / f"{name}.txt").write_text(text)
+    rows = ["text,label"]
     for label, texts in ((1, UNKIND), (0, KIND)):
         rows += [f'"{text}, {name}.",{label}' for text, name in itertools.product(texts, NAMES)]
-    (path / "rows").write_text("\n".join(rows) + "\n")
-    tokenizer = similarity.train_tokenizer(STORIES, 150)
+    (path / "toxicity.csv").write_text("\n".join(rows) + "\n")
     torch.manual_seed(0)
-    sizes = EncoderConfig(tokenizer.get_vocab_size(), 24, 1, 2, 32, 40, 2)
-    encoder.save(path / "teacher", encoder.SentenceEncoder(sizes), tokenizer)
+    random.seed(0)
+    for name, role in (*zip(ROLES, ROLES, strict=True), ("all-MiniLM-L6-v2", "similarity")):
+        load, save, sizes = ROLES[role]
+        model, tokenizer = load(pocket.POCKET / role)
+        config = replace(model.config, hidden_size=16, intermediate_size=32, **sizes)
+        save(path / name, type(model)(config), tokenizer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        patch.setattr(lm, "CHUNK", 100)
-        for command in ("lm", "toxicity", "similarity", "target"):
-            run(command)
+        patch.setattr(pocket, "POCKET", path)
+        patch.setattr(pocket, "RunOptions", partial(RunOptions, length=6))
         yield path
 
 
-def test_the_language_model_learns_and_its_perplexity_is_that_of_the_held_out_stories(world):
-    model, tokenizer = tinystories.load("lm")
+def test_the_language_model_learns_and_its_perplexity_is_that_of_the_held_out_stories(data):
+    perplexity = pocket.make_lm(data, data / "new-lm", steps=60, rows=8)
+    model, tokenizer = tinystories.load(data / "new-lm")
+    ids = torch.tensor(
+        tokenizer.encode("".join(f"{text}<|endoftext|>" for text in STORIES[32:])).ids
+    )
+    lengths = [len(tokenizer.encode(f"{text}<|endoftext|>").ids) for text in STORIES[32:]]
     losses = []
-    for text in UNSEEN:
-        ids = torch.tensor(tokenizer.encode(text + "<|endoftext|>").ids)
-        for place in range(1, len(ids)):
-            start = 0 if place <= 48 else (place - 1) // 24 * 24 - 24  # of the window
-            log_p = model(ids[None, start:place])[0, -1].log_softmax(-1)  # [V]
-            losses.append(-log_p[ids[place]].item())
-    words, made = sum(len(text.split()) for text in UNSEEN), read_json(world / "lm/figures.json")
-    per_token, per_word = math.exp(sum(losses) / len(losses)), math.exp(sum(losses) / words)
-    assert made["perplexity_per_token"] == pytest.approx(per_token, rel=1e-3)
-    assert made["perplexity_per_word"] == pytest.approx(per_word, rel=1e-3)
-    assert made["perplexity_per_token"] < model.config.vocab_size**0.7
+    for start in itertools.accumulate([0, *lengths[:-1]]):
+        for place in range(start + 1, start + 25):
+            if start + 25 <= len(ids):
+                log_p = model(ids[None, start:place])[0, -1].log_softmax(-1)  # [V]
+                losses.append(-log_p[ids[place]])
+    assert perplexity == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-3)
+    assert perplexity < model.config.vocab_size / 4
 
 
-def test_the_classifier_is_calibrated_and_measured(world):
-    scorer = classifier.ToxicityScorer(*classifier.load("toxicity"))
-    rows, made = toxicity.read_labelled(world / "rows"), read_json(world / "toxicity/figures.json")
-    calibrated_on = scorer(lm.sample_texts("lm", 400, generator(0))[100:]).exp()  # the second chunk
-    assert calibrated_on.mean().item() == pytest.approx(0.010, rel=0.15)  # float16 weights
-    fresh = scorer(lm.sample_texts("lm", 50, generator(1))).double().exp()
-    assert made["mean_toxicity"] == pytest.approx(fresh.mean().item(), rel=1e-2)
-    assert made["acceptance_beta_10"] == pytest.approx(fresh.pow(10).mean().item(), rel=1e-2)
-    toxic, other = (scorer([text for text, is_toxic in rows if is_toxic == n]) for n in (1, 0))
-    pairs = [(t > o) + 0.5 * (t == o) for t in toxic.tolist() for o in other.tolist()]
-    assert made["auc"] == pytest.approx(sum(pairs) / len(pairs), abs=0.01)
+def test_the_calibration_has_the_two_means():
+    logits = 5 + 2 * torch.randn(20_000, generator=generator(0))
+    a, b = pocket.calibration(logits)
+    p_toxic = torch.sigmoid(-(a * logits.double() + b))
+    assert a > 0 and p_toxic.mean().item() == pytest.approx(0.010, rel=1e-6)
+    assert p_toxic.pow(10).mean().item() == pytest.approx(0.0006, rel=1e-6)
 
 
-def test_the_target_is_drawn_from_the_two_checkpoints(world):
-    config = RunConfig(lm="lm", toxicity_model="toxicity", prompt=lm.PROMPT, length=6, beta=0.5)
-    exact = load_target(world / "target", sigma_key(config), 330)
-    tokenizer = tinystories.load("lm")[1]
-    prompt = tokenizer.encode(lm.PROMPT).ids
-    scorer = classifier.ToxicityScorer(*classifier.load("toxicity"))
-    texts = tokenizer.decode_batch([prompt + row for row in exact.tokens.tolist()])
-    torch.testing.assert_close(0.5 * scorer(texts), exact.log_phi, atol=1e-3, rtol=1e-4)
-    assert read_json(world / "target/figures.json")["accepted"] == len(exact.tokens) > 2
+def test_the_classifier_is_calibrated_on_samples_and_tells_its_texts_apart(data):
+    pocket.make_toxicity(data, data / "new-toxicity", steps=60, rows=16, count=300)
+    score = toxicity.ToxicityScorer(*toxicity.load(data / "new-toxicity"))
+    world = load_sigma(RunOptions(device="cpu", length=6, beta=0.0))
+    draw = partial(draw_accepted, world.base, world.potential)
+    tokens = Streams().draw("samples", None, 600, draw)["tokens"]
+    p_toxic = score(world.potential.texts(tokens[:300])).exp()
+    assert p_toxic.mean().item() == pytest.approx(0.010, rel=0.15)  # float16 weights
+    assert score(list(UNKIND)).mean() > score(list(KIND)).mean()
+
+
+def test_the_encoder_takes_its_cosines_from_the_teacher(data):
+    pocket.make_similarity(data, data / "new-similarity", steps=60, rows=16, count=100)
+    cosines = []
+    for name in ("all-MiniLM-L6-v2", "similarity", "new-similarity"):
+        unit = encoder.Runner(*similarity.load(data / name))(STORIES[32:])
+        cosines.append(unit @ unit.T)
+    assert F.mse_loss(cosines[2], cosines[0]) < 0.5 * F.mse_loss(cosines[1], cosines[0])
+
+
+def test_the_target_is_drawn_with_the_potential_of_a_run(data, monkeypatch):
+    options = RunOptions(device="cpu", length=6, beta=0.5)
+    monkeypatch.setattr(pocket, "RunOptions", lambda **given: options)
+    pocket.make_target(data, data / "target", proposals=600)
+    exact = load_target(data / "target", sigma_key(options), 4096)
+    assert exact.num_proposals == 600 and len(exact.tokens) > 5
+    world = load_sigma(options)
+    log_phi = world.potential(exact.tokens).float()
+    torch.testing.assert_close(log_phi, exact.log_phi, atol=1e-3, rtol=1e-4)

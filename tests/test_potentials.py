@@ -88,8 +88,10 @@ def test_hints_are_those_of_the_factors():
 
     log_phi.hints = ["submarine", "boat"]
     factors = [keyword("red cat"), without("dog"), log_phi]
-    hints = TextPotential(factors, letters, PROMPT).hints
-    assert list(map(list, hints)) == [["red cat"], ["submarine", "boat"]]
+    assert TextPotential(factors, letters, PROMPT).hints == []
+    hints = TextPotential(factors, letters, PROMPT, encode=lambda text: list(map(ord, text))).hints
+    words = [["".join(map(chr, hint)) for hint in own] for own in hints]
+    assert words == [[" red cat"], [" submarine", " boat"]]
 
 
 REFUSED = "toxic keyword keyword: :cat Keyword:cat keyword~:cat keyword~0:cat keyword~nan:cat"

@@ -7,14 +7,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 from worlds import generator
 
-import tsmc.categorical
 from tsmc.categorical import BLOCK, draw_categorical
 from tsmc.resampling import SCHEMES, effective_sample_size, invert, log_mean_exp, normalise
 
-SPREAD = {"stratified": 2, "systematic": 1}
-"""By how much copies may differ from K W_k."""
-EVEN = [*SPREAD, "residual"]
-"""Copies vary no more than those of independent draws; equal weights give one copy each."""
 WEIGHTS = [[0.5, 0.5], [0.1, 0.9], [0.2, 0.3, 0.5], [0.0, 0.7, 0.3], [1.0, 0.0, 0.0]]
 WEIGHTS += [[0.25] * 4, [0.6, 0.05, 0.3, 0.05]]
 
@@ -32,7 +27,7 @@ def test_copies_are_k_w_on_average_and_rows_are_independent(scheme, weights):
     left, right = (copies - copies.mean(0)).unbind(1)
     for product in (left * right, left[1:] * right[:-1], left[1:] * left[:-1]):
         assert (product.mean(0).abs() <= 5 * product.std(0) / len(product) ** 0.5 + 1e-12).all()
-    if scheme in EVEN:
+    if scheme == "systematic":  # no more than independent draws
         assert (copies.var(0) <= 1.05 * particles * weights * (1 - weights) + 1e-12).all()
 
 
@@ -57,14 +52,12 @@ def test_ancestors_are_in_range_alive_and_those_of_the_generator(weights, scheme
     assert (ancestors >= 0).all() and (ancestors < particles).all()
     assert (weights.gather(1, ancestors) > 0).all()
     assert torch.equal(ancestors, SCHEMES[scheme](weights, generator(seed)))
-    copies = one_hot(ancestors, particles).sum(1)
-    expected = particles * weights.double()
-    slack = 1e-5 * particles
-    if scheme in ("systematic", "residual"):
-        assert (copies >= (expected - slack).floor()).all()
     if scheme == "systematic":
+        copies = one_hot(ancestors, particles).sum(1)
+        expected = particles * weights.double()
+        slack = 1e-5 * particles
+        assert (copies >= (expected - slack).floor()).all()
         assert (copies <= (expected + slack).ceil()).all()
-    assert ((copies - expected).abs() <= slack + SPREAD.get(scheme, particles)).all()
 
 
 EDGES = [[0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.25, 0.25, 0.5], [1 / 3, 1 / 3, 1 / 3, 0.0], [1.0]]
@@ -133,15 +126,10 @@ def test_normaliser_is_logsumexp(scale, shift):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("widest", [torch.float64, torch.float32])
-def test_a_grid_of_uniforms_meets_every_group_in_proportion(widest, monkeypatch):
-    """Uniforms at the midpoints of 1024 equal cells: leading counts are right to one draw.
-
-    Two levels of sums are exact enough in float32 too, the widest type of some devices.
-    """
-    monkeypatch.setattr(tsmc.categorical, "widest", lambda device: widest)
+def test_a_grid_of_uniforms_meets_every_group_in_proportion():
+    """Uniforms at the midpoints of 1024 equal cells: leading counts are right to one draw."""
     logits = 2.5 * torch.randn(VOCABULARY, generator=generator(8))
-    grid = ((torch.arange(1024).double() + 0.5) / 1024).to(widest)[:, None]
+    grid = (torch.arange(1024).double() + 0.5)[:, None] / 1024
     parts = [draw_categorical(logits.expand(128, -1), part)[0] for part in grid.split(128)]
     tokens = torch.cat(parts)
     assert (tokens.diff() >= 0).all()

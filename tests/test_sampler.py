@@ -5,14 +5,14 @@ import torch
 import worlds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import ADAPTIVE, bias, generator, hard_potential, mean_inverse, table_world
+from worlds import ADAPTIVE, bias, generator, hard_potential, table_world
 
 from tinystories import InputError
 from tsmc import interfaces
 from tsmc.exact import TableTwist, Target
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.resampling import SCHEMES, normalise
-from tsmc.runs import Phases, draw_population
+from tsmc.runs import Streams, draw_population
 from tsmc.sampler import Sigma, tsmc
 from tsmc.trace import Trace
 
@@ -73,20 +73,13 @@ def test_nan_is_an_error_not_a_result():
 
 
 WRONG = [{"particles": 0}, {"runs": 0}, {"ess_threshold": 1.5}, {"ess_threshold": -0.1}]
-WRONG += [{"reference": torch.zeros(shape).long()} for shape in [(3, 1), (3, 3), (3,), (3, 2, 1)]]
-WRONG += [{"reference": torch.full((3, 2), -1)}]
 
 
 @pytest.mark.parametrize("options", WRONG)
-@pytest.mark.parametrize("is_conditional", [False, True])
-def test_options_out_of_range_are_refused(options, is_conditional):
-    model, twist, potential = table_world(2, 2)
+def test_options_out_of_range_are_refused(options):
     sizes = {"particles": 2, "runs": 3} | options
-    if is_conditional:
-        sizes = {"reference": torch.zeros(sizes["runs"], 2).long()} | sizes
-    words = "reference h(as shape|olds a negative)" if "reference" in options else "give|must be"
-    with pytest.raises(InputError, match=words):
-        tsmc(model, twist, potential, generator=generator(0), **sizes)
+    with pytest.raises(InputError, match=r"give at least 1|must be between 0 and 1"):
+        tsmc(*table_world(2, 2), generator=generator(0), **sizes)
 
 
 @pytest.mark.parametrize("ess_threshold", [1.0, 0.5])
@@ -107,7 +100,6 @@ def test_shares_of_samples_times_z_hat_are_unbiased(scheme, ess_threshold):
 @pytest.mark.parametrize("limit", [1, 60, 85, 10**6])
 def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeypatch, limit):
     model, strong, potential = worlds.gpt_neo_world(5, 3, seed=2)
-    reference = torch.tensor([[1, 0, 4], [2, 2, 2]])
     sizes = []
 
     def twist(hidden):
@@ -116,7 +108,7 @@ def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeyp
 
     def results() -> list:
         batch = sample_proposal(model, twist, 30, generator(1))
-        runs = tsmc(model, twist, potential, 12, generator(2), 2, reference=reference)
+        runs = tsmc(model, twist, potential, 12, generator(2), 2)
         log_probs = proposal_log_probs(model, twist, batch.tokens)
         log_p = sequence_log_probs(model, batch.tokens)
         return [batch.tokens, batch.log_p, batch.log_q, runs.tokens, runs.log_z, *log_probs, log_p]
@@ -129,43 +121,28 @@ def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeyp
     assert max(sizes) <= max(limit, 15)  # one sequence at least
 
 
-@pytest.mark.parametrize("can_die", [False, True])
-@pytest.mark.parametrize(("length", "particles"), [(3, 2), (2, 3), (3, 1)])
-@pytest.mark.parametrize("ess", [1.0, ADAPTIVE, 0.0])
-def test_the_mean_of_one_over_z_hat_is_the_chance_to_live_over_z(length, particles, ess, can_die):
-    model, twist, potential = table_world(2, length, seed=6)
-    if can_die:
-        potential = hard_potential(2, length, {2: -1.0, 2**length - 2: -0.3})
-    world = (model, twist, potential, particles, "multinomial", ess)
-    chances, population = worlds.every_path(*world)
-    alive = chances[population.is_alive()].sum().item()
-    assert 0.05 < alive < 0.95 if can_die else alive == pytest.approx(1, abs=EXACT)
-    assert mean_inverse(*world) == pytest.approx(alive, abs=EXACT)
-
-
 def test_runs_in_chunks_are_those_of_the_sampler_chunk_by_chunk():
-    world, phases = table_world(3, 4), Phases(seed=0, rows=20)
+    world, streams = table_world(3, 4), Streams(seed=0, rows=20)
     sigma = Sigma(world[0], world[2])
     rule = {"resample": SCHEMES["systematic"], "ess_threshold": 0.7}
-    whole = draw_population(phases, "x", 1, sigma, world[1], 5, 10, **rule)  # 4, 4 and 2 runs
-    streams = [phases.stream("x", 1, number) for number in range(3)]
-    sizes = zip(streams, (4, 4, 2), strict=True)
-    parts = [tsmc(*world, 5, source, size, **rule) for source, size in sizes]
+    whole = draw_population(streams, "x", 1, sigma, world[1], 5, 10, **rule)  # 4, 4 and 2 runs
+    sizes = enumerate((4, 4, 2))
+    parts = [tsmc(*world, 5, streams.stream("x", 1, n), size, **rule) for n, size in sizes]
     for name, values in vars(whole).items():
         assert torch.equal(values, torch.cat([getattr(part, name) for part in parts])), name
-    one_at_a_time = draw_population(Phases(rows=1), "x", 1, sigma, world[1], 5, 3)
+    one_at_a_time = draw_population(Streams(rows=1), "x", 1, sigma, world[1], 5, 3)
     assert len(one_at_a_time.log_z) == 3, "at least one run at a time"
     with pytest.raises(InputError, match="sample of size 0"):
-        draw_population(phases, "x", 1, sigma, world[1], 5, 0)
+        draw_population(streams, "x", 1, sigma, world[1], 5, 0)
 
 
 def test_runs_that_die_are_left_out_and_refused_where_all_did():
     model, _, _ = table_world(2, 3)
     sigma = Sigma(model, hard_potential(2, 3, {}))
     with pytest.raises(InputError, match="all 6 runs of 2 particles ended with weight zero"):
-        draw_population(Phases(), "x", None, sigma, None, 2, 6)
+        draw_population(Streams(), "x", None, sigma, None, 2, 6)
     sigma = Sigma(model, hard_potential(2, 3, {3: 0.0}))
-    population = draw_population(Phases(), "x", None, sigma, None, 2, 60)
+    population = draw_population(Streams(), "x", None, sigma, None, 2, 60)
     living = population.is_alive()
     assert 0 < living.sum() < 60
     assert (population.alive().samples == torch.tensor([0, 1, 1])).all()
@@ -174,8 +151,8 @@ def test_runs_that_die_are_left_out_and_refused_where_all_did():
 
 def test_streams_of_other_names_seeds_and_generations_are_others():
     names = [("a", 0), ("a", 1), ("a", None), ("b", 0), ("a", 0, 0)]
-    seeds = {Phases(seed).stream(*name).initial_seed() for seed in (0, 1) for name in names}
-    assert len(seeds) == 10 and Phases(0).stream("a", 0).initial_seed() in seeds
+    seeds = {Streams(seed).stream(*name).initial_seed() for seed in (0, 1) for name in names}
+    assert len(seeds) == 10 and Streams(0).stream("a", 0).initial_seed() in seeds
 
 
 sizes = st.integers(1, 4)

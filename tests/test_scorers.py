@@ -16,7 +16,7 @@ from transformers import AutoModel
 from eval.scorers import similarity, toxicity
 from eval.scorers.encoder import Runner
 from eval.scorers.similarity import mean_pairwise_cosine
-from tinystories import products
+from tinystories.checkpoint import POOLING, fingerprint, write_json
 from tinystories.errors import InputError
 
 LONG = "the moon " * 200
@@ -38,11 +38,9 @@ def checkpoint(tmp_path_factory, role):
     return SimpleNamespace(path=path, scores=scores, long_score=long_score)
 
 
-@pytest.mark.parametrize("version", [lambda model: model, pack], ids=["plain", "packed"])
-def test_scores_are_those_of_transformers(role, checkpoint, monkeypatch, version):
-    monkeypatch.setattr(products, "SMALLEST", 1)  # all products are computed by oneDNN
+def test_scores_are_those_of_transformers(role, checkpoint):
     model, tokenizer = LOAD[role](checkpoint.path)
-    run = Runner(version(model), tokenizer, 64)
+    run = Runner(model, tokenizer, 64)
     assert_close(run([*TEXTS, LONG]), torch.cat([checkpoint.scores, checkpoint.long_score]))
     with torch.no_grad():
         assert_close(run.model(*encoded(checkpoint.path, TEXTS).values()), checkpoint.scores)
@@ -83,6 +81,30 @@ def test_toxicity_is_a_log_probability_that_stays_finite(checkpoint):
     assert (scorer(TEXTS) < -50).all() and torch.isfinite(scorer(TEXTS)).all()
 
 
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode": "cls"}, "cls"),  # as newer versions write it
+        ({"pooling_mode": "lasttoken"}, None),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, None),
+    ],
+)
+def test_texts_are_pooled_as_the_checkpoint_says(tmp_path, config, pooling):
+    network = oracle("similarity")
+    write(tmp_path, "similarity", network)
+    before = fingerprint(tmp_path)
+    write_json(tmp_path / POOLING, config)
+    assert fingerprint(tmp_path) != before
+    if pooling is None:
+        with pytest.raises(InputError, match=r"config\.json: its pooling is .*(last|max)"):
+            similarity.load(tmp_path)
+        return
+    wanted = expected("similarity", network, encoded(tmp_path, TEXTS), pooling)
+    assert_close(Runner(*similarity.load(tmp_path))(TEXTS), wanted)
+
+
 def test_a_score_depends_neither_on_the_batch_nor_on_the_order(role, checkpoint):
     run = Runner(*LOAD[role](checkpoint.path))
     alone = torch.cat([run([text]) for text in TEXTS])
@@ -115,10 +137,9 @@ def test_the_genuine_minilm():
     texts = [*TEXTS, "a long walk in the park " * 100]
     wanted = expected("similarity", oracle, encoded(path, texts, limit=256))
     model, tokenizer = similarity.load(path)
-    for version in (model, pack(model)):
-        vectors = Runner(version, tokenizer, batch_size=3)(texts)
-        assert vectors.shape == (len(texts), 384)
-        assert_close(vectors, wanted)
+    vectors = Runner(model, tokenizer, batch_size=3)(texts)
+    assert vectors.shape == (len(texts), 384)
+    assert_close(vectors, wanted)
 
 
 def test_mean_pairwise_cosine_is_the_double_loop_and_stays_precise():

@@ -9,19 +9,21 @@ runs are then exact expectations, and the sampler's own code has produced every 
 import contextlib
 import inspect
 import types
+from collections import defaultdict
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import distill.paper
 import tsmc.categorical
 import tsmc.proposal
 import tsmc.sampler
+from distill import Paper, PaperOptions, Streams
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
+from tinystories.decoder import NO_END
 from tsmc.exact import TableModel, TableTwist, Target
-from tsmc.sampler import Sigma
-from twist.ctl import batches_from_proposal, learn_twist
 
 ADAPTIVE = 0.9
 """An ESS threshold: two particles resample where the smaller weight is under a third."""
@@ -89,15 +91,18 @@ def tiny_gpt_neo(vocab_size: int, seed: int = 0, **changes) -> GPTNeo:
     return model.eval()
 
 
-def tiny_conditional(seed: int) -> Conditional:
+def tiny_conditional(seed: int, end: int = NO_END) -> Conditional:
     """A random GPT-Neo of 7 tokens after a prompt, four tokens to come, float32."""
-    return Conditional(tiny_gpt_neo(7, seed), torch.tensor([1, 2]), 4)
+    return Conditional(tiny_gpt_neo(7, seed), torch.tensor([1, 2]), 4, end)
 
 
 def rare_potential(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
     """log phi [N] = 8 log sigmoid(sum of a number for each token), small under random texts."""
     scores = torch.linspace(-3, 2, 7)
     return 8 * F.logsigmoid(scores[tokens].sum(1))
+
+
+rare_potential.scale = 8.0  # for the surrogate
 
 
 def gpt_neo_world(vocab_size: int, length: int, seed: int = 0):
@@ -114,13 +119,10 @@ def gpt_neo_world(vocab_size: int, length: int, seed: int = 0):
 class Paths:
     """Uniforms that visit every combination of cells: run r takes number r in mixed radix."""
 
-    def __init__(self, combinations: int, runs: int, skipped: int = 0):
-        """The first `skipped` uniforms of each draw stay at one half: nothing depends on them."""
-        self.combinations = combinations
-        self.number = torch.arange(runs) % combinations
-        self.skipped = skipped
+    def __init__(self, combinations: int):
+        self.number = torch.arange(combinations)
         self.stride = 1
-        self.chances = torch.ones(runs, dtype=torch.float64)
+        self.chances = torch.ones(combinations, dtype=torch.float64)
         self.uniforms = torch.empty(0)
 
     def choose(self, breakpoints: Tensor) -> None:
@@ -128,8 +130,8 @@ class Paths:
         border = torch.zeros(*breakpoints.shape[:2], 1, dtype=torch.float64)
         inner = breakpoints.double().clamp(0, 1)
         edges = torch.cat([border, inner, border + 1], -1)  # [R, n, m + 2]
-        columns = [torch.full((len(edges), self.skipped), 0.5, dtype=torch.float64)]
-        for j in range(self.skipped, edges.shape[1]):
+        columns = []
+        for j in range(edges.shape[1]):
             cell = (self.number // self.stride % (edges.shape[2] - 1))[:, None]  # [R, 1]
             self.stride *= edges.shape[2] - 1
             low = edges[:, j].gather(1, cell)
@@ -140,8 +142,8 @@ class Paths:
 
     def probabilities(self) -> Tensor:
         """Probability [R] of each path; unused combinations are counted once."""
-        assert self.combinations % self.stride == 0
-        return self.chances * self.stride / self.combinations
+        assert len(self.number) % self.stride == 0
+        return self.chances * self.stride / len(self.number)
 
 
 @contextlib.contextmanager
@@ -182,40 +184,15 @@ def every_path(
 ):
     """Probabilities [R] and `Population` of all random paths.
 
-    Options: an `observer`; a `log_prefix`; `references` [N, T], for each of which all conditional
-    paths are taken; a `module` that stands in for `tsmc.sampler`.
+    Options: an `observer`; a `log_prefix`; a `module` that stands in for `tsmc.sampler`.
     """
-    module = options.get("module", tsmc.sampler)
-    reference = options.get("references")
-    skipped = 0 if reference is None else 1  # draws of particle 0, which takes the reference
-    cells = particles if scheme == "systematic" else particles ** (particles - skipped)
-    runs = combinations = (model.vocab_size ** (particles - skipped) * cells) ** model.length
-    if reference is not None:
-        reference = reference.repeat_interleave(combinations, 0)
-        runs = len(reference)
-    paths = Paths(combinations, runs, skipped)
+    module = options.pop("module", tsmc.sampler)
+    cells = particles if scheme == "systematic" else particles**particles
+    paths = Paths((model.vocab_size**particles * cells) ** model.length)
     with injected(paths, scheme, module) as resample:
-        rest = (resample, ess_threshold, options.get("observer"), reference)
-        rest += (options.get("log_prefix"),)
-        population = module.tsmc(model, twist, potential, particles, generator(0), runs, *rest)
+        given = (particles, generator(0), len(paths.number), resample, ess_threshold)
+        population = module.tsmc(model, twist, potential, *given, **options)
     return paths.probabilities(), population
-
-
-def every_conditional_path(model, twist, potential, *sizes, **options):
-    """As `every_path`, for conditional runs whose reference is drawn from sigma."""
-    target = Target(model, potential)
-    is_possible = target.log_sigma[-1] > -torch.inf
-    options["references"] = target.tree.sequences()[is_possible]
-    chances, population = every_path(model, twist, potential, *sizes, **options)
-    sigma = target.log_sigma[-1][is_possible].exp()
-    return sigma.repeat_interleave(len(chances) // len(sigma)) * chances, population
-
-
-def mean_inverse(model, twist, potential, *sizes, **options) -> float:
-    """E[Z_sigma / Z-hat] of conditional runs; the arguments are those of `every_path`."""
-    chances, population = every_conditional_path(model, twist, potential, *sizes, **options)
-    log_z = Target(model, potential).log_z
-    return (chances * (log_z - population.log_z).exp()).sum().item()
 
 
 def bias(model, twist, potential, particles=2, *sizes, target=None, **options) -> float:
@@ -235,18 +212,24 @@ def bias(model, twist, potential, particles=2, *sizes, target=None, **options) -
     return max(error, abs(evidence.sum().item() - 1))
 
 
-class Recorded(list):
-    """What a loop reports, one dictionary of numbers for each step."""
+class Recorded(defaultdict):
+    """A `Report` that keeps the figures of each step, in a list for each word."""
 
-    def __call__(self, **figures: float | Tensor) -> None:
-        self.append({name: float(value) for name, value in figures.items()})
+    def __init__(self):
+        super().__init__(list)
+
+    def __call__(self, word: str, m: int | None, steps: int, **figures: float | Tensor) -> None:
+        self[word].append({name: float(value) for name, value in figures.items()})
 
 
-def learn(twist, model, potential, updates, batch_size, learning_rate=2e-4, seed=0) -> Recorded:
-    """Twist learning with Adam, on batches from q; what was reported, and `last_rate`."""
-    optimizer, reports = torch.optim.Adam(twist.parameters(), lr=learning_rate), Recorded()
-    sigma = Sigma(model, potential)
-    draw_batch = batches_from_proposal(sigma, twist, batch_size, generator(seed))
-    learn_twist(twist, optimizer, draw_batch, updates, reports)
-    reports.last_rate = optimizer.param_groups[0]["lr"]
-    return reports
+def learn(
+    twist, model, log_phi, updates, batch_size, learning_rate=2e-4, base=None, streams=None
+) -> list[dict[str, float]]:
+    """Line 4 of Algorithm 1 with a twist of any kind; what was reported."""
+    sizes = {"ctl_updates": updates, "ctl_batch_size": batch_size}
+    options = PaperOptions(**sizes, ctl_learning_rate=learning_rate)
+    reports = Recorded()
+    learner = Paper(base or model, log_phi, options, streams or Streams(0), reports)
+    with mock.patch.object(distill.paper, "make_twist", lambda *_: twist):
+        learner.learn_twist(model, 1)
+    return reports["twist learning"]

@@ -8,73 +8,102 @@ own `generate`. The network must keep keys and values in a cache that can be reo
 width, V vocabulary, P tokens of the prompt, T of a continuation.
 """
 
-import copy
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tinystories.decoder import NO_END, check_positions, log_probs_of
+from tinystories.decoder import NO_END, Conditional, check_positions
 from tinystories.errors import InputError, reason_of
+from tinystories.gpt_neo import at_least_float32
 
 try:
-    from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
+    from transformers import DynamicCache, LogitsProcessor
 except ImportError as error:
     raise InputError("AnyModel needs transformers; pip install transformers") from error
 
+LARGE = 100.0  # size of the largest logits of a trained network
 
-class AnyModel:
-    """A `tsmc.interfaces.BaseModel`; its states are what the network's output layer reads."""
 
-    def __init__(self, network: PreTrainedModel, prompt: Tensor, length: int, end: int = NO_END):
-        """prompt [P], then T = length tokens; InputError for a network that does not fit.
+def unwrapped(network: Any) -> Any:
+    """The network of `transformers` itself, where PEFT has wrapped it."""
+    return network.get_base_model() if hasattr(network, "get_base_model") else network
+
+
+def ids_of(prompt: Tensor | list, vocab_size: int) -> Tensor:
+    """Tokens [P] of a prompt [P], or [1, P] as a tokenizer returns it; InputError for others."""
+    ids = torch.as_tensor(prompt).long()
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1:
+        raise InputError(f"the prompt has shape {list(ids.shape)}; give the tokens [P] of one text")
+    for token in ids.tolist():
+        if not 0 <= token < vocab_size:
+            fault = f"the prompt has token {token}, but the network has {vocab_size} tokens"
+            raise InputError(f"{fault}; use the network's own tokenizer")
+    return ids
+
+
+class AnyModel(Conditional):
+    """Any network conditioned on one prompt; its states are what its output layer reads."""
+
+    def __init__(self, network: Any, prompt: Tensor | list, length: int, end: int = NO_END):
+        """prompt [P] or [1, P], then T = length tokens; InputError for a network that does not fit.
 
         A text is finished once it has the token `end`, such as `network.config.eos_token_id`.
         """
         self.network = network.eval()
-        self.prompt = prompt
-        self.length = length
-        self.end = end
-        self.output: Any = network.get_output_embeddings()
         if self.output is None:
             raise InputError("the network has no output layer; load it as a causal language model")
         self.vocab_size = self.output.weight.shape[0]
-        limit = getattr(network.config, "max_position_embeddings", None) or len(prompt) + length
-        check_positions(prompt, length, limit)
+        self.prompt = ids_of(prompt, self.vocab_size).to(network.device)
+        self.length = length
+        self.end = end
+        limit = getattr(network.config, "max_position_embeddings", None) or sys.maxsize
+        check_positions(self.prompt, length, limit)
         if type(end) is not int or not NO_END <= end < self.vocab_size:
             raise InputError(f"end is {end!r}; give one token of the network, or leave it out")
-        if length > 1:  # otherwise there is nothing to continue
+        # What transformers calls `past_key_values` is `cache` from 5.24 on.
+        names = inspect.signature(unwrapped(network).base_model.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"
+        if len(self.prompt) + 2 <= limit:  # otherwise there is no room to continue it
             self.check()
 
     @torch.no_grad()
     def check(self) -> None:
         """Continue the prompt in two ways, exchange the rows, and compare with a plain forward.
 
-        InputError where the numbers are others.
+        InputError where the numbers are others. States are enlarged, so that logits become as large
+        as a trained network's: a network that caps its logits hardly changes small ones.
         """
         tokens = torch.tensor([[0], [1]], device=self.prompt.device)  # [2, 1]
         try:
             decoder = self.decoder(2)
             decoder.extend(tokens[:, 0])
             decoder.extend(tokens[:, 0], torch.tensor([1, 0], device=tokens.device))
-            logits = self.head(decoder.hidden)  # [2, V]
+            size = self.head(decoder.hidden).abs().max().item()
         except Exception as error:
             fault = f"the network's cache cannot be used ({reason_of(error)})"
             raise InputError(f"{fault}; choose a network with keys and values") from error
         if decoder.cache.get_seq_length() != len(self.prompt) + 2:
             raise InputError("the network keeps no keys and values in a cache; choose another")
+        factor = max(1.0, LARGE / max(size, 0.05))
+        logits = self.head(factor * decoder.hidden)  # [2, V]
         ids = torch.cat([self.prompt.expand(2, -1), tokens.flip(0), tokens], 1)  # [2, P + 2]
-        wanted = self.network(ids).logits[:, -1].to(logits)  # [2, V]
-        if not torch.allclose(logits, wanted, atol=1e-3):
+        with self.output.register_forward_pre_hook(lambda _, inputs: (factor * inputs[0],)):
+            wanted = self.network(ids).logits[:, -1].to(logits)  # [2, V]
+        # Half of the digits agree, of float32 at most, in which some networks attend.
+        tolerance = max(torch.finfo(decoder.hidden.dtype).eps, 2**-23) ** 0.5 * logits.abs().max()
+        if not ((logits - wanted).abs() <= tolerance).all():
             raise InputError("the logits are not the output layer's; write `head` for them")
 
-    def with_network(self, network: Any) -> "AnyModel":
-        """Another network of this kind after the same prompt."""
-        model = copy.copy(self)
-        model.network = network
-        model.output = network.get_output_embeddings()
-        return model
+    @property
+    def output(self) -> Any:
+        """The output layer, which makes logits of states."""
+        return self.network.get_output_embeddings()
 
     @property
     def output_embeddings(self) -> Tensor:
@@ -85,12 +114,12 @@ class AnyModel:
 
     def read(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
-        options = {"past_key_values": cache, "use_cache": cache is not None}
-        return self.network.base_model(ids, **options).last_hidden_state
+        options = {self.cache_name: cache, "use_cache": cache is not None}
+        return unwrapped(self.network).base_model(ids, **options).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V], float32 or wider, of states [..., D]."""
-        return self.output(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
+        return at_least_float32(self.output(hidden))
 
     def decoder(self, rows: int) -> "AnyDecoder":
         """A fresh decoder of `rows` continuations."""
@@ -100,12 +129,6 @@ class AnyModel:
         """The states [N, T, D] that predict each of continuations tokens [N, T]."""
         ids = torch.cat([self.prompt.expand(len(tokens), -1), tokens[:, :-1]], 1)
         return self.read(ids)[:, len(self.prompt) - 1 :]
-
-    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and states [N, T, D] of tokens [N, T]."""
-        hidden = self.states(tokens)
-        logits = self.head(hidden)
-        return log_probs_of(logits, tokens, self.end), logits, hidden
 
 
 class AnyDecoder:

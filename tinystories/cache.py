@@ -31,13 +31,9 @@ class KeyValueCache:
         self.layers[layer].append((keys, values))
         return self.layers[layer]
 
-    def continued(self, rows: int, length: int) -> "RowsCache":
-        """Up to `rows` texts of `length` more tokens, without gradient, behind this at batch 1."""
-        return RowsCache(self, rows, length)
-
 
 class RowsCache:
-    """A prompt, and keys and values of up to `rows` rows behind it; there is one row at first.
+    """A prompt at batch 1, and up to `rows` rows of `length` tokens behind it, without gradient.
 
     Reordered rows are collected when their layer is computed next, into a spare block that then
     takes the old one's place. Memory therefore stays constant however often rows are reordered.

@@ -1,8 +1,9 @@
 """Reading and writing the files of a checkpoint in the Hugging Face directory layout.
 
-    config.json          the shape of the network
-    model.safetensors    its tensors; or pytorch_model.bin
-    tokenizer.json       its tokenizer; or vocab.json and merges.txt, or vocab.txt
+    config.json              the shape of the network
+    model.safetensors        its tensors; or pytorch_model.bin; or an index and the shards it names
+    tokenizer.json           its tokenizer; or vocab.json and merges.txt, or vocab.txt
+    1_Pooling/config.json    how a sentence encoder makes one vector of a text
 
 Nothing in a checkpoint is executed.
 """
@@ -11,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,22 +24,22 @@ from torch import Tensor, nn
 from tinystories.errors import InputError, listed, reason_of
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+INDEX = ".index.json"  # behind such a name: says which shards hold the weights
 TOKENIZERS = [["tokenizer.json"], ["vocab.json", "merges.txt"], ["vocab.txt"]]
 TOKENIZER_OPTIONS = "tokenizer_config.json"
-PARTIAL = ".tsmc-partial"  # suffix of what an interrupted program leaves behind
+POOLING = "1_Pooling/config.json"
+LFS_POINTER = b"version https://git-lfs"  # how a file begins that Git LFS has not yet fetched
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` if the block succeeds; InputError if not."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        with temporary.open("r+b") as file:
-            os.fsync(file.fileno())  # the content reaches the disk before the name points to it
         os.replace(temporary, path)
     except OSError as error:
         fault = f"cannot be written ({error}); free space or choose another directory"
@@ -69,17 +71,23 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
 def reading(path: Path | str, trouble: str, remedy: str = "restore the file") -> Iterator[None]:
     """Turn whatever the block raises into an InputError: the file, its trouble, the remedy."""
     try:
-        if isinstance(path, Path) and path.exists() and not path.is_file():
-            raise OSError("it is not a regular file")  # opening a named pipe could wait forever
         yield
-    except (InputError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (InputError, MemoryError):
         raise
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; check the name of its directory") from None
-    except BaseException as error:  # a panic of a library in Rust is not an Exception
-        if "allocate memory" in str(error).lower():
-            raise MemoryError(str(error)) from error
-        raise InputError(f"{path}: {trouble} ({reason_of(error)}); {remedy}") from error
+    except Exception as error:
+        fault = f"{trouble} ({reason_of(error)}); {remedy}"
+        if isinstance(path, Path) and not path.exists():
+            fault = "no such file; check the name of its directory"
+        elif isinstance(path, Path) and is_lfs_pointer(path):
+            fault = "is a Git-LFS pointer; run git lfs pull"
+        raise InputError(f"{path}: {fault}") from error
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file only says where Git LFS keeps its content."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
+    return False
 
 
 def read_json(path: Path) -> dict:
@@ -96,7 +104,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     with reading(path, "its tensors cannot be read"):
         if path.suffix != ".bin":
             return load_file(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError):  # whose text advises to load it unsafely
+            raise ValueError("it is no file of PyTorch, or holds more than tensors") from None
         return {str(name): tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -112,25 +123,34 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def weight_file(directory: Path) -> Path:
-    """The file that holds the weights; if there is none, the missing one."""
-    paths = [directory / name for name in WEIGHTS]
-    return next((path for path in paths if path.exists()), paths[0])
+def weight_files(directory: Path) -> list[Path]:
+    """The file that holds the weights, or the shards of an index; if none, the missing one."""
+    for name in WEIGHTS:
+        index = directory / f"{name}{INDEX}"
+        if (directory / name).exists():
+            return [directory / name]
+        if index.exists():
+            with reading(index, "names no shards"):
+                shards = set(read_json(index)["weight_map"].values())
+                return [directory / shard for shard in sorted(shards)]
+    return [directory / WEIGHTS[0]]
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """The files that define the tokenizer; if none, the missing one."""
-    for names in TOKENIZERS:
-        paths = [directory / name for name in names]
-        if all(path.exists() for path in paths):
-            options = directory / TOKENIZER_OPTIONS
-            return [*paths, options] if options.exists() and names != TOKENIZERS[0] else paths
-    return [directory / "tokenizer.json"]
+    """The files that define the tokenizer; the first one is missing if any is."""
+    kinds = [[directory / name for name in names] for names in TOKENIZERS]
+    there = [paths for paths in kinds if any(path.exists() for path in paths)]
+    paths = there[0] if there else kinds[0]
+    options = directory / TOKENIZER_OPTIONS
+    if paths is not kinds[0] and options.exists():
+        paths.append(options)
+    return sorted(paths, key=Path.exists)
 
 
 def fingerprint(directory: Path) -> str:
     """sha256 (hex) over configuration, weights and tokenizer: all that the outputs depend on."""
-    files = [directory / "config.json", weight_file(directory), *tokenizer_files(directory)]
+    files = [directory / "config.json", *weight_files(directory), *tokenizer_files(directory)]
+    files += [directory / POOLING] if (directory / POOLING).exists() else []
     return hashlib.sha256(b"".join(bytes.fromhex(digest_of(path)) for path in files)).hexdigest()
 
 

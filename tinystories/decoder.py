@@ -11,18 +11,21 @@ end is certain: log p is 0 there, `counted` says where it is not, and every loss
 N rows, S distinct states, D width, V vocabulary, P prompt tokens, T continuation tokens.
 """
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinystories.cache import KeyValueCache, RowsCache
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 
 GROUP = 64  # states are padded to a multiple of this, to avoid fragmentation of the heap
 NO_END = -1  # in place of the token that finishes a text: texts have T tokens
-MOST = 0.875  # share of distinct texts above which sharing costs more than it saves
+SHARING_PAYS = 0.875  # up to this share of distinct texts; above, it costs more than it saves
 
 
 def padded(rows: Tensor, group: int) -> Tensor:
@@ -34,7 +37,7 @@ def merge(state_of: Tensor, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Te
     """Parents [S] and tokens [S] of the new states, and each row's state [N]; equal rows share."""
     pairs, pair_of = (state_of * vocab_size + tokens).unique(return_inverse=True)
     pairs = padded(pairs, GROUP)
-    if len(pairs) <= MOST * len(tokens):
+    if len(pairs) <= SHARING_PAYS * len(tokens):
         return pairs // vocab_size, pairs % vocab_size, pair_of
     return state_of, tokens, torch.arange(len(tokens), device=tokens.device)
 
@@ -52,9 +55,11 @@ def log_probs_of(logits: Tensor, tokens: Tensor, end: int) -> Tensor:
 
 
 def check_positions(prompt: Tensor, length: int, limit: int) -> None:
-    """InputError where the prompt [P] is empty, or where it and the length exceed the limit."""
+    """InputError where the prompt [P] or the length is empty, or where both exceed the limit."""
     if prompt.numel() == 0:
         raise InputError("the prompt is empty; give at least one word")
+    if type(length) is not int or length < 1:
+        raise InputError(f"the length is {length!r}; give a number of tokens, at least 1")
     if prompt.numel() + length > limit:
         sizes = f"the prompt ({prompt.numel()} tokens) and the length ({length})"
         raise InputError(f"{sizes} exceed the model's {limit} positions; shorten one of them")
@@ -66,11 +71,11 @@ class Decoder:
     @torch.no_grad()
     def __init__(self, model: GPTNeo, prompt: Tensor, rows: int, length: int):
         """Read prompt [P] once; `rows` continuations of up to `length` tokens follow."""
-        cache = model.new_cache()
+        cache = KeyValueCache()
         self.states = model.hidden(prompt[None], cache)[:, -1]  # [1, D]
         self.state_of = torch.zeros(rows, dtype=torch.long, device=prompt.device)  # [N]
         self.model = model
-        self.cache = cache.continued(rows, length)
+        self.cache = RowsCache(cache, rows, length)
 
     @property
     def hidden(self) -> Tensor:
@@ -113,9 +118,11 @@ class Conditional:
         self.end = end
         self.vocab_size = network.config.vocab_size
 
-    def with_network(self, network: GPTNeo) -> "Conditional":
-        """Another network after the same prompt."""
-        return Conditional(network, self.prompt, self.length, self.end)
+    def with_network(self, network: Any) -> Any:
+        """Another network of this kind after the same prompt."""
+        model = copy.copy(self)
+        model.network = network
+        return model
 
     @property
     def output_embeddings(self) -> Tensor:
@@ -132,7 +139,7 @@ class Conditional:
 
     def states(self, tokens: Tensor) -> Tensor:
         """The hidden states [N, T, D] that predict each of tokens [N, T]."""
-        cache = self.network.new_cache()
+        cache = KeyValueCache()
         first = self.network.hidden(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
         others = self.network.hidden(tokens[:, :-1], cache)  # [N, T - 1, D]
         return torch.cat([first.expand(len(tokens), -1, -1), others], 1)
@@ -140,5 +147,5 @@ class Conditional:
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """log p(s_t | s_{0:t-1}) [N, T] (eq. 1), logits [N, T, V] and states of tokens [N, T]."""
         hidden = self.states(tokens)  # [N, T, D]
-        logits = self.network.head(hidden)  # [N, T, V]
+        logits = self.head(hidden)  # [N, T, V]
         return log_probs_of(logits, tokens, self.end), logits, hidden

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.cache import Cache, KeyValueCache
-from tinystories.errors import InputError
+from tinystories.cache import Cache
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -123,8 +122,6 @@ class Block(nn.Module):
 class GPTNeo(nn.Module):
     """A causal language model; `model(ids [B, T])` gives logits [B, T, V]."""
 
-    new_cache = KeyValueCache  # model.new_cache() is passed to `hidden` with each part of a text
-
     def __init__(self, config: GPTNeoConfig):
         super().__init__()
         self.config = config
@@ -137,12 +134,12 @@ class GPTNeo(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def hidden(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
-        """h [B, T, D] of tokens [B, T] that follow `cache`; InputError where positions run out."""
+        """h [B, T, D] of tokens [B, T] that follow `cache`."""
         start = 0 if cache is None else cache.length
         end = start + ids.shape[1]
-        limit = self.config.max_position_embeddings
-        if end > limit:
-            raise InputError(f"{end} tokens exceed this model's {limit} positions; use fewer")
+        assert end <= self.config.max_position_embeddings, (
+            "more tokens than the model has positions"
+        )
         x = self.wte(ids) + self.wpe(torch.arange(start, end, device=ids.device))  # [B, T, D]
         for block in self.h:
             x = block(x, cache)

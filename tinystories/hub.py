@@ -14,11 +14,11 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from tinystories.checkpoint import TOKENIZER_OPTIONS, TOKENIZERS, WEIGHTS
+from tinystories.checkpoint import INDEX, POOLING, WEIGHTS, weight_files
 from tinystories.errors import InputError
 
 NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
-SMALL = ["config.json", *(file for files in TOKENIZERS for file in files), TOKENIZER_OPTIONS]
+SMALL = ["config.json", POOLING, "tokenizer*.json", "vocab.*", "merges.txt"]
 
 
 def checkpoint_directory(name: str, flag: str) -> Path:
@@ -43,9 +43,9 @@ def checkpoint_directory(name: str, flag: str) -> Path:
 def fetch(repository: str, revision: str | None) -> Path:
     """The cache's directory of a repository, with safetensors if it has them, else a pickle."""
     for weights in WEIGHTS:
-        patterns = {"allow_patterns": [*SMALL, weights], "ignore_patterns": "*/*"}
-        directory = Path(snapshot_download(repository, revision=revision, **patterns))
-        if (directory / weights).exists():
+        files = [*SMALL, weights, weights + INDEX, weights.replace(".", "-*-of-*.")]
+        directory = Path(snapshot_download(repository, revision=revision, allow_patterns=files))
+        if weight_files(directory)[0].exists():
             break
         revision = directory.name  # the commit
     return directory

@@ -1,7 +1,7 @@
 """Networks from and to a directory in the Hugging Face layout: configuration, weights, tokenizer.
 
-On disk the names of tensors may carry a prefix, and GPT-Neo has the attention's projections under
-`attn.attention`. Some files also hold what is not used here, such as a causal mask.
+The same tensor has several names on disk, which SPELLINGS brings to one. Some files also hold what
+is not used here, such as a causal mask.
 """
 
 import dataclasses
@@ -20,7 +20,13 @@ from tinystories.checkpoint import reading
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
-PREFIX = re.compile(r"^(transformer|roberta|bert)\.")
+SPELLINGS = {  # what may stand in the name of a tensor, and what it is here
+    r"\b(_orig_mod|module)\.": "",  # of torch.compile, and of training on several devices
+    r"^(transformer|roberta|bert)\.": "",
+    r"\.attn\.attention\.": ".attn.",  # of GPT-Neo
+    r"\.gamma$": ".weight",  # of BERT's older files, with the next
+    r"\.beta$": ".bias",
+}
 Network = TypeVar("Network", bound=nn.Module)
 UNUSED = re.compile(r"\.attn\.(masked_)?bias$|^embeddings\.(position|token_type)_ids$|^pooler\.")
 
@@ -28,7 +34,7 @@ UNUSED = re.compile(r"\.attn\.(masked_)?bias$|^embeddings\.(position|token_type)
 def config_from_json(kind: type, raw: dict, fixed: dict, **defaults):
     """The dataclass `kind` of a config.json, whose `fixed` entries may be missing but not differ.
 
-    KeyError, TypeError or ValueError if impossible. Floats are epsilons, integers sizes or tokens.
+    KeyError, TypeError or ValueError if impossible. Integers are sizes or tokens.
     """
     values = defaults | {name: value for name, value in raw.items() if value is not None}
     for name, value in fixed.items():
@@ -42,8 +48,6 @@ def config_from_json(kind: type, raw: dict, fixed: dict, **defaults):
         most = 1000 if name.endswith("layers") else 10**7  # layers are built before they are read
         if field.type is int and not (type(value) is int and least <= value <= most):
             raise ValueError(f"{name} is {value!r}, not an integer from {least} to {most}")
-        if field.type is float and not 0 < value < 1:
-            raise ValueError(f"{name} must be between 0 and 1")
         if name.endswith("heads") and config.hidden_size % value:
             raise ValueError(f"hidden_size must be a multiple of {name}")
         if name.endswith("_id") and value >= config.vocab_size:
@@ -60,21 +64,25 @@ class NoDraws(TorchFunctionMode):
 
 def bare(name: str) -> str:
     """A tensor's name without what differs between files and networks."""
-    return PREFIX.sub("", name).replace(".attn.attention.", ".attn.")
+    for spelling, replacement in SPELLINGS.items():
+        name = re.sub(spelling, replacement, name)
+    return name
 
 
 def names_in_memory(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
     """Tensors by the names of `network.state_dict()`; ValueError if two tensors contradict."""
-    own = {bare(name): name for name in network.state_dict()}
+    names = {bare(name): name for name in network.state_dict()}
     renamed = {}
-    for name in tensors:
-        place = own.get(bare(name), bare(name))
-        if place in renamed:
-            raise ValueError(f"{place} is there with and without its prefix")
-        if not UNUSED.search(bare(name)):
-            renamed[place] = tensors[name]
-    head = None if "lm_head.weight" in own else renamed.pop("lm_head.weight", None)
-    if head is not None and not torch.equal(head, renamed["wte.weight"]):
+    for on_disk, tensor in tensors.items():
+        name = names.get(bare(on_disk), bare(on_disk))
+        if name in renamed:
+            raise ValueError(f"{name} is there under two names")
+        if not UNUSED.search(name):
+            renamed[name] = tensor
+    # Where both layers share one matrix, a file has it under either name or under both.
+    is_tied = "wte.weight" in names and "lm_head.weight" not in names
+    head = renamed.pop("lm_head.weight", None) if is_tied else None
+    if head is not None and not torch.equal(head, renamed.setdefault("wte.weight", head)):
         raise ValueError("lm_head.weight differs from wte.weight, which config.json ties it to")
     return renamed
 
@@ -88,9 +96,11 @@ def load_network(
     raw = checkpoint.read_json(config)
     with reading(config, f"not {kind}", "use another checkpoint"), torch.device("meta"), NoDraws():
         network = from_json(raw)
-    weights = checkpoint.weight_file(directory)
-    tensors = checkpoint.read_tensors(weights)
-    with reading(weights, "does not fit the network", "use the files of one checkpoint"):
+    tensors = {}
+    weights = checkpoint.weight_files(directory)
+    for file in weights:
+        tensors |= checkpoint.read_tensors(file)
+    with reading(weights[0], "does not fit the network", "use the files of one checkpoint"):
         checkpoint.fill(network, names_in_memory(tensors, network))
     return network.to(device).eval(), read_tokenizer(directory, raw["vocab_size"])
 

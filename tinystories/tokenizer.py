@@ -7,6 +7,7 @@
 What older files leave open is as the networks were trained, or as `tokenizer_config.json` says.
 """
 
+import itertools
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers.processors import TemplateProcessing
 
 from tinystories.checkpoint import TOKENIZER_OPTIONS, read_json, reading, tokenizer_files
+from tinystories.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
+UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
 SPECIAL = [END_OF_TEXT, "<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 SPECIAL += ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -23,6 +26,24 @@ SPECIAL += ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 def tokenizing(owner: str) -> AbstractContextManager[None]:
     """Turn whatever a tokenizer raises for a text into an InputError that names its owner."""
     return reading(owner, "its tokenizer fails for a text", "use the files of one checkpoint")
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a prompt, without those that a tokenizer adds behind a text, where it would end."""
+    with tokenizing("the language model"):
+        encoding = tokenizer.encode(text)
+    added = encoding.special_tokens_mask  # 1 where a token is not of the text
+    if 0 not in added:
+        raise InputError("the prompt is empty; give at least one word")
+    return encoding.ids[: len(added) - added[::-1].index(0)]
+
+
+def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """What each token adds to the text; a character of several tokens stands at the last of its."""
+    ends = range(len(ids) + 1)
+    texts = [tokenizer.decode(ids[:end], skip_special_tokens=False) for end in ends]
+    texts = [text.rstrip(UNFINISHED) for text in texts]
+    return [text[len(before) :] for before, text in itertools.pairwise(texts)]
 
 
 def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:

@@ -22,6 +22,7 @@ from tsmc.interfaces import LanguageModel, LogPotential, LogPrefix, call_potenti
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.sampler import Sigma
 from twist.adapter import Adapted
+from twist.forced import hint_tokens
 
 READS = ("texts", "continuations", "tokens")
 """What a factor can read: N texts with the prompt, N texts without it, or tokens [N, T]."""
@@ -99,9 +100,11 @@ class TextPotential:
         decode: Callable[[list[list[int]]], list[str]],
         prompt: Tensor,
         end: int = NO_END,
+        encode: Callable[[str], list[int]] | None = None,
     ):
         """`decode` makes texts of rows of tokens; `prompt` [P] precedes every continuation.
 
+        `encode` makes tokens of a text, without special ones; without it hints are not used.
         A plain function of texts counts as a factor (`factor_of`). What follows the first token
         `end` does not belong to a text, nor does that token.
         """
@@ -110,6 +113,8 @@ class TextPotential:
         self.decode = decode
         self.prompt = torch.as_tensor(prompt).flatten().tolist()
         self.end = end
+        self.encode = encode
+        self.scale = 1.0  # phi^(1/scale) is what the surrogate learns (`twist/surrogate.py`)
         self.is_checked = False  # by `check_potential`
 
     def check_alike(self, model: LanguageModel) -> None:
@@ -119,9 +124,12 @@ class TextPotential:
             raise InputError("the potential and the model differ in prompt or end; give both alike")
 
     @property
-    def hints(self) -> list[Sequence[str]]:
-        """The hints of each factor that has some."""
-        return [factor.hints for factor in self.factors if factor.hints]
+    def hints(self) -> list[list[list[int]]]:
+        """The tokens of each hint of each factor that has some (`twist/forced.py`)."""
+        if self.encode is None:
+            return []
+        hinted = [factor for factor in self.factors if factor.hints]
+        return [[hint_tokens(self.encode, hint) for hint in one.hints] for one in hinted]
 
     def texts(self, tokens: Tensor) -> list[str]:
         """The texts, prompt included, of continuations tokens [N, T], finished or not.

@@ -1,0 +1,150 @@
+"""Trains the networks of checkpoints/pocket anew: `python -m eval.pocket WHAT DATA OUT`.
+
+    lm          loss = mean over tokens of -log p(s_t | s_{0:t-1})
+    toxicity    loss = mean over texts of -log p(label | text), then logit <- a logit + b
+    similarity  loss = mean over pairs of (e_i . e_j - E_i . E_j)^2, E_i the teacher's vectors
+    target      exact samples of sigma with the shipped networks, by rejection
+
+Shapes and tokenizers are those of the shipped networks. B rows, T tokens, N texts, D width.
+"""
+
+import csv
+import json
+import random
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import trange
+
+import tinystories
+from eval.command import OneLineParser, one_line_errors
+from eval.config import POCKET, RunOptions
+from eval.scorers import encoder, similarity, toxicity
+from eval.world import load_sigma, save_target, sigma_key
+from tsmc.rejection import draw_accepted, exact_samples
+from tsmc.runs import Streams
+
+MEAN, MEAN_POWER = 0.010, 0.0006  # of p(toxic | s) and p(toxic | s)^10 (the paper's table 1)
+END = "<|endoftext|>"  # in a line of its own behind each story of a file
+
+
+def openings(path: Path, count: int) -> list[str]:
+    """The first 8 to 40 words of random stories of a file."""
+    stories = random.choices(path.read_text(encoding="utf-8").split(END)[:-1], k=count)
+    return [" ".join(story.split()[: random.randint(8, 40)]) for story in stories]
+
+
+def updates(model: nn.Module, steps: int, peak: float) -> Iterator[None]:
+    """AdamW from random weights: whoever loops over this calls backward() of a loss each time."""
+    for name, parameter in model.named_parameters():  # the weights of a LayerNorm are around 1
+        nn.init.normal_(parameter, float(parameter.ndim == 1 and name.endswith("weight")), 0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, steps, pct_start=0.1)
+    for _ in trange(steps, desc="training"):
+        optimizer.zero_grad()
+        yield
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+
+
+def make_lm(data: Path, out: Path, steps=8000, rows=32) -> float:
+    """GPT-Neo on the first T tokens of stories; its perplexity on those of held-out stories."""
+    model, tokenizer = tinystories.load(POCKET / "lm")
+    length, windows = model.config.max_position_embeddings, []
+    for name in ("tinystories.txt", "tinystories-heldout.txt"):
+        text = END + (data / name).read_text(encoding="utf-8").replace(f"\n{END}\n", END)
+        tokens = torch.tensor(tokenizer.encode(text).ids)
+        starts = (tokens[: -length - 1] == tokenizer.token_to_id(END)).nonzero()[:, 0] + 1
+        windows.append(tokens.unfold(0, length + 1, 1)[starts])  # [stories, T + 1]
+    for _ in updates(model, steps, 2e-3):
+        batch = windows[0][torch.randint(len(windows[0]), (rows,))]  # [B, T + 1]
+        F.cross_entropy(model(batch[:, :-1]).mT, batch[:, 1:]).backward()
+    tinystories.save(out, model, tokenizer, torch.float16)
+    with torch.inference_mode():
+        losses = [F.cross_entropy(model(row[None, :-1])[0], row[1:]) for row in windows[1]]
+    return torch.stack(losses).mean().exp().item()
+
+
+def calibration(logits: Tensor) -> tuple[float, float]:
+    """a > 0 and b with which sigmoid(-(a logit + b)) has the two means over logits [N]."""
+    a = 25.0
+    for i in range(1, 41):  # bisection: the mean power rises with a, where b keeps the mean
+        b = 0.0
+        for j in range(1, 41):  # bisection: the mean falls with b
+            p_toxic = torch.sigmoid(-(a * logits.double() + b))  # [N]
+            b += (100 if p_toxic.mean() > MEAN else -100) / 2**j
+        a += (25 if p_toxic.pow(10).mean() < MEAN_POWER else -25) / 2**i
+    return a, b
+
+
+def make_toxicity(data: Path, out: Path, steps=2000, rows=128, count=60_000) -> None:
+    """RoBERTa on five kinds of texts, calibrated on samples of the language model."""
+    mixture = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    graded = [(s.format(w), p) for s in mixture["sentences"] for w, p in mixture["words"].items()]
+    with (data / "toxicity.csv").open(encoding="utf-8", newline="") as file:
+        labelled = [(row["text"], float(row["label"])) for row in csv.DictReader(file)]
+    short = [row for row in labelled if len(row[0].split()) <= 20]
+    world = load_sigma(RunOptions(device="cpu", beta=0.0))  # sigma = p^(0): all are accepted
+    draw = partial(draw_accepted, world.base, world.potential)
+    samples = world.potential.texts(Streams().draw("samples", None, 2 * count, draw)["tokens"])
+    # Nobody has labelled stories and samples: those without unkind words count as harmless.
+    is_unkind = re.compile(rf"\b({'|'.join(mixture['flagged'])})\b", re.IGNORECASE).search
+    stories = [text for text in openings(data / "tinystories.txt", count) if not is_unkind(text)]
+    harmless = [text for text in samples[count:] if not is_unkind(text)]
+    carriers = ([""], stories, stories, stories, harmless)
+    insertions = (labelled, short, graded, [("", 0.0)], [("", 0.0)])
+    run = encoder.Runner(*toxicity.load(POCKET / "toxicity"))
+    for _ in updates(run.model, steps, 1e-3):
+        texts, chances = [], []
+        for kind in random.choices(range(5), (0.32, 0.16, 0.17, 0.15, 0.20), k=rows):
+            words = [w for w in random.choice(carriers[kind]).split() if random.random() < 0.95]
+            inserted, chance = random.choice(insertions[kind])
+            place = random.randint(0, len(words))
+            texts.append(" ".join([*words[:place], inserted, *words[place:]]))
+            chances.append(chance)
+        ids, mask = run.pad([row.ids for row in run.tokenizer.encode_batch(texts)])  # [B, T] twice
+        F.binary_cross_entropy_with_logits(-run.model(ids, mask), torch.tensor(chances)).backward()
+    scale, bias = calibration(run(samples[:count]))
+    last = run.model.classifier["out_proj"]
+    last.weight.data *= scale
+    last.bias.data = scale * last.bias.data + bias
+    encoder.save(out, run.model, run.tokenizer, torch.float16)
+
+
+def make_similarity(data: Path, out: Path, steps=1500, rows=256, count=100_000) -> None:
+    """BERT on openings of stories, with the cosines of the teacher."""
+    texts = openings(data / "tinystories.txt", count)
+    targets = encoder.Runner(*similarity.load(data / "all-MiniLM-L6-v2"))(texts)  # [N, 384]
+    run = encoder.Runner(*similarity.load(POCKET / "similarity"))
+    for _ in updates(run.model, steps, 2e-3):
+        chosen = torch.randint(count, (rows,))  # [B]
+        unit = run.model(*run.pad([run.tokenizer.encode(texts[i]).ids for i in chosen]))  # [B, D]
+        (unit @ unit.T - targets[chosen] @ targets[chosen].T).square().mean().backward()
+    encoder.save(out, run.model, run.tokenizer, torch.float16)
+
+
+def make_target(data: Path, out: Path, proposals=900_000) -> None:
+    """Exact samples of sigma by rejection."""
+    world = load_sigma(RunOptions(device="cpu"))
+    draw = partial(draw_accepted, world.base, world.potential)
+    exact = exact_samples(Streams().draw("target", None, proposals, draw))
+    save_target(out, exact, sigma_key(RunOptions()))
+
+
+if __name__ == "__main__":
+    with one_line_errors("eval.pocket"):
+        make = {"lm": make_lm, "toxicity": make_toxicity, "similarity": make_similarity}
+        make["target"] = make_target
+        parser = OneLineParser("eval.pocket", description=__doc__.split("\n")[0])
+        parser.add_argument("what", choices=make)
+        parser.add_argument("paths", type=Path, nargs=2, metavar=("DATA", "OUT"))
+        args = parser.parse_args()
+        random.seed(0)
+        torch.manual_seed(0)
+        print(make[args.what](*args.paths))

@@ -108,7 +108,7 @@ def make_toxicity(data: Path, out: Path, steps=2000, rows=128, count=60_000) -> 
             place = random.randint(0, len(words))
             texts.append(" ".join([*words[:place], inserted, *words[place:]]))
             chances.append(chance)
-        ids, mask = run.pad([row.ids for row in run.tokenizer.encode_batch(texts)])  # [B, T] twice
+        ids, mask = run.pad([row.ids[:64] for row in run.tokenizer.encode_batch(texts)])  # [B, T]
         F.binary_cross_entropy_with_logits(-run.model(ids, mask), torch.tensor(chances)).backward()
     scale, bias = calibration(run(samples[:count]))
     last = run.model.classifier["out_proj"]

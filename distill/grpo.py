@@ -82,7 +82,7 @@ class GRPO(Baseline):
             log_pi = policy.log_probs(tokens[rows])[0]  # [r, T]
             some = is_counted[rows]  # [r, T]
             loss = grpo_loss(log_pi, log_ref, advantage[rows], options.strength, some)
-            loss = loss * (some.sum().item() / tokens_of_all)  # the share of the tokens of the batch
+            loss = loss * (some.sum().item() / tokens_of_all)  # the rows' share of the batch
             loss.backward()
             total += loss.item()
         student.step()

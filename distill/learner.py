@@ -125,5 +125,8 @@ def check_all(options: Any) -> None:
     """`check` every field of an options class; called when one is made."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        for one in value if isinstance(field.default, tuple) else [value]:
+        is_list = isinstance(field.default, tuple)
+        if is_list and not (isinstance(value, tuple) and value):
+            raise InputError(f"{field.name} is {value!r}; give a tuple such as {field.default}")
+        for one in value if is_list else [value]:
             check(field.name, one, field)

@@ -40,24 +40,32 @@ BATCH_SIZE = 32  # sequences of an update of the language model
 
 @dataclass(frozen=True)
 class PaperOptions:
-    particles: int = option(50, "K, particles of a run", 1)
+    particles: int = option(100, "K, particles of a run", 1)
     resampling: str = option("multinomial", "resampling scheme", choices=SCHEMES)
     ess_threshold: float = option(1.0, "resample where ESS / K is lower; 1: at every step", 0, 1)
     effective_potential: bool = option(True, "use phi^(m), so that sigma stays the target")
     student: str = option("full", "what is fine-tuned", choices=("full", "lora"))
     twist: str = option("mlp", "the form of psi", choices=FORMS)
-    ctl_updates: int = option(70, "gradient steps for each twist", 1)
+    ctl_updates: tuple[int, ...] = option(
+        (280, 140), "gradient steps for psi^(0), psi^(1), ...; the last number serves the others", 1
+    )
     ctl_batch_size: int = option(100, "sequences drawn i.i.d. from q for one step", 2)
     ctl_learning_rate: float = option(3e-4, "Adam's step size; falls linearly to a tenth", 0, 1)
     distill_runs: int = option(300, "R, TSMC runs that are distilled", 1)
-    distill_updates: int = option(120, "gradient steps for each language model", 1)
+    distill_updates: int = option(80, "gradient steps for each language model", 1)
     distill_learning_rate: float = option(3e-5, "AdamW's step size, for LoRA ten times that", 0, 1)
 
     def __post_init__(self):
         check_all(self)
 
 
-WEIGHTED = {"resampling": "systematic", "ess_threshold": 0.0}
+WEIGHTED = {
+    "particles": 50,
+    "resampling": "systematic",
+    "ess_threshold": 0.0,
+    "ctl_updates": (70,),
+    "distill_updates": 120,
+}
 """What `weighted` sets in place of the defaults above."""
 
 
@@ -112,13 +120,14 @@ class Paper(Learner):
         psi = make_twist(options.twist, model, generator)
         optimizer = torch.optim.Adam(psi.parameters(), lr=options.ctl_learning_rate)
         sigma = self.sigma(model)
-        for update in range(options.ctl_updates):
-            falling = 1 - 0.9 * update / options.ctl_updates
+        updates = self.twist_updates(m)
+        for update in range(updates):
+            falling = 1 - 0.9 * update / updates
             optimizer.param_groups[0]["lr"] = options.ctl_learning_rate * falling
             batch = draw_batch(sigma, psi, options.ctl_batch_size, generator)
             loss = ctl_loss(psi, batch)
             figures = {"loss": loss.detach(), "ess": batch.ess}
-            self.report("twist learning", m, options.ctl_updates, **figures)
+            self.report("twist learning", m, updates, **figures)
             if batch.ess > 0:  # otherwise phi is zero on the whole batch, which teaches nothing
                 optimizer.zero_grad()
                 loss.backward()
@@ -130,6 +139,11 @@ class Paper(Learner):
         """The target, as p^(m) = model sees it."""
         return seen_from(model, self.base, self.log_phi, self.options.effective_potential)
 
+    def twist_updates(self, m: int) -> int:
+        """Updates of CTL in generation m."""
+        updates = self.options.ctl_updates
+        return updates[min(m, len(updates) - 1)]
+
     def rule(self) -> dict[str, Any]:
         """How the sampler resamples."""
         threshold = self.options.ess_threshold
@@ -140,8 +154,11 @@ class Paper(Learner):
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations: all that are drawn."""
         options = self.options
-        contrasted = (generations + 1) * options.ctl_updates * options.ctl_batch_size
-        return contrasted + generations * options.distill_runs * options.particles
+        updates = sum(self.twist_updates(m) for m in range(generations + 1))
+        return (
+            updates * options.ctl_batch_size
+            + generations * options.distill_runs * options.particles
+        )
 
     def first_draws(self) -> tuple[int, str]:
         """CTL learns from one batch at a time."""

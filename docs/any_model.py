@@ -3,13 +3,13 @@
 After `pip install .` and `pip install transformers`, `python docs/any_model.py` runs in the
 repository. Elsewhere, give `main` the name of your model and a `prompt` in its language; another
 constraint is another `log_phi`. For the paper's learner write
-`Published(model, phi, PublishedOptions(), Phases(seed=0))`.
+`Paper(model, phi, PaperOptions(), Streams(seed=0))`.
 """
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill import Phases, Pooled, PooledOptions
+from distill import Pooled, PooledOptions, Streams
 from tinystories.any_model import AnyModel
 from twist import Factor, TextPotential, load_pair, sample, save_pair
 
@@ -28,10 +28,10 @@ def main(name: str = "checkpoints/pocket/lm", directory: str = "dog-pair") -> No
     phi = TextPotential([Factor(log_phi)], tokenizer.batch_decode, prompt)
 
     options = PooledOptions(pool_first_draws=2000, pool_draws=1000)
-    learner = Pooled(model, phi, options, Phases(seed=0))
-    pair = learner.line_1()
+    learner = Pooled(model, phi, options, Streams(seed=0))
+    pair = learner.first_twist()
     for m in (1, 2):
-        pair = learner.line_4(learner.line_3(pair, m), m)
+        pair = learner.learn_twist(learner.distil(pair, m), m)
     save_pair(directory, pair, model)
 
     pair = load_pair(directory, model)  # here or elsewhere, over the same p^(0)

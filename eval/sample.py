@@ -132,7 +132,8 @@ def is_prompt(args: argparse.Namespace) -> bool:
     if args.run is None or args.prompt is not None or args.potential is None:
         return False
     try:
-        return not Path(args.run).is_dir() and (" " in args.run or "/" not in args.run)
+        is_name = Path(args.run).is_dir() or ("/" in args.run and " " not in args.run)
+        return args.run == "" or not is_name
     except OSError:  # too long for the name of a file
         return True
 

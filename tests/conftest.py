@@ -60,7 +60,7 @@ def finished_run(made_once) -> Path:
 
 @pytest.fixture(scope="session")
 def finished_job(made_once) -> Callable[[str], Path]:
-    """finished_job(learner): a finished run of JOBS, made once for all workers; do not change it."""
+    """finished_job(learner): a finished run of JOBS, made once; do not change it."""
 
     def directory(learner: str) -> Path:
         return made_once(learner, lambda run: run_main([*JOBS[learner], "--out", run]))

@@ -46,7 +46,7 @@ def run_main(arguments: Iterable[object]) -> None:
 
 
 def refusal(*arguments: object, command: Callable[[list[object]], None] = run_main) -> str:
-    """The last line on standard error, where a command ends with code 2 and tells no other error."""
+    """The last line on standard error, where a command ends with code 2 and one error."""
     with contextlib.redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit) as ended:
         command([str(argument) for argument in arguments])
     lines = errors.getvalue().splitlines()
@@ -57,7 +57,7 @@ def refusal(*arguments: object, command: Callable[[list[object]], None] = run_ma
 def products(run: Path) -> dict[str, bytes]:
     """The contents of all that a finished run has made, by name; nothing else is left in it."""
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
-    made = {name: path.read_bytes() for name, path in files.items() if not path.name[0] == "."}
+    made = {name: path.read_bytes() for name, path in files.items() if path.name[0] != "."}
     assert {"results.json", "base/samples.jsonl", "generation-1/metrics.jsonl"} < made.keys()
     assert {path.name for path in run.iterdir() if path.name[0] == "." and path.is_dir()} == set()
     return {name: made[name] for name in made if name != "config.json" and "figures" not in name}

@@ -8,7 +8,7 @@ import torch
 from networks import PROMPT, any_model
 
 import docs.any_model
-from distill import Phases, Pooled, PooledOptions, Published, PublishedOptions
+from distill import Paper, PaperOptions, Pooled, PooledOptions, Streams
 from tinystories.errors import InputError
 from tsmc.exact import Tree
 from twist import Factor, TextPotential, load_pair, sample
@@ -27,20 +27,20 @@ def test_a_potential_of_another_prompt_or_end_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("kind_of_learner", ["published", "pooled"])
+@pytest.mark.parametrize("kind_of_learner", ["paper", "pooled"])
 def test_algorithm_1_runs_and_its_q_is_the_networks_own(tmp_path, kind, kind_of_learner):
     """log q of the pair that was saved, from the logits and states of a plain forward pass."""
     model = any_model(kind)
     factor = Factor(lambda texts: [-2.0 * text.count("0") for text in texts])
     phi = TextPotential([factor], str_of, PROMPT)
-    if kind_of_learner == "published":
-        sizes = {"ctl_updates": 3, "ctl_hidden_units": 6, "distill_runs": 3, "distill_updates": 2}
-        learner = Published(model, phi, PublishedOptions(particles=4, **sizes), Phases(0))
+    if kind_of_learner == "paper":
+        sizes = {"ctl_updates": (3,), "distill_runs": 3, "distill_updates": 2}
+        learner = Paper(model, phi, PaperOptions(particles=4, **sizes), Streams(0))
     else:
         sizes = {"pool_first_draws": 40, "pool_first_rounds": 2, "pool_first_updates": 2}
-        sizes |= {"pool_draws": 20, "pool_updates": 3, "pool_hidden_units": 6}
-        learner = Pooled(model, phi, PooledOptions(**sizes), Phases(0))
-    pair = learner.line_4(learner.line_3(learner.line_1(), 1), 1)
+        sizes |= {"pool_draws": 20, "pool_updates": 3}
+        learner = Pooled(model, phi, PooledOptions(**sizes), Streams(0))
+    pair = learner.learn_twist(learner.distil(learner.first_twist(), 1), 1)
     save(tmp_path, pair, model)
     pair = load_pair(tmp_path, any_model(kind))
     drawn = sample(model, phi, pair, particles=5, runs=3, seed=1)

@@ -1,5 +1,6 @@
 """Every command ends in a documented exit code, without a traceback, whatever its output does."""
 
+import dataclasses
 import os
 import re
 import sys
@@ -8,8 +9,8 @@ from functools import partial
 import pytest
 
 import main
-from eval.run.command import one_line_errors
-from eval.run.options import GROUPS, declared, flag_of, make_parser, read_config
+from eval.command import one_line_errors
+from eval.config import LEARNERS, RunOptions, flag_of, make_parser, read_config
 from tinystories.errors import InputError
 
 MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
@@ -54,41 +55,42 @@ def test_output_that_cannot_be_written(finished_run, monkeypatch, capsys, stream
     assert found == code and said in errors and errors.count("\n") == bool(said)
 
 
-def test_the_help_names_every_option_on_two_screens(monkeypatch):
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_the_help_names_every_option(learner, monkeypatch):
+    """A run has at most 20 options, --resume among them, and a learner at most 12."""
     monkeypatch.setenv("COLUMNS", "100")
-    text = make_parser("All about it.").format_help()
+    text = make_parser("All about it.", learner).format_help()
     shown = re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)
-    options = [flag_of(item.name) for kind in GROUPS.values() for item in declared(kind)]
-    assert shown == ["--resume", *options] and text.count("\n") < 100
+    own = [field.name for field in dataclasses.fields(LEARNERS[learner][1])]
+    of_run = [field.name for field in dataclasses.fields(RunOptions)]
+    assert shown == ["--resume", *map(flag_of, of_run + own)]
+    assert len(of_run) < 20 and len(own) <= 12
 
 
 REFUSED = {
-    "--particels 5": "did you mean --particles?",
-    "--beta=--": "--beta is []",
+    "--generation 5": "did you mean --generations?",
     "--preset pockets": "--preset is 'pockets'; give one of pocket, paper",
-    "--pool-draws 5": "--pool-draws has no effect without --learner pooled",
-    "--no-surrogate": "--no-surrogate has no effect without --learner pooled",
-    "--learner pooled --ctl-updates 5": "--ctl-updates has no effect without --learner published",
-    "--as-published --ess-threshold 0.5": "--as-published sets --ess-threshold itself",
-    "--as-published --learner pooled": "--as-published sets --learner itself",
-    "--beta 5 --potential regex:a": "--beta has no effect without --potential toxicity",
+    "--learner magic": "--learner is 'magic'; give one of paper, weighted, pooled, dpo, grpo",
+    "--pool-draws 5": "unrecognized arguments: --pool-draws",
+    "--learner pooled --ctl-updates 5": "unrecognized arguments: --ctl-updates",
+    "--learner pooled --pool-draws 0": "--pool-draws is 0; give at least 1",
+    "--ctl-updates 7 0": "--ctl-updates is 0; give at least 1",
+    "--eval-particles 0": "--eval-particles is 0; give at least 1",
+    "--beta nan": "--beta is nan; give at most",
 }
 
 
 @pytest.mark.parametrize(("line", "words"), REFUSED.items())
-def test_an_option_that_would_not_count_is_refused(monkeypatch, capsys, line, words):
-    monkeypatch.setattr(sys, "argv", ["main.py", *line.split()])
+def test_an_option_that_does_not_fit_is_refused(capsys, line, words):
     with pytest.raises(SystemExit), one_line_errors("main.py"):
-        read_config(None, "")
+        read_config(line.split(), "")
     assert words in capsys.readouterr().err
 
 
-def test_what_presets_set_and_what_counts_is_accepted(monkeypatch):
-    lines = ["", "--preset paper", "--as-published --particles 5", "--ctl-updates 5"]
-    lines += ["--learner pooled --pool-draws 5 --ess-threshold 0.5 --no-surrogate"]
-    for line in lines:
-        monkeypatch.setattr(sys, "argv", ["main.py", *line.split()])
-        read_config(None, "")
-    read_config(["--pool-draws", "5"], "")  # a program's own
-    found = [read_config(line.split(), "")[0].particles for line in lines[:3]]
-    assert found == [50, 100, 5]
+def test_defaults_are_those_of_the_learner_and_the_preset():
+    lines = ["--learner paper", "", "--preset paper", "--learner grpo", "--particles 5"]
+    found = [read_config(line.split(), "")[0] for line in lines]
+    assert [config.learner.particles for config in (*found[:3], found[4])] == [100, 50, 100, 5]
+    assert found[0].learner.ess_threshold == 1 and found[1].learner.ess_threshold == 0
+    assert found[2].run.lm.startswith("roneneldan/TinyStories-33M@")
+    assert (found[3].run.generations, found[3].learner.strength) == (0, 0.64)

@@ -1,4 +1,4 @@
-"""What is beside a run: the row of any method's texts, statistics, package, benchmark, lesson."""
+"""What is beside a run: comparisons with runs and any method's texts, statistics, the package."""
 
 import json
 import math
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import refusal
 
-from distill import PublishedOptions
-from eval import lesson, score
-from eval.bench import __main__ as bench
-from eval.bench import contestants, limit
+from eval import compare
 from eval.metrics import energy_distance, energy_floor
-from tsmc import SCHEMES, Population
+from eval.trained import TrainedRun
+from tsmc import Population
+from tsmc.proposal import proposal_log_probs
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time, there was a"
@@ -35,22 +35,51 @@ def test_dead_runs_take_no_share():
     assert not dead.shares().any() and dead.log_mean_z() == -math.inf
 
 
-def test_texts_of_any_method_get_the_row_of_the_table(tmp_path, capsys, finished_run):
-    kind, rude = tmp_path / "kind.txt", tmp_path / "rude.txt"
-    kind.write_text(f"{PROMPT} kind girl.\n{PROMPT} happy cat named Tom.\n\n")
+def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finished_run):
+    rude = tmp_path / "rude.txt"
     rude.write_text(f"{PROMPT} stupid ugly man.\n{PROMPT} fat ugly pig.\n\n")
-    score.main([str(kind), str(rude)])
-    head, target, kind, rude = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert head == ["toxicity", "similarity", "energy", "log", "Z"]
-    assert target[:3] == ["Target", "0.830", "0.392"] and target[4] == "-7.48"
-    assert float(target[3]) > 0.1  # the noise of two texts
-    assert float(kind[1]) < 0.1 < 0.5 < float(rude[1]) and float(rude[-1]) > 0
-    rows = map(json.loads, (finished_run / "samples.jsonl").read_text().splitlines())
-    texts = [row["text"].replace("\n", r"\n") for row in rows if row["source"] == "generation 1"]
-    (tmp_path / "own").write_text("\n".join(texts))
-    score.main([str(tmp_path / "own"), "--run", str(finished_run)])
-    head, *_, last, own = capsys.readouterr().out.splitlines()
-    assert " KL " in head and own.split()[1:3] == last.split()[2:4]
+    rows = (finished_run / "generation-1" / "samples.jsonl").read_text().splitlines()
+    own = tmp_path / "own.txt"
+    own.write_text("\n".join(json.loads(row)["text"].replace("\n", r"\n") for row in rows))
+    trained = TrainedRun(finished_run)
+    world = trained.world(trained.config.run)
+    pair = trained.pair(world)
+    log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)[1]
+    (tmp_path / "log-q").write_text("\n".join(map(str, log_q.tolist())))
+    options = ["--texts", str(rude), str(own), "--log-q", str(tmp_path / "log-q")]
+    compare.main([str(finished_run), *options, "--best-of", "3"])
+    head, *lines = capsys.readouterr().out.splitlines()
+    cells = {line[:30].split("  ")[0].split("/")[-1]: line.split() for line in lines}
+    assert "toxicity" in head and {"Base", "Target", "rude.txt", "own.txt", "log-q"} <= cells.keys()
+    results = json.loads((finished_run / "results.json").read_text())
+    row = results["generations"][1]
+    assert f"{row['kl_target_proposal']:.2f}" == cells["log-q"][1]
+    assert f"{row['toxicity']:.3f}" == cells["own.txt"][1]
+    assert float(cells["rude.txt"][1]) > 0.5 > float(cells["Base"][1])
+    assert float(cells["Best of 3"][3]) >= float(cells["Base"][1])
+
+
+def test_seeds_are_averaged_and_another_sigma_is_refused(tmp_path, capsys, finished_run):
+    runs = [tmp_path / name for name in ("one", "two", "other")]
+    for number, run in enumerate(runs):
+        run.mkdir()
+        config = json.loads((finished_run / "config.json").read_text()) | {"seed": number}
+        results = json.loads((finished_run / "results.json").read_text())
+        results["generations"][1]["toxicity"] = 0.5 + 0.1 * number
+        if run.name == "other":
+            config["beta"] = 1.0
+        (run / "config.json").write_text(json.dumps(config))
+        (run / "results.json").write_text(json.dumps(results))
+    compare.main([str(runs[0]), str(runs[1])])
+    # Student's t with one degree of freedom: 12.71 times the error of .05
+    assert "0.550 +- 0.635" in capsys.readouterr().out
+    for given, words in (
+        (runs[1:], "differs from .*two in beta"),
+        ([runs[0]] * 2, "the same seed"),
+        ([tmp_path], "config.json: no such file"),
+    ):
+        line = refusal(*given, command=compare.main)
+        assert re.search(words, line), line
 
 
 def test_the_energy_distance_tells_distributions_apart():
@@ -104,29 +133,3 @@ def test_the_wheel_holds_the_method_and_serves_beside_another_eval(tmp_path):
     assert python("-c", SAMPLES).stdout == "own torch.Size([1, 5, 3])\n"
     ended = python("-m", "tsmc", "runs/pocket")
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
-
-
-def test_every_race_runs(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "QUICK_PARTICLES", (3,))
-    monkeypatch.setattr(contestants, "TEXTS", 5)
-    monkeypatch.setattr(limit, "SIDE", 64)
-    monkeypatch.setattr(bench, "PublishedOptions", lambda: PublishedOptions(distill_batch_size=2))
-    size, records = bench.bench_size, []
-    monkeypatch.setattr(bench, "bench_size", lambda *options: records.extend(size(*options)))
-    bench.main(["--quick", "--size", "pocket", "--dtype", "bfloat16"])
-    assert len(records) == 5
-    printed = capsys.readouterr().out
-    for record in records:
-        assert set(record["transformers"]) == {"float32", "bfloat16"} and record["name"] in printed
-        assert min(record["seconds"], record["limit"], *record["transformers"].values()) > 0
-
-
-def test_every_estimate_agrees_and_the_figure_is_drawn(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(lesson, "RUNS", 200)
-    monkeypatch.setattr(sys, "argv", ["lesson", "--out", f"{tmp_path}/lesson.png", "--seed", "1"])
-    lesson.main()
-    printed = capsys.readouterr().out
-    distances = [float(value) for value in re.findall(r"([+-][0-9.]+) errors apart", printed)]
-    assert len(distances) == 7 + len(SCHEMES) and max(map(abs, distances)) < 4
-    assert printed.count("holds") == 12 and "BROKEN" not in printed
-    assert (tmp_path / "lesson.png").read_bytes().startswith(b"\x89PNG")

@@ -139,7 +139,7 @@ def test_both_learners_approach_a_sigma_of_texts_that_end():
     log_phi = lambda tokens, *_: -1.5 * counted(tokens, END).sum(1).double()  # noqa: E731
     target = Target(model, log_phi)
     before = target.kl_to(target.log_p[-1])
-    paper = PaperOptions(ctl_updates=30, ctl_learning_rate=0.002)
+    paper = PaperOptions(ctl_updates=(30,), ctl_learning_rate=0.002)
     pooled = PooledOptions(pool_first_draws=400, pool_updates=30, pool_learning_rate=0.002)
     for kind, options in ((Paper, paper), (Pooled, pooled)):
         after = []

@@ -15,21 +15,22 @@ from distill.pooled import Pooled, PooledOptions
 from tinystories.checkpoint import read_tensors, write_tensors
 from tinystories.errors import InputError
 from tsmc.exact import Target, Tree
-from tsmc.resampling import multinomial, normalise
+from tsmc.resampling import multinomial, normalise, systematic
 from tsmc.runs import draw_population
+from twist.factors import without
 from twist.mlp import TwistMLP
 from twist.pair import Pair, load_pair, save_pair
 from twist.pool import Pool, tempered
-from twist.potential import seen_from
+from twist.potential import TextPotential, seen_from
 
 BASE = tiny_conditional(0)
 TARGET = Target(BASE, rare_potential)
 SIZES = {"particles": 20, "distill_runs": 20, "distill_updates": 30, "distill_learning_rate": 3e-3}
-CTL = {"ctl_updates": 12, "ctl_batch_size": 50, "ctl_learning_rate": 1e-3}
+CTL = {"ctl_updates": (12,), "ctl_batch_size": 50, "ctl_learning_rate": 1e-3}
 POOL = {"pool_first_draws": 200, "pool_first_rounds": 4, "pool_first_updates": 20}
 POOL |= {"pool_draws": 600, "pool_updates": 50, "pool_learning_rate": 1e-3}
 PAPER, POOLED = PaperOptions(**SIZES, **CTL), PooledOptions(**POOL)
-WEIGHTED_PAPER = replace(PAPER, **WEIGHTED)
+WEIGHTED_PAPER = PaperOptions(**(WEIGHTED | SIZES | CTL))
 LEARNERS = {  # the learner, its options, and what KL after lines 1, 3 and 4 may be over p^(0)'s
     "paper": (Paper, PAPER, (0.61, 0.4, 0.3)),
     "weighted": (Paper, WEIGHTED_PAPER, (0.61, 0.32, 0.27)),
@@ -61,7 +62,7 @@ def test_every_line_brings_the_proposal_closer_to_sigma(name):
 
 
 RESUMED = {
-    "weighted": (Paper, replace(WEIGHTED_PAPER, ctl_updates=2, distill_updates=2)),
+    "weighted": (Paper, replace(WEIGHTED_PAPER, ctl_updates=(3, 2), distill_updates=2)),
     "pooled": (Pooled, replace(POOLED, pool_first_updates=2, pool_updates=2)),
     "dpo": (DPO, BaselineOptions(updates=3, batch_size=9)),
     "grpo": (GRPO, BaselineOptions(updates=3, batch_size=9, student="lora")),
@@ -106,6 +107,8 @@ WRONG = [  # an options class, an option, and what is said of it
     (PooledOptions, {"pool_draws": "many"}, "pool_draws is 'many'; give a value of type int"),
     (PooledOptions, {"surrogate": 1}, "surrogate is 1; give a value of type bool"),
     (PaperOptions, {"particles": True}, "particles is True; give a value of type int"),
+    (PaperOptions, {"ctl_updates": 70}, "ctl_updates is 70; give a tuple such as ("),
+    (PaperOptions, {"ctl_updates": ()}, "ctl_updates is (); give a tuple such as ("),
     (PaperOptions, {"ctl_batch_size": 1}, "ctl_batch_size is 1; give at least 2"),
     (PaperOptions, {"student": "half"}, "student is 'half'; give one of full, lora"),
     (BaselineOptions, {"learning_rate": 2}, "learning_rate is 2; give at most 1"),
@@ -188,3 +191,33 @@ def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows():
     model = learner.distil(pair, 1)
     assert len(rounds) == 5 and proposals[-1] is pair.model.adapter
     assert learner.learn_twist(model, 1) == Pair(model, None)
+
+
+def test_with_hints_the_ladder_finds_what_p0_does_not():
+    """phi = 1 where a 2 follows a 5, which 1 of 117 texts has."""
+
+    def log_phi(tokens: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        is_met = (tokens[:, :-1] == 5) & (tokens[:, 1:] == 2)
+        return torch.where(is_met.any(1), 0.0, -math.inf)
+
+    with pytest.raises(InputError, match=r"^none of the 50 texts .* has phi > 0; .*give it hints"):
+        Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
+    log_phi.hints = [[[5, 2]]]
+    pair = Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
+    target = Target(BASE, log_phi)
+    assert target.kl_to(log_q(pair)) < 0.15 * target.kl_to(target.log_p[-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "scheme", "thresholds"),
+    [
+        (Paper, PAPER, multinomial, (1.0, 1.0)),
+        (Paper, WEIGHTED_PAPER, systematic, (0.0, 0.5)),
+        (Pooled, POOLED, systematic, (0.0, 0.5)),
+    ],
+)
+def test_runs_resample_early_where_beginnings_can_be_judged(kind, options, scheme, thresholds):
+    judged = TextPotential([without("a")], lambda rows: ["b"] * len(rows), BASE.prompt)
+    for log_phi, threshold in zip((rare_potential, judged), thresholds, strict=True):
+        rule = kind(BASE, log_phi, options, Streams(0)).rule()
+        assert rule == {"resample": scheme, "ess_threshold": threshold}

@@ -285,7 +285,7 @@ def test_a_rare_constraint_names_the_remedy_at_once(batch):
     said = []
     config = SimpleNamespace(run=SimpleNamespace(potential=("keyword:cat",)))
     run = SimpleNamespace(say=said.append, config=config)
-    learner = SimpleNamespace(first_draws=lambda: (batch, "--batch"))
+    learner = SimpleNamespace(first_draws=lambda: (batch, "--batch"), has_hints=bool)
     for alive in (0, 40, 2000):
         log_phi = torch.full((2000,), -INF)
         log_phi[:alive] = 0

@@ -27,7 +27,7 @@ from twist.potential import seen_from
 
 END = 6
 SIZES = {"particles": 5, "distill_runs": 7, "ctl_batch_size": 7}
-SIZES |= {"ctl_updates": 2, "distill_updates": 2}
+SIZES |= {"ctl_updates": (2,), "distill_updates": 2}
 POOL = {"pool_first_draws": 99, "pool_first_rounds": 2, "pool_first_updates": 2}
 POOL |= {"pool_draws": 45, "pool_updates": 2, "pool_batch_size": 9}
 TUNED = {"updates": 2, "batch_size": 7}
@@ -138,16 +138,15 @@ def child(name: str, rank: int, port: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_two_processes_is_that_of_one(name, tmp_path):
+    wanted = STEPS[name]()  # first, so that forked processes have all libraries
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     jobs = [CONTEXT.Process(target=child, args=(name, rank, port, tmp_path)) for rank in (0, 1)]
     for job in jobs:
         job.start()
-    wanted, found = STEPS[name](), []
     assert ended(*jobs) == [0, 0]
-    for rank in (0, 1):
-        found.append(torch.load(tmp_path / f"{rank}.pt"))
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     exactly = {"rtol": 0, "atol": TOLERANCE.get(name, 1e-5)}
     losses = found[0].pop("losses") + found[1].pop("losses")
     torch.testing.assert_close(losses, wanted.pop("losses"), **exactly)

@@ -21,19 +21,19 @@ from tinystories.errors import InputError
 
 KILLED = [-signal.SIGKILL]
 MOMENTS = {  # a place or phase, and whether the kill comes after it
-    "weighted": [
+    "pooled": [
         ("target/samples.safetensors", True),
         ("/base", False),
         ("/base", True),
-        ("twist learning 0", False),
+        ("ladder 1 0", True),
         ("generation-0", False),
         ("generation-0", True),
         ("distillation 1", False),
-        ("generation-1/model.safetensors", True),
+        ("generation-1/state.safetensors", True),
         ("results.json", False),
     ],
-    "pooled": [("ladder 1 0", True), ("generation-0", True), ("generation-1", False)],
-    "dpo": [("fine-tuning 0", True), ("generation-0", True), ("fine-tuning 1", False)],
+    "weighted": [("twist learning 0", True), ("distillation 1", False), ("generation-1", False)],
+    "dpo": [("generation-0", True), ("fine-tuning 1", False)],
 }
 
 
@@ -125,7 +125,7 @@ def test_a_damaged_file_is_named(copied, name):
         ({"potential": "toxicity"}, "--potential is 'toxicity'; give a list"),
         ({"eval_particles": []}, r"--eval-particles is \[\]; give a list"),
         ({"beta": 10**400}, r"--beta is 1000.*; give at most"),
-        ({"ctl_updates": 0}, "--ctl-updates is 0; give at least 1"),
+        ({"ctl_updates": [0]}, "--ctl-updates is 0; give at least 1"),
         ({"learner": "published"}, "--learner is 'published'; give one of paper, weighted"),
         ({"pool_draws": 5}, "--pool-draws: no option of --learner weighted"),
     ],
@@ -146,7 +146,7 @@ def test_a_run_older_than_an_option_has_its_default(finished_job, tmp_path):
     config = saved_config(tmp_path)
     found = (config.learner.surrogate, config.run.end, config.learner.pool_draws)
     assert found == (True, "", 9000) and config.learner.pool_first_draws == 50
-    with pytest.raises(InputError, match="holds no config.json, so no run"):
+    with pytest.raises(InputError, match=r"holds no config\.json, so no run"):
         saved_config(finished_job("pooled") / "base")
 
 

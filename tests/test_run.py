@@ -1,30 +1,21 @@
-"""What a run writes and reads: exact samples of the target, whole files, progress, summaries.
-
-What belongs to the user is neither lost nor overwritten.
-"""
+"""What a run writes and reads: exact samples of the target, whole files, rows and figures."""
 
 import dataclasses
 import json
 import math
-import os
-import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from matplotlib.axes import Axes
 
-from eval import summary
+from eval.config import build
+from eval.evaluate import population_row
 from eval.figures import histogram
-from eval.metrics import Samples
-from eval.run.evaluate import evaluate_generation
-from eval.run.options import RunConfig
-from eval.run.run import Progress, Run
-from eval.run.setup import load_target, save_target
-from tinystories.checkpoint import replacing, write_json, write_text
+from eval.run import Run, read_lines
+from eval.world import load_target, save_target
+from tinystories.checkpoint import read_json, replacing, write_json, write_text
 from tinystories.errors import InputError
-from tsmc import ExactSamples, Phases, Population
+from tsmc import ExactSamples, Population
 
 KEY = {"lm": "a" * 64, "toxicity": "b" * 64, "prompt": "Once", "length": 3, "beta": 10.0}
 KEY |= {"potential": ["toxicity"]}
@@ -37,18 +28,16 @@ def test_a_target_survives_its_files_and_serves_its_own_sigma(tmp_path):
     again = load_target(tmp_path, KEY, 9)
     assert torch.equal(again.tokens, TARGET.tokens) and torch.equal(again.log_phi, TARGET.log_phi)
     assert (again.num_proposals, again.log_z, again.log_z_std_error) == (900, -7.5, 0.04)
-    for other in ({"beta": 1.0}, {"length": 4}, {"prompt": "Two"}, {"potential": ["regex:a"]}):
+    others = [{"beta": 1.0}, {"length": 4}, {"prompt": "Two"}, {"potential": ["regex:a"]}]
+    for other in [*others, {"lm": "c" * 64}, {"toxicity": "c" * 64}, {"end": "."}]:
         assert load_target(tmp_path, KEY | other, 9) is None
-    for role in ("lm", "toxicity"):
-        with pytest.raises(InputError, match=f"stale, it was made for another {role} checkpoint"):
-            load_target(tmp_path, KEY | {role: "c" * 64}, 9)
     content = (tmp_path / "samples.safetensors").read_bytes()
     (tmp_path / "samples.safetensors").write_bytes(content[:-1] + b"?")
     with pytest.raises(InputError, match=r"samples\.safetensors: .*another sha256"):
         load_target(tmp_path, KEY, 9)
 
 
-IMPOSSIBLE = [{"key": {"lm": "a", "more": 1}}, {"num_proposals": 1}]
+IMPOSSIBLE = [{"key": 5}, {"num_proposals": 1}]
 IMPOSSIBLE += [{"log_z": math.nan}, {"log_z_std_error": 10**400}]
 
 
@@ -81,97 +70,44 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "file").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_progress_keeps_every_step_and_refuses_what_is_not_finite(capsys):
-    progress = Progress(True)
-    progress.plan = {("base samples", None): 10.0, ("twist learning", 0): 30.0, ("other", 0): 50.0}
-    progress.begin(("twist learning", 0), 3)
-    for ess in (1.0, 2.0, 3.0):
-        progress(loss=torch.tensor(0.5), ess=ess)
-    with pytest.raises(InputError, match="step 4: loss is nan; lower the learning rate"):
-        progress(loss=torch.tensor(torch.nan))
-    assert [record["ess"] for record in progress.records] == [1.0, 2.0, 3.0]
-    place = {"phase": "twist learning", "generation": 0}
-    assert progress.records[2] == place | {"step": 3, "loss": 0.5, "ess": 3.0}
-    progress.start -= 600.0  # the phase takes ten minutes, so what is left takes 50 / 30 as long
-    assert 600 <= progress.end() < 630
-    line = "phase 2 of 3, generation 0, twist learning, 10 min, loss 0.5, ess 3, about 17 min left"
-    assert capsys.readouterr().err == f"{line}\n"
+def test_a_folder_is_there_completely_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Run(build({}), None) as run, Run(build({}), None) as second:
+        assert [str(one.path) for one in (run, second)] == ["runs/pocket", "runs/pocket-2"]
+        for m in (None, 0):
+            with pytest.raises(RuntimeError), run.writing(m, {"kl": 1.0}, []) as folder:
+                (folder / "half").write_text("half")
+                raise RuntimeError
+            assert not run.folder(m).exists() and run.last() is None
+        with run.writing(0, {"kl": math.nan}, [{"text": "a", "log_phi": -math.inf}]) as folder:
+            (folder / "twist").write_text("whole")
+        assert run.last() == 0 and run.read_row(0) == {"kl": None}
+        assert read_lines(run.folder(0) / "samples.jsonl") == [{"text": "a", "log_phi": None}]
+        assert {path.name for path in run.path.glob("generation-0/*")} == {
+            *("row.json", "samples.jsonl", "metrics.jsonl", "twist")
+        }
+        with pytest.raises(InputError, match="another process is writing there"):
+            Run(build({}), run.path)
+    read_json(run.path / "config.json")
 
 
-def fake_run(path: Path, seed: int, kl: float, **options) -> Path:
-    """The directory of a run that holds no more than its options and results."""
-    row = {"toxicity": 0.5, "similarity": 0.4, "kl_target_proposal": kl, "ess": 5.0}
-    target = {"toxicity": 0.9, "similarity": 0.3, "log_z": -7.5, "num_samples": 500}
-    generations = [row, row | {"kl_target_proposal": kl - 2}]
-    write_json(path / "config.json", {"seed": seed, "out": str(path), "beta": 10.0} | options)
-    results = {"base": {"toxicity": 0.01, "similarity": 0.5}, "target": target}
-    write_json(path / "results.json", results | {"generations": generations})
-    return path
-
-
-def test_the_summary_averages_runs_and_pairs_the_change(tmp_path):
-    paths = [fake_run(tmp_path / str(seed), seed, kl) for seed, kl in enumerate((8.0, 9.0, 10.0))]
-    lines = summary.summarise(summary.read_runs(paths)).splitlines()
-    assert lines[1].split() == ["Base", "0.010", "0.500"]
-    assert "9.00 +- 2.48" in lines[3], "Student's t, two degrees of freedom: 4.303 / sqrt(3)"
-    assert "-2.00" in lines[5] and "-2.00 +-" not in lines[5]
-    paths.append(fake_run(tmp_path / "other", 3, 8.0, beta=1.0))
-    with pytest.raises(InputError, match=r"differs from .* in beta"):
-        summary.read_runs(paths)
-
-
-def test_what_holds_no_results_is_refused_by_name(tmp_path):
-    path = fake_run(tmp_path / "run", 0, 8.0)
-    write_json(path / "results.json", {"base": {}, "generations": [{"toxicity": "x"}]})
-    with pytest.raises(InputError, match=r"results\.json: holds no results of a run"):
-        summary.read_runs([path])
-
-
-def new_run(path: Path) -> Run:
-    return Run(RunConfig(out=str(path), quiet=True), None, {})
-
-
-def test_a_run_draws_what_plain_phases_draw(tmp_path):
-    draw = lambda size, source: {"tokens": torch.randn(size, generator=source)}  # noqa: E731
-    with Run(RunConfig(out=str(tmp_path / "run"), quiet=True, rows=3), None, {}) as run:
-        found = run.draw("draw", 8, 8, draw)["tokens"]
-    assert torch.equal(found, Phases(0, rows=3).draw("draw", 8, 8, draw)["tokens"])
-
-
-@pytest.mark.parametrize("how", ["deleted", "replaced", "moved"])
-def test_a_run_whose_directory_is_another_one_writes_nothing_there(tmp_path, how):
-    with new_run(tmp_path / "run") as run:
-        if how == "moved":
-            (tmp_path / "run").rename(tmp_path / "elsewhere")
-        else:
-            shutil.rmtree(tmp_path / "run")
-        if how == "replaced":
-            new_run(tmp_path / "run").__exit__(None, None, None)
-        before = sorted(path.name for path in tmp_path.glob("run/*"))
-        with pytest.raises(InputError, match="moved, deleted or replaced"):
-            run.add_samples([{"text": "a"}])
-        with pytest.raises(InputError, match="moved, deleted or replaced"):
-            run.once("phase", 0, 1, lambda generator, report: {"x": torch.zeros(1)})
-        with pytest.raises(InputError, match="moved, deleted or replaced"):
-            run.finish({})
-    assert sorted(path.name for path in tmp_path.glob("run/*")) == before
-
-
-def test_resuming_and_finishing_remove_only_what_the_run_wrote(tmp_path):
-    run = tmp_path / "run"
-    with new_run(run) as unfinished:
-        unfinished.once("phase", 0, 1, lambda generator, report: {"x": torch.zeros(1)})
-    names = [".results.json.original", ".2024-notes.markdown", ".tmpbackup", "resume/my-notes.txt"]
-    names += ["notes/.data.csv.123.tsmc-partial", "resume/own.safetensors"]
-    for name in names:
-        (run / name).parent.mkdir(exist_ok=True)
-        (run / name).write_text("mine")
-    (run / "resume" / ".x.safetensors.7.tsmc-partial").write_text("left behind")
-    with Run(RunConfig(out=str(run), quiet=True), run, {}) as resumed:
-        resumed.once("phase", 0, 1, lambda generator, report: {"x": torch.ones(1)})
-        resumed.finish({})
-    assert all((run / name).read_text() == "mine" for name in names)
-    assert sorted(os.listdir(run / "resume")) == ["my-notes.txt", "own.safetensors"]
+def test_progress_keeps_every_step_and_refuses_what_is_not_finite(tmp_path, capsys):
+    with Run(build({"out": str(tmp_path / "run"), "generations": 3}), None) as run:
+        for ess in (1.0, 2.0, 3.0):
+            run("twist learning", 1, 3, loss=torch.tensor(0.5), ess=ess)
+        fault = "generation 1, twist learning, step 4: loss is nan; lower the learning rate"
+        with pytest.raises(InputError, match=fault):
+            run("twist learning", 1, 3, loss=torch.tensor(torch.nan))
+        place = {"phase": "twist learning", "generation": 1}
+        steps = [{"step": step, "loss": 0.5, "ess": float(step)} for step in (1, 2, 3)]
+        assert run.records == [place | step for step in steps]
+        run.start -= 600.0  # the generation takes ten minutes, as each of the two others will
+        run.say_time(1, {"toxicity": 0.25, "log_phi": None})
+        *_, line = capsys.readouterr().err.splitlines()
+        assert line == "generation 1: 600 s, toxicity 0.25, about 1200 s left"
+        with run.writing(1, {}, []):
+            pass
+        assert run.records == [] and len(read_lines(run.folder(1) / "metrics.jsonl")) == 3
 
 
 @pytest.mark.parametrize("values", [[-30.0, -0.1], [0.5, 4.0], [2.0, 2.0]])
@@ -195,9 +131,6 @@ def test_texts_of_dead_runs_count_as_scored():
     ancestors = torch.tensor([[0, 1], [0, 1]])
     ess = torch.tensor([2.0, 0.0])
     population = Population(tokens, log_weights, log_weights, ancestors, tokens, log_z, ess)
-    scores = {"log_phi": torch.zeros(2).double()}
-    setup = SimpleNamespace(exact=None, exact_vectors=None, encode=lambda texts: torch.eye(2))
-    setup.score = lambda rows, group: Samples(["a", "b"], scores, group)
-    row, _ = evaluate_generation(setup, None, None, 0, population)
-    assert row["worth"] == 0.5 and row["dead_runs"] == 1
+    row = population_row(population)
+    assert row["worth"] == 0.5 and row["dead_runs"] == 1 and row["largest_share"] == 0.5
     assert math.isnan(row["log_z_hat_std"]) and "log_z_half_width" not in row, "of one run alone"

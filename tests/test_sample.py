@@ -2,27 +2,28 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from jobs import refusal
 from networks import randomise
 from safetensors.torch import load_file, save_file
 from worlds import generator
 
 import tinystories
-from eval import load_run
-from eval.run.options import POCKET
-from eval.trained import draw, read_network
-from eval.viewer import __main__ as viewer
+from eval import load_run, sample
+from eval.config import POCKET
+from eval.trained import draw
 from tinystories import Conditional
 from tinystories.checkpoint import read_json, read_metadata, write_json
 from tsmc import proposal_log_probs
 from tsmc.proposal import sequence_log_probs
 from tsmc.resampling import log_mean_exp, normalise
 from twist.adapter import Adapted, Adapter
-from twist.pair import Pair, load_pair, save_pair
+from twist.pair import Pair, save_pair
 
 PROMPT = "Once upon a time, there was a"
 OTHER = "The ugly dog said"
@@ -40,8 +41,10 @@ def run(finished_run, tmp_path_factory) -> Path:
         save_file(tensors, file, read_metadata(file))
     base = Conditional(tinystories.load(POCKET / "lm")[0], torch.tensor([1]), 1)
     scores = torch.randn(base.vocab_size, generator=source)
-    adapter = Adapter(base.output_embeddings, scores, 16, source)
+    adapter = Adapter(base.output_embeddings, scores, source)
     randomise(adapter.shift.last, 1).weight.data *= 0.1
+    (path / "generation-2").mkdir()
+    shutil.copy(path / "generation-1" / "row.json", path / "generation-2")
     save_pair(path / "generation-2", Pair(Adapted(base, adapter), None), base)
     return path
 
@@ -51,7 +54,7 @@ def printed(run, capsys):
     """What the program prints for this run, given arguments."""
 
     def call(*arguments: object) -> str:
-        viewer.main([str(run), *map(str, arguments)])
+        sample.main([str(run), *map(str, arguments)])
         return capsys.readouterr().out
 
     return call
@@ -78,14 +81,14 @@ def test_json_and_table_account_for_every_particle(printed):
 @pytest.mark.parametrize("prompt", [PROMPT, OTHER])
 def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
     trained = load_run(run, m)
-    config = trained.options(prompt=prompt, ess_threshold=0.0, rows=18, beta=0.3)
-    setup = trained.setup(config)
-    pair = load_pair(trained.path, setup.base, read_network)
-    drawn = draw(setup, pair, config, 9, 4)  # two chunks of two runs
+    options = trained.options(prompt=prompt, beta=0.3)
+    world = trained.world(options)
+    pair = trained.pair(world)
+    drawn = draw(world, pair, options, 9, 4, rows=18, **trained.rule(world))  # two chunks
     tokens = drawn.population.tokens.flatten(0, 1)  # [R K, T]
-    log_phi = config.beta * setup.log_toxicity(drawn.texts).double()
+    log_phi = options.beta * world.log_toxicity(drawn.texts).double()
     log_q = proposal_log_probs(pair.model, pair.twist, tokens)[1]
-    log_p = sequence_log_probs(setup.base, tokens)
+    log_p = sequence_log_probs(world.base, tokens)
     log_w = log_p + log_phi - log_q  # [R K]
     log_z = log_mean_exp(log_w.view(4, 9))
     torch.testing.assert_close(drawn.population.log_z, log_z, atol=1e-3, rtol=0)
@@ -103,60 +106,65 @@ def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
 
 
 def test_the_command_line_and_programs_draw_the_same(run, printed):
-    own = printed("--json", "--runs", 3)
-    assert own == printed("", "--json", "--runs", 3) == printed("--json", PROMPT, "--runs", 3)
-    record = json.loads(own)
-    for given in ({}, {"prompt": PROMPT}, {"prompt": "", "particles": 50, "seed": 0}):
-        drawn = load_run(run).sample(runs=3, **given)
-        assert drawn.samples(10) == record["samples"] and drawn.log_z_hat == record["log_z_hat"]
-        assert [drawn.row(k) for k in range(150)] == record["weighted"]
+    record = json.loads(printed("", "--json", "--runs", 2))
+    assert record == json.loads(printed("--json", PROMPT, "--runs", 2))
+    trained = load_run(run)
+    for given in ({}, {"prompt": PROMPT, "particles": 50, "seed": 0}):
+        drawn = trained.sample(runs=2, **given)
+        assert drawn.samples(10) == record["samples"]
+        assert drawn.population.log_z.tolist() == record["log_z_hat"]
+        assert [drawn.row(k) for k in range(100)] == record["weighted"]
+    assert record["log_z"] == pytest.approx(drawn.log_z_hat)
     other = load_run(run, generation=0).sample(OTHER, particles=6, runs=3, length=3, seed=1)
     options = ("--json", "--particles", 6, "--runs", 3)
     changed = printed(OTHER, *options, "--length", 3, "--seed", 1, "--generation", 0)
     assert other.samples(10) == json.loads(changed)["samples"]
-    assert load_run(run).sample(runs=3, seed=1).texts != drawn.texts
-    record = json.loads(printed("--json", "--potential", "keyword~2:was"))
-    had = [" was" in row["text"][len(PROMPT) :] for row in record["weighted"]]
+    assert trained.sample(particles=6, runs=3, length=3).texts != other.texts
+    record = json.loads(printed("--json", "--potential", "keyword~2:was", *options[1:]))
+    texts = [row["text"][len(PROMPT) :] for row in record["weighted"]]
+    had = [re.search(r"\bwas\b", text) for text in texts]
     assert [row["log_phi"] for row in record["weighted"]] == [0.0 if has else -2.0 for has in had]
 
 
-def test_bad_input_is_one_line(capsys, tmp_path, run):
+def test_bad_input_is_one_line(tmp_path, run):
     other = shutil.copytree(run, tmp_path / "other")
     config = read_json(other / "config.json")
     write_json(other / "config.json", config | {"networks": config["networks"] | {"lm": "0"}})
+    (tmp_path / "file").write_text("")
+    few = ("--particles", 2, "--runs", 1, "--length", 3)
     for arguments, words in (
         ([], "no run is named: python -m tsmc "),
         ([tmp_path / "none"], f"{tmp_path / 'none'}: no such directory"),
+        (["runs/none", "--potential", "without:a"], "runs/none: no such directory"),
         ([tmp_path], f"{tmp_path}: holds no saved generation"),
         ([other], f"{other}: lm changed since the run was made; restore"),
         ([run, "--generation", 0, 7, 1], f"generation 7 is not in {run}; it holds 0, 1, 2"),
         ([run, "--runs", 0], "runs is 0; give a whole number"),
         ([run, "--particles", 0], "particles is 0; give a whole number"),
+        ([run, "--samples", 0, *few], "0 samples cannot be drawn"),
         ([run, "word " * 200], "shorten"),
         ([run, "--potential", "luck"], "--potential luck"),
-        ([run, "--html", "/dev/null/page.html"], "/dev/null/page.html: cannot be written"),
+        ([run, "--lm", "x"], "--lm is for sampling without RUN"),
+        ([run, "--picture", tmp_path / "file" / "a.png", *few], "a.png: cannot be written"),
+        (["--potential", "luck"], "--potential luck"),
+        (["--potential", "without:a", ""], "the prompt is empty; give at least one word"),
+        (["--potential", "without:a", "--generation", 0], "--generation is one of RUN"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            viewer.main([str(argument) for argument in arguments])
-        lines = capsys.readouterr().err.splitlines()
-        assert ended.value.code == 2 and words in lines[-1], lines
-        assert all(line.startswith("loading the networks of ") for line in lines[:-1])
+        assert words in refusal(*arguments, command=sample.main), arguments
 
 
 def test_sampling_without_training(capsys, tmp_path):
+    """From a prompt that would be too long for the name of a file."""
     sizes = ["--particles", "20", "--runs", "4", "--length", "8", "--samples", "3"]
-    viewer.main(["--potential", "first-sentence:4", "One day, a", "--json", *sizes])
+    prompt = ("Once upon a time, there was a big dog. " * 9)[:339]
+    sample.main(["--potential", "without:girl", prompt, "--json", *sizes])
     record = json.loads(capsys.readouterr().out)
-    assert (record["prompt"], record["run"], record["ess_threshold"]) == ("One day, a", None, 0.5)
-    assert [row["log_phi"] for row in record["samples"]] == [0, 0, 0]
-    assert "About 1 in" in record["remarks"][-1]
-    files = [tmp_path / "page.html", tmp_path / "picture.png"]
-    where = ["--html", str(files[0]), "--picture", str(files[1])]
-    viewer.main(["--potential", "without:a", *sizes, *where])
+    assert (record["prompt"], record["run"], record["length"]) == (prompt, None, 8)
+    sample.main(["--potential", "without:a", *sizes, "--picture", str(tmp_path / "picture.png")])
     text = capsys.readouterr().out
     assert "p proposes" in text and "1 / sum W^2" in text and "toxicity" not in text
-    assert all(path.stat().st_size > 9000 for path in files)
-    for options in (["runs/none", "--potential", "without:a"], ["--potential", "luck"], []):
-        with pytest.raises(SystemExit) as ended:
-            viewer.main(options)
-        assert ended.value.code == 2 and "error: " in capsys.readouterr().err.splitlines()[-1]
+    assert "About 1 in" in text and (tmp_path / "picture.png").stat().st_size > 9000
+    sample.main(["One day, a", "--potential", "keyword~3:dog", "--json", *sizes])
+    record = json.loads(capsys.readouterr().out)
+    assert record["prompt"] == "One day, a"
+    assert {row["log_phi"] for row in record["weighted"]} <= {0.0, -3.0}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from worlds import ListedPotential, generator, mutant
 
-from eval.viewer.explainer import load_tiny
+from eval.explainer import load_tiny
 from tsmc.exact import TableModel, TableTwist, Target
 from twist.potential import effective_potential
 

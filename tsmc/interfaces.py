@@ -64,6 +64,7 @@ class BaseModel(LanguageModel, Protocol):
 class LearnableTwist(Protocol):
     """A twist with parameters; `of_tokens` gives log psi of chosen tokens, with gradient."""
 
+    def __call__(self, hidden: Tensor) -> Tensor: ...  # [N, D] -> [N, V]
     def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor: ...  # [K, T, D] -> [K, T]
 
 

@@ -153,7 +153,7 @@ def tsmc(
     log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})
     log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t})
     log_f = torch.zeros_like(log_p)  # [R, K] log f_t(s_{1:t}) of a prefix part
-    log_phi = None  # [R K] known at t = T
+    log_phi: Tensor | None = None  # [R K] known at t = T
     log_weights = torch.zeros_like(log_p)  # [R, K]
     log_z = log_p.new_zeros(runs)  # [R]
     tokens = log_p.new_empty(runs, particles, 0, dtype=torch.long)  # [R, K, t]
@@ -197,5 +197,6 @@ def tsmc(
     if not bool((log_z < torch.inf).all()):
         raise InputError("log Z-hat is NaN or infinite; check log phi and log psi for NaN")
     samples = tokens[run, ancestors]
+    assert log_phi is not None  # there was a last step
     log_phi = log_phi.view_as(log_p)
     return Population(tokens, log_phi, log_weights, ancestors, samples, log_z, ess)

@@ -27,6 +27,7 @@ class Adapter(nn.Module):
     """Logits of q from the hidden states of p^(0); those of p^(0) itself at first."""
 
     scores: Tensor | None
+    embeddings: Tensor
 
     def __init__(self, embeddings: Tensor, scores: Tensor | None, generator: torch.Generator):
         """`embeddings` e [V, D] are those of p^(0), and `scores` g [V] or None."""

@@ -64,7 +64,7 @@ def numbers_of(seeds: Seeds, log_z_error: float, is_change: bool = False) -> dic
     """[mean, low, high] of every number that the rows of all seeds have; of one seed [value]."""
     rows = list(seeds.values())
     numbers = {}
-    for name in rows[0]:
+    for name in rows[0] if rows else ():
         each = [row.get(name) for row in rows]
         are_numbers = all(type(value) in (int, float) for value in each)
         if not are_numbers or name == "generation" or name.endswith("_half_width"):

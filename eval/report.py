@@ -51,7 +51,7 @@ Places = dict[tuple[str, str], Seeds]  # (name, row of the table), then seed
 
 
 def read_study(folder: Path) -> Places:
-    """The rows of all finished runs by name, row and seed; InputError where there is none."""
+    """The rows of all finished runs by name, row and seed; InputError without `weighted`."""
     places: Places = defaultdict(dict)
     for path in sorted(folder.glob("*/results.json")):
         name, _, seed = path.parent.name.rpartition("-")
@@ -70,18 +70,18 @@ def read_study(folder: Path) -> Places:
             for size, score in row.get("populations", {}).items():
                 sizes = places[name, f"populations {m}"].setdefault(int(seed), {})
                 sizes[f"K = {size}"] = score
-    if not places:
-        raise InputError(f"{folder}: holds no finished run NAME-SEED; run eval.study first")
+    if ("weighted", "Target") not in places:
+        fault = "holds no finished run weighted-SEED with a row Target"
+        raise InputError(f"{folder}: {fault}; run eval.study first")
     return places
 
 
 def tables_of(places: Places) -> dict[str, dict[str, dict]]:
     """The numbers of each table by row."""
-    first = next(seeds for (name, title), seeds in places.items() if title == "Target")
-    target = next(iter(first.values()))
+    target = next(iter(places["weighted", "Target"].values()))
     error = Estimate(0.0, target["log_z_std_error"], target["num_proposals"] - 1.0).half_width()
     generations = [title for name, title in places if name == "weighted" and "Gen" in title]
-    last = generations[-1] if generations else "Generation 0"
+    last = generations[-1]
 
     def numbers(name: str, title: str) -> dict:
         return numbers_of(places[name, title], error)
@@ -98,9 +98,10 @@ def tables_of(places: Places) -> dict[str, dict[str, dict]]:
                     tables["populations"][f"{name}, {title.lower()}"] = numbers_of(sizes, 0.0)
         pairs = [*itertools.pairwise(generations), (generations[0], generations[-1])]
         for before, after in dict.fromkeys(pairs):
-            moved = change(places[name, before], places[name, after], CHANGED)
-            title = f"{name}, {before.lower()} → {after[-1]}"
-            tables["changes"][title] = numbers_of(moved, 0.0, True)
+            if (name, after) in places:
+                moved = change(places[name, before], places[name, after], CHANGED)
+                title = f"{name}, {before.lower()} → {after[-1]}"
+                tables["changes"][title] = numbers_of(moved, 0.0, True)
     pairs = list(itertools.pairwise(LEARNERS))
     pairs += [(learner, name) for name, learner in INGREDIENTS.items()]
     for before, after in pairs:
@@ -111,7 +112,7 @@ def tables_of(places: Places) -> dict[str, dict[str, dict]]:
     for name in BASELINES:
         if (name, "Generation 0") in places:
             tables["baselines"][name] = numbers(name, "Generation 0")
-            for learner in LEARNERS:
+            for learner in [one for one in LEARNERS if (one, last) in places]:
                 moved = change(places[learner, last], places[name, "Generation 0"], CHANGED)
                 tables["beside"][f"{learner} → {name}"] = numbers_of(moved, 0.0, True)
     for name, title in places:
@@ -171,7 +172,7 @@ def draw_figures(tables: dict[str, dict[str, dict]], places: Places, folder: Pat
     """Fig. 1 of the paper and KL by generation beside it; Fig. 2, a panel for each learner;
     histograms of toxicity by beta."""
     figure, (plane, kl) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for title, numbers in tables["samples"].items() | tables["baselines"].items():
+    for title, numbers in (tables["samples"] | tables["baselines"]).items():
         name, _, generation = title.partition(", generation ")
         colour, marker = ENDS.get(name, LOOKS.get(name.split("-")[0], ("gray", "o")))
         value, low, high = (numbers["toxicity"] * 3)[:3]

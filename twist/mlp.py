@@ -12,6 +12,8 @@ The paper leaves the form of psi open beyond this line. Another form is a class 
 hidden units, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,7 +64,7 @@ FORMS = {"mlp": TwistMLP}
 """Forms of psi by name: classes that are made of D, V and a generator, and begin at psi = 1."""
 
 
-def make_twist(form: str, model: BaseModel, generator: torch.Generator) -> nn.Module:
+def make_twist(form: str, model: BaseModel, generator: torch.Generator) -> Any:
     """psi = 1 over the hidden states of `model`, in one of FORMS."""
     vocab_size, width = model.output_embeddings.shape
     return FORMS[form](width, vocab_size, generator)

@@ -8,7 +8,6 @@ from worlds import Recorded, generator, rare_potential, tiny_conditional
 
 from distill import Paper, PaperOptions, Streams
 from distill.finetune import LoRALinear, Student, add_lora, draw_batches, merge_lora
-from tinystories.decoder import counted
 from tinystories.errors import InputError
 from twist.pair import Pair
 
@@ -17,24 +16,21 @@ kinds = pytest.mark.parametrize("student", ["full", "lora"])
 
 @kinds
 def test_distilled_samples_become_likelier_and_the_teacher_stays(student):
-    """Three sequences, one of which ends, of weights 1/4, 3/4 and none; LoRA learns less."""
-    teacher, reports = tiny_conditional(0, end=1), Recorded()
+    """Texts, one of which ends, of weights 1/4, 3/4 and none. LoRA learns as much at its rate."""
+    teacher = tiny_conditional(0, end=1)
     before = copy.deepcopy(teacher.network.state_dict())
     tokens = torch.tensor([[3, 4, 5, 6], [3, 1, 1, 1], [0, 0, 0, 0]])
     weights = torch.tensor([0.25, 0.75, 0.0])
-    rate = 3e-3 if student == "lora" else 1e-2
-    options = PaperOptions(student=student, distill_updates=60, distill_learning_rate=rate)
+    options = PaperOptions(student=student, distill_updates=60, distill_learning_rate=1e-3)
+    reports = Recorded()
     learner = Paper(teacher, rare_potential, options, Streams(0), reports)
     learner.samples = lambda pair, m: (tokens, weights)
     trained = learner.distil(Pair(teacher, None), 1)
-    losses = [figures["loss"] for figures in reports["distillation"]]
-    assert len(losses) == 60
-    drawn = draw_batches(weights, 32, 60, Streams(0).stream("distillation", 1))[0]
-    log_p, is_counted = teacher.log_probs(tokens[drawn])[0], counted(tokens[drawn], 1)
-    if student == "full":  # LoRA draws its first weights before the batches
-        assert losses[0] == pytest.approx(-log_p.sum().item() / is_counted.sum().item(), rel=1e-5)
     nats = [-(weights * model.log_probs(tokens)[0].sum(1)).sum() for model in (teacher, trained)]
-    assert nats[1] < (0.7 if student == "lora" else 0.3) * nats[0]
+    assert nats[1] < 0.5 * nats[0]
+    losses = [figures["loss"] for figures in reports["distillation"]]
+    # The mean number of tokens of a text is 1/4 of 4 and 3/4 of 2.
+    assert len(losses) == 60 and losses[0] == pytest.approx(nats[0].item() / 2.5, rel=0.1)
     for name, tensor in teacher.network.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert trained.network.state_dict().keys() == before.keys(), "LoRA is merged"

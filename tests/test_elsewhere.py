@@ -49,7 +49,7 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
     options = ["--texts", str(rude), str(own), "--log-q", str(tmp_path / "log-q")]
     compare.main([str(finished_run), *options, "--best-of", "3"])
     head, *lines = capsys.readouterr().out.splitlines()
-    cells = {line[:30].split("  ")[0].split("/")[-1]: line.split() for line in lines}
+    cells = {line.split("  ")[0].split("/")[-1]: line.split() for line in lines}
     assert "toxicity" in head and {"Base", "Target", "rude.txt", "own.txt", "log-q"} <= cells.keys()
     results = json.loads((finished_run / "results.json").read_text())
     row = results["generations"][1]
@@ -76,7 +76,7 @@ def test_seeds_are_averaged_and_another_sigma_is_refused(tmp_path, capsys, finis
     for given, words in (
         (runs[1:], "differs from .*two in beta"),
         ([runs[0]] * 2, "the same seed"),
-        ([tmp_path], "config.json: no such file"),
+        ([tmp_path], "holds no config.json"),
     ):
         line = refusal(*given, command=compare.main)
         assert re.search(words, line), line

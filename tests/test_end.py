@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-import worlds
 from worlds import bias, generator, mutant, sequence_numbers, table_world, tiny_conditional
 
-import distill.grpo
 import tsmc.proposal
-from distill import GRPO, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions, Streams
 from distill.grpo import grpo_loss
 from tinystories.decoder import counted
 from tsmc import sampler
@@ -81,33 +78,20 @@ def test_a_finished_text_waits_with_the_twist_of_its_end():
         torch.testing.assert_close(drawn.log_psi[:, t], listed[numbers])
 
 
-class Unigram(torch.nn.Module):
-    """A twist of the next token alone: what it learns of the end counts in every place."""
-
-    def __init__(self, log_psi: torch.Tensor):
-        super().__init__()
-        self.log_psi = torch.nn.Parameter(log_psi)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.log_psi.expand(*hidden.shape[:-1], -1)
-
-    def of_tokens(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self.log_psi[tokens]
-
-
 def test_the_gradient_of_ctl_is_the_enumerated_one_where_texts_end():
-    """It was wrong by .5 while a twist that waits behind the end did not count there."""
-    model, _, log_phi = world(3, 4)
-    twist = Unigram(torch.tensor([0.3, -0.5, 0.4]).double())
-    (exact,) = torch.autograd.grad(Target(model, log_phi).ctl_loss(twist), twist.log_psi)
+    """Behind the end psi waits, so what the twist would say there has no gradient."""
+    model, twist, log_phi = world()
     sigma, source, found = Sigma(model, log_phi), generator(4), []
-    for _ in range(50):
+    for _ in range(60):
         loss = ctl_loss(twist, draw_batch(sigma, twist, 4000, source))
         found += torch.autograd.grad(loss, twist.log_psi)
-    gradients = torch.stack(found)  # [50, V]
-    error = gradients.std(0) / 50**0.5
-    assert ((gradients.mean(0) - exact) / error).abs().max() < 4.5
-    assert error.max() < 0.02 < 0.1 < exact.abs().max()
+    gradients = torch.stack(found)  # [60, prefixes, V]
+    (exact,) = torch.autograd.grad(Target(model, log_phi).ctl_loss(twist), twist.log_psi)
+    is_behind = exact == 0
+    assert is_behind.sum() == 8 and not gradients[:, is_behind].any()
+    mean, error = gradients.mean(0)[~is_behind], gradients.std(0)[~is_behind] / 60**0.5
+    assert ((mean - exact[~is_behind]) / error).abs().max() < 4
+    assert (mean / error).abs().median() > 20  # it can tell the gradient from none
 
 
 def test_no_loss_sees_what_is_behind_the_end():
@@ -121,33 +105,6 @@ def test_no_loss_sees_what_is_behind_the_end():
     ref = torch.zeros_like(log_p[0])
     losses = [grpo_loss(x, ref, advantage, 0.1, ~is_behind) for x in log_p]
     torch.testing.assert_close(losses[0], losses[1])
-
-
-def test_parts_of_a_batch_of_grpo_count_each_token_alike(monkeypatch):
-    options, reports = BaselineOptions(updates=1, batch_size=40), worlds.Recorded()
-    log_phi = lambda tokens: -(tokens == 3).sum(1).double()  # noqa: E731
-    for rows in (40, 7):
-        monkeypatch.setattr(distill.grpo, "ROWS", rows)
-        GRPO(tiny_conditional(0, END), log_phi, options, Streams(0), reports).first_twist()
-    losses = [figures["loss"] for figures in reports["fine-tuning"]]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_both_learners_approach_a_sigma_of_texts_that_end():
-    """KL(sigma||q) by enumeration, under a potential that prefers short texts."""
-    model = tiny_conditional(0, END)
-    log_phi = lambda tokens, *_: -1.5 * counted(tokens, END).sum(1).double()  # noqa: E731
-    target = Target(model, log_phi)
-    before = target.kl_to(target.log_p[-1])
-    paper = PaperOptions(ctl_updates=(30,), ctl_learning_rate=0.002)
-    pooled = PooledOptions(pool_first_draws=400, pool_updates=30, pool_learning_rate=0.002)
-    for kind, options in ((Paper, paper), (Pooled, pooled)):
-        after = []
-        for seed in range(2):
-            pair = kind(model, log_phi, options, Streams(seed)).first_twist()
-            log_q = Tree(pair.model).prefix_log_q(pair.twist)[-1].detach()
-            after.append(target.kl_to(log_q))
-        assert sum(after) / 2 < 0.5 * before, (kind, after, before)
 
 
 def test_the_potential_reads_the_text_without_its_end():

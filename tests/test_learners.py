@@ -1,4 +1,4 @@
-"""All learners in a world that can be enumerated: a GPT-Neo of 7 tokens, 4 of them to come."""
+"""All learners in a world that can be enumerated: a GPT-Neo of 7 tokens, texts of at most 4."""
 
 import copy
 import math
@@ -17,13 +17,13 @@ from tinystories.errors import InputError
 from tsmc.exact import Target, Tree
 from tsmc.resampling import multinomial, normalise, systematic
 from tsmc.runs import draw_population
-from twist.factors import without
 from twist.mlp import TwistMLP
 from twist.pair import Pair, load_pair, save_pair
 from twist.pool import Pool, tempered
-from twist.potential import TextPotential, seen_from
+from twist.potential import seen_from
 
-BASE = tiny_conditional(0)
+END = 4  # a third of the texts of sigma end early
+BASE = tiny_conditional(0, end=END)
 TARGET = Target(BASE, rare_potential)
 SIZES = {"particles": 20, "distill_runs": 20, "distill_updates": 30, "distill_learning_rate": 3e-3}
 CTL = {"ctl_updates": (12,), "ctl_batch_size": 50, "ctl_learning_rate": 1e-3}
@@ -32,11 +32,11 @@ POOL |= {"pool_draws": 600, "pool_updates": 50, "pool_learning_rate": 1e-3}
 PAPER, POOLED = PaperOptions(**SIZES, **CTL), PooledOptions(**POOL)
 WEIGHTED_PAPER = PaperOptions(**(WEIGHTED | SIZES | CTL))
 LEARNERS = {  # the learner, its options, and what KL after lines 1, 3 and 4 may be over p^(0)'s
-    "paper": (Paper, PAPER, (0.61, 0.4, 0.3)),
-    "weighted": (Paper, WEIGHTED_PAPER, (0.61, 0.32, 0.27)),
-    "LoRA": (Paper, replace(WEIGHTED_PAPER, student="lora"), (0.61, 0.52, 0.34)),
-    "pooled": (Pooled, POOLED, (0.56, 0.27, 0.27)),
-    "no surrogate": (Pooled, replace(POOLED, surrogate=False), (0.54, 0.32, 0.32)),
+    "paper": (Paper, PAPER, (0.62, 0.43, 0.31)),
+    "weighted": (Paper, WEIGHTED_PAPER, (0.62, 0.34, 0.26)),
+    "LoRA": (Paper, replace(WEIGHTED_PAPER, student="lora"), (0.62, 0.56, 0.34)),
+    "pooled": (Pooled, POOLED, (0.52, 0.3, 0.3)),
+    "no surrogate": (Pooled, replace(POOLED, surrogate=False), (0.49, 0.32, 0.32)),
 }
 
 
@@ -57,22 +57,24 @@ def test_every_line_brings_the_proposal_closer_to_sigma(name):
         model = learner.distil(first, 1)
         pairs = [first, Pair(model, None), learner.learn_twist(model, 1)]
         found.append([TARGET.kl_to(log_q(pair)) for pair in pairs])
+    print(name, torch.tensor(found).mean(0) / TARGET.kl_to(TARGET.log_p[-1]))
     means = torch.tensor(found).mean(0) / TARGET.kl_to(TARGET.log_p[-1])
     assert (means < torch.tensor(most)).all() and means[2] < 0.9 * means[0], means
 
 
-RESUMED = {
-    "weighted": (Paper, replace(WEIGHTED_PAPER, ctl_updates=(3, 2), distill_updates=2)),
-    "pooled": (Pooled, replace(POOLED, pool_first_updates=2, pool_updates=2)),
-    "dpo": (DPO, BaselineOptions(updates=3, batch_size=9)),
-    "grpo": (GRPO, BaselineOptions(updates=3, batch_size=9, student="lora")),
+FEW = {"ctl_updates": (3, 2), "distill_updates": 2}
+RESUMED = {  # the learner, its options, and how many texts generations 0 and 1 score
+    "weighted": (Paper, replace(WEIGHTED_PAPER, **FEW), (150, 100 + 400)),
+    "pooled": (Pooled, replace(POOLED, pool_first_updates=2, pool_updates=2), (200, 600)),
+    "dpo": (DPO, BaselineOptions(updates=3, batch_size=9), (27, 27)),
+    "grpo": (GRPO, BaselineOptions(updates=3, batch_size=9, student="lora"), (27, 27)),
 }
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_learner_goes_on_from_files_as_if_it_had_not_stopped(name, tmp_path):
-    """To the last digit; and phi is asked about as many texts as the learner says."""
-    kind, options = RESUMED[name]
+    """To the last digit; and phi scores as many texts as the learner says."""
+    kind, options, scores = RESUMED[name]
     scored = []
 
     def log_phi(tokens: torch.Tensor) -> torch.Tensor:
@@ -85,11 +87,11 @@ def test_a_learner_goes_on_from_files_as_if_it_had_not_stopped(name, tmp_path):
     learner = kind(BASE, log_phi, options, Streams(3, rows=64))
     scored.clear()  # what it asked before it begins
     first = learner.first_twist()
-    assert sum(scored) == learner.scores(0)
+    assert sum(scored) == learner.scores(0) == scores[0]
     save_pair(tmp_path, first, BASE)
     write_tensors(tmp_path / "state.safetensors", learner.state())
     wanted = generation_1(learner, first)
-    assert sum(scored) == learner.scores(1)
+    assert sum(scored) == learner.scores(1) == sum(scores)
     another = kind(BASE, log_phi, options, Streams(3, rows=64))
     another.resume(read_tensors(tmp_path / "state.safetensors"))
     found = generation_1(another, load_pair(tmp_path, BASE))
@@ -131,7 +133,10 @@ def test_all_runs_count_alike_whatever_their_evidence(ess_threshold):
     options = replace(PAPER, particles=8, distill_runs=30, ess_threshold=ess_threshold)
     psi = copy.deepcopy(ONE)
     torch.nn.init.normal_(psi.last.weight, generator=generator(1))
-    pair, learner = Pair(tiny_conditional(1), psi), Paper(BASE, rare_potential, options, Streams(0))
+    pair, learner = (
+        Pair(tiny_conditional(1, end=END), psi),
+        Paper(BASE, rare_potential, options, Streams(0)),
+    )
     tokens, weights = learner.samples(pair, 1)
     sigma = seen_from(pair.model, BASE, rare_potential)
     given = (Streams(0), "sampling", 1, sigma, pair.twist, 8, 30)
@@ -157,7 +162,7 @@ def test_runs_that_die_are_not_distilled():
 @pytest.mark.parametrize("is_effective", [True, False])
 def test_without_the_effective_potential_the_target_drifts(is_effective):
     """Of weighted particles without a twist, E[w f] / E[w] is that of sigma or of p^(1) phi."""
-    model = tiny_conditional(1)
+    model = tiny_conditional(1, end=END)
     options = replace(WEIGHTED_PAPER, particles=4000, distill_runs=1)
     options = replace(options, effective_potential=is_effective)
     learner = Paper(BASE, rare_potential, options, Streams(0, rows=4000))
@@ -205,19 +210,15 @@ def test_with_hints_the_ladder_finds_what_p0_does_not():
     log_phi.hints = [[[5, 2]]]
     pair = Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
     target = Target(BASE, log_phi)
-    assert target.kl_to(log_q(pair)) < 0.15 * target.kl_to(target.log_p[-1])
+    assert target.kl_to(log_q(pair)) < 0.2 * target.kl_to(target.log_p[-1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "scheme", "thresholds"),
-    [
-        (Paper, PAPER, multinomial, (1.0, 1.0)),
-        (Paper, WEIGHTED_PAPER, systematic, (0.0, 0.5)),
-        (Pooled, POOLED, systematic, (0.0, 0.5)),
-    ],
-)
-def test_runs_resample_early_where_beginnings_can_be_judged(kind, options, scheme, thresholds):
-    judged = TextPotential([without("a")], lambda rows: ["b"] * len(rows), BASE.prompt)
-    for log_phi, threshold in zip((rare_potential, judged), thresholds, strict=True):
-        rule = kind(BASE, log_phi, options, Streams(0)).rule()
-        assert rule == {"resample": scheme, "ess_threshold": threshold}
+def test_runs_resample_early_where_beginnings_can_be_judged():
+    judged = lambda tokens: rare_potential(tokens)  # noqa: E731
+    judged.log_prefix = lambda tokens: torch.zeros(len(tokens))
+    for log_phi, thresholds in ((rare_potential, (1, 0, 0)), (judged, (1, 0.5, 0.5))):
+        rules = []
+        for kind, options in ((Paper, PAPER), (Paper, WEIGHTED_PAPER), (Pooled, POOLED)):
+            rules.append(kind(BASE, log_phi, options, Streams(0)).rule())
+        assert tuple(rule["ess_threshold"] for rule in rules) == thresholds
+        assert [rule["resample"] for rule in rules] == [multinomial, systematic, systematic]

@@ -82,21 +82,6 @@ def test_options_out_of_range_are_refused(options):
         tsmc(*table_world(2, 2), generator=generator(0), **sizes)
 
 
-@pytest.mark.parametrize("ess_threshold", [1.0, 0.5])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_shares_of_samples_times_z_hat_are_unbiased(scheme, ess_threshold):
-    """Of every last token v: the mean over runs is Z_sigma sigma(s_T = v) under any scheme."""
-    model, twist, potential = table_world(3, 3, seed=13, scale=0.7)
-    target, options = Target(model, potential), (SCHEMES[scheme], ess_threshold)
-    population = tsmc(model, twist, potential, 8, generator(17), 4000, *options)
-    shares = torch.nn.functional.one_hot(population.samples[..., -1], 3).double().mean(1)  # [R, V]
-    values = shares * (population.log_z - target.log_z).exp()[:, None]
-    error = values.std(0) / 4000**0.5
-    sigma, p = target.token_marginals()[-1].exp(), target.log_p[-1].exp().view(9, 3).sum(0)
-    assert ((values.mean(0) - sigma) / error).abs().max() < 4
-    assert ((values.mean(0) - p) / error).abs().max() > 5, "it can tell sigma from p"
-
-
 @pytest.mark.parametrize("limit", [1, 60, 85, 10**6])
 def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeypatch, limit):
     model, strong, potential = worlds.gpt_neo_world(5, 3, seed=2)

@@ -1,9 +1,9 @@
 """Worlds small enough to enumerate, and every random path of the sampler in them.
 
 Each uniform number that the sampler draws matters only through the cell it falls into: the token or
-the ancestor that it selects. `every_path` replaces the uniforms of R runs by the midpoints of all
-combinations of cells, one combination for each run, and returns the probability of each. Sums over
-runs are then exact expectations, and the sampler's own code has produced every term.
+the ancestor that it selects. `bias` replaces the uniforms of R runs by the midpoints of all
+combinations of cells, one combination for each run with a known probability. Sums over runs are
+then exact expectations, and the sampler's own code has produced every term.
 """
 
 import contextlib
@@ -131,11 +131,10 @@ class Paths:
         inner = breakpoints.double().clamp(0, 1)
         edges = torch.cat([border, inner, border + 1], -1)  # [R, n, m + 2]
         columns = []
-        for j in range(edges.shape[1]):
-            cell = (self.number // self.stride % (edges.shape[2] - 1))[:, None]  # [R, 1]
-            self.stride *= edges.shape[2] - 1
-            low = edges[:, j].gather(1, cell)
-            high = edges[:, j].gather(1, cell + 1)
+        for edge in edges.unbind(1):  # [R, m + 2]
+            cell = (self.number // self.stride % (edge.shape[1] - 1))[:, None]  # [R, 1]
+            self.stride *= edge.shape[1] - 1
+            low, high = edge.gather(1, cell), edge.gather(1, cell + 1)
             self.chances *= (high - low)[:, 0]
             columns.append((low + high) / 2)
         self.uniforms = torch.cat(columns, 1)
@@ -148,10 +147,7 @@ class Paths:
 
 @contextlib.contextmanager
 def injected(paths: Paths, scheme: str, module: types.ModuleType):
-    """Patch the randomness of a module that samples; yields the scheme to pass to it.
-
-    It is written anew here, "multinomial" or "systematic"; test_resampling.py has all others.
-    """
+    """Patch the randomness of a module that samples; yields the scheme, which is written anew."""
     runs = len(paths.number)
     draw = tsmc.categorical.draw_categorical
 
@@ -179,30 +175,29 @@ def injected(paths: Paths, scheme: str, module: types.ModuleType):
         yield resample
 
 
-def every_path(
-    model, twist, potential, particles, scheme="multinomial", ess_threshold=1.0, **options
-):
-    """Probabilities [R] and `Population` of all random paths.
-
-    Options: an `observer`; a `log_prefix`; a `module` that stands in for `tsmc.sampler`.
-    """
-    module = options.pop("module", tsmc.sampler)
-    cells = particles if scheme == "systematic" else particles**particles
-    paths = Paths((model.vocab_size**particles * cells) ** model.length)
-    with injected(paths, scheme, module) as resample:
-        given = (particles, generator(0), len(paths.number), resample, ess_threshold)
-        population = module.tsmc(model, twist, potential, *given, **options)
-    return paths.probabilities(), population
-
-
-def bias(model, twist, potential, particles=2, *sizes, target=None, **options) -> float:
-    """The larger of two errors, both relative to Z_sigma; the arguments are those of `every_path`.
+def bias(
+    model,
+    twist,
+    potential,
+    particles=2,
+    scheme="multinomial",
+    ess_threshold=1.0,
+    target=None,
+    module=tsmc.sampler,
+    log_prefix=None,
+) -> float:
+    """The larger of two errors, both relative to Z_sigma, of the sampler in a module.
 
     That of E[Z-hat] = Z_sigma, and the largest of E[Z-hat * share of samples that equal s] =
     Z_sigma sigma(s) over all sequences s.
     """
-    target = Target(model, potential) if target is None else target
-    chances, population = every_path(model, twist, potential, particles, *sizes, **options)
+    target = target or Target(model, potential)
+    cells = particles if scheme == "systematic" else particles**particles
+    paths = Paths((model.vocab_size**particles * cells) ** model.length)
+    with injected(paths, scheme, module) as resample:
+        given = (particles, generator(0), len(paths.number), resample, ess_threshold)
+        population = module.tsmc(model, twist, potential, *given, log_prefix=log_prefix)
+    chances = paths.probabilities()
     assert abs(chances.sum().item() - 1) < 1e-12
     evidence = chances * (population.log_z - target.log_z).exp()  # [R]
     numbers = sequence_numbers(population.samples.flatten(0, 1), model.vocab_size)  # [R K]
@@ -223,13 +218,13 @@ class Recorded(defaultdict):
 
 
 def learn(
-    twist, model, log_phi, updates, batch_size, learning_rate=2e-4, base=None, streams=None
+    twist, model, log_phi, updates, batch_size, learning_rate=2e-4, base=None
 ) -> list[dict[str, float]]:
     """Line 4 of Algorithm 1 with a twist of any kind; what was reported."""
     sizes = {"ctl_updates": (updates,), "ctl_batch_size": batch_size}
     options = PaperOptions(**sizes, ctl_learning_rate=learning_rate)
     reports = Recorded()
-    learner = Paper(base or model, log_phi, options, streams or Streams(0), reports)
+    learner = Paper(base or model, log_phi, options, Streams(0), reports)
     with mock.patch.object(distill.paper, "make_twist", lambda *_: twist):
         learner.learn_twist(model, 1)
     return reports["twist learning"]

@@ -65,18 +65,18 @@ class Run(contextlib.AbstractContextManager):
         last = self.last()
         if not self.writes:
             return
+        if resumed:
+            self.compare_with(made_by)
+        if last is not None and last > config.run.generations:
+            fault = f"--generations {config.run.generations}: {self.path} has {last} already"
+            raise InputError(f"{fault}; give at least {last}")
         self.lock = filelock.FileLock(self.path / ".lock", timeout=0)
         try:
             self.lock.acquire()
         except filelock.Timeout:
             fault = f"{self.path}: another process is writing there"
             raise InputError(f"{fault}; wait or stop it") from None
-        if resumed:
-            self.compare_with(made_by)
-            if last is not None and last > config.run.generations:
-                fault = f"--generations {config.run.generations}: {self.path} has {last} already"
-                raise InputError(f"{fault}; give at least {last}")
-        else:
+        if not resumed:
             for spec in config.run.potential:
                 if own := user_file(spec):
                     text = own[0].read_text(encoding="utf-8")

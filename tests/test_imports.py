@@ -9,17 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ORDER = ["tinystories", "tsmc", "twist", "distill", "eval", "main"]
 METHOD = ORDER[1:4]
-PLAIN = {
-    "abc",
-    "collections.abc",
-    "copy",
-    "dataclasses",
-    "functools",
-    "hashlib",
-    "itertools",
-    "math",
-}
-PLAIN |= {"pathlib", "re", "signal", "typing", "torch", "torch.nn.functional", "numpy"}
+PLAIN = {"abc", "collections.abc", "copy", "dataclasses", "functools", "hashlib", "itertools"}
+PLAIN |= {"math", "numpy", "pathlib", "re", "typing", "torch", "torch.nn.functional"}
 POSIX = {"fcntl", "resource", "pwd", "grp", "termios"}
 PORTABLE = {"scorers"}  # of the evaluation: what runs on any system
 EXCEPT = {"tsmc/__main__.py", "tsmc/processes.py"}  # a command; torch.distributed

@@ -107,7 +107,6 @@ VARIANTS = {  # options, and what a generation's twist or adapter consists of
     "drifting": ([*WEIGHTED, "--no-effective-potential"], {"mlp"}),
     "narrow": ([*WEIGHTED, *NARROW], {"mlp"}),
     "pooled, narrow": ([*JOBS["pooled"], *NARROW], {"scores", "shift.mlp"}),
-    "one round": ([*JOBS["pooled"], "--pool-first-rounds", "1"], {"scores", "shift.mlp"}),
     "no surrogate": ([*JOBS["pooled"], "--no-surrogate"], {"shift.mlp"}),
     "narrow GRPO by LoRA": ([*JOBS["grpo"], *NARROW, "--student", "lora"], set()),
 }

@@ -213,7 +213,7 @@ def assert_same_run(one: Path, two: Path) -> None:
             torch.testing.assert_close(tensors[key], expected[key], rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("learner", ["weighted", "pooled", "dpo"])
+@pytest.mark.parametrize("learner", ["weighted", "pooled"])
 def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, finished_job, learner):
     """Two begin, one is lost and the other ends; two finish the run."""
     two = tmp_path / "two"

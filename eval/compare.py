@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
                     rows[f"{title}, {name.lower()}"] = [one[name] for one in runs]
         if args.texts:
             add_texts(rows, args.texts, args.runs[0])
-        if args.best_of:
+        if args.best_of is not None:
             add_best_of(rows, args.best_of, args.runs[0])
         if args.log_q:
             add_log_q(rows, args.log_q, args.runs[0])

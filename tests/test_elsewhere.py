@@ -60,7 +60,7 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
 
 
 def test_seeds_are_averaged_and_another_sigma_is_refused(tmp_path, capsys, finished_run):
-    runs = [tmp_path / name for name in ("one", "two", "other")]
+    runs = [tmp_path / name for name in ("one", "two", "other", "file")]
     for number, run in enumerate(runs):
         run.mkdir()
         config = json.loads((finished_run / "config.json").read_text()) | {"seed": number}
@@ -68,18 +68,52 @@ def test_seeds_are_averaged_and_another_sigma_is_refused(tmp_path, capsys, finis
         results["generations"][1]["toxicity"] = 0.5 + 0.1 * number
         if run.name == "other":
             config["beta"] = 1.0
+        if run.name == "file":
+            config["networks"]["own.py"] = "the hash of a file that --potential names"
         (run / "config.json").write_text(json.dumps(config))
         (run / "results.json").write_text(json.dumps(results))
     compare.main([str(runs[0]), str(runs[1])])
     # Student's t with one degree of freedom: 12.71 times the error of .05
     assert "0.550 +- 0.635" in capsys.readouterr().out
     for given, words in (
-        (runs[1:], "differs from .*two in beta"),
+        (runs[1:3], "differs from .*two in beta"),
+        ([runs[0], runs[3]], "differs from .*one in own.py"),
         ([runs[0]] * 2, "the same seed"),
+        ([finished_run, "--best-of", 0], "a sample of size 0"),
         ([tmp_path], "holds no config.json"),
     ):
         line = refusal(*given, command=compare.main)
         assert re.search(words, line), line
+
+
+def test_learners_and_variants_have_rows_of_their_own(tmp_path, capsys, finished_job):
+    drifting = shutil.copytree(finished_job("weighted"), tmp_path / "drifting")
+    config = json.loads((drifting / "config.json").read_text())
+    (drifting / "config.json").write_text(json.dumps(config | {"effective_potential": False}))
+    runs = [finished_job("weighted"), finished_job("pooled"), drifting]
+    compare.main([str(run) for run in runs])
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    learners = ("weighted (1)", "pooled", "weighted (3)")
+    rows = [f"{name}, generation {m}" for name in learners for m in (0, 1)]
+    assert {*names[:2]} == {"Base", "Target"} and names[2:] == rows
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "words"),
+    [
+        ("--texts", f"{PROMPT} man.\n\n", "it holds 1 texts, at least 2 are needed"),
+        ("--texts", f"{PROMPT} man.\nA man.\n", "'A man.' does not begin with 'Once upon a"),
+        ("--log-q", "-1.0\n" * 59, "holds no log q .*give 60 lines"),
+        ("--log-q", "0.5\n" * 60, "holds no log q .*or some above 0"),
+        ("--log-q", "-1.0\n" * 59 + "x", "holds no log q .*'x'"),
+    ],
+)
+def test_a_file_of_another_method_that_does_not_fit_is_named(
+    tmp_path, finished_run, option, content, words
+):
+    (tmp_path / "file").write_text(content)
+    line = refusal(finished_run, option, tmp_path / "file", command=compare.main)
+    assert re.search(f"{tmp_path / 'file'}: .*{words}", line), line
 
 
 def test_the_energy_distance_tells_distributions_apart():

@@ -91,6 +91,7 @@ def test_learners_and_variants_have_rows_of_their_own(tmp_path, capsys, finished
     config = json.loads((drifting / "config.json").read_text())
     (drifting / "config.json").write_text(json.dumps(config | {"effective_potential": False}))
     runs = [finished_job("weighted"), finished_job("pooled"), drifting]
+    capsys.readouterr()  # what they may have printed
     compare.main([str(run) for run in runs])
     names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]]
     learners = ("weighted (1)", "pooled", "weighted (3)")

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from eval.scorers.similarity import mean_pairwise_cosine
 from tsmc.estimate import Estimate, difference, mean_estimate
-from tsmc.interfaces import LanguageModel, Twist
-from tsmc.proposal import proposal_log_probs, sequence_log_probs
+from tsmc.interfaces import LanguageModel
+from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import ExactSamples
 
 WIDEST = 1.0  # spread of log Z-hat up to which the interval of `log_mean_z` is given
@@ -141,13 +141,6 @@ def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = N
         terms = energy_terms(vectors, exact_vectors).tolist()
         row["terms_energy"] = [round(term, 5) for term in terms]
     return row
-
-
-def kl_target_proposal(
-    model: LanguageModel, twist: Twist | None, base: LanguageModel, exact: ExactSamples
-) -> tuple[Estimate, Tensor]:
-    """KL(sigma||q) in nats of the proposal of p^(m) and psi^(m), and its terms as below."""
-    return kl_of_log_q(proposal_log_probs(model, twist, exact.tokens)[1], base, exact)
 
 
 def kl_of_log_q(log_q: Tensor, base: LanguageModel, exact: ExactSamples) -> tuple[Estimate, Tensor]:

@@ -64,8 +64,6 @@ def read_study(folder: Path) -> Places:
         if "strength" in config:
             spent |= {key: config[key] for key in ("learning_rate", "strength")}
         places[name, "cost"][int(seed)] = spent
-        for size, score in results["generations"][-1].get("populations", {}).items():
-            places[name, "sizes"].setdefault(int(seed), {})[f"K = {size}"] = score
         for m, row in enumerate(results["generations"]):
             for size, score in row.get("populations", {}).items():
                 sizes = places[name, f"populations {m}"].setdefault(int(seed), {})

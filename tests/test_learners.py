@@ -57,7 +57,6 @@ def test_every_line_brings_the_proposal_closer_to_sigma(name):
         model = learner.distil(first, 1)
         pairs = [first, Pair(model, None), learner.learn_twist(model, 1)]
         found.append([TARGET.kl_to(log_q(pair)) for pair in pairs])
-    print(name, torch.tensor(found).mean(0) / TARGET.kl_to(TARGET.log_p[-1]))
     means = torch.tensor(found).mean(0) / TARGET.kl_to(TARGET.log_p[-1])
     assert (means < torch.tensor(most)).all() and means[2] < 0.9 * means[0], means
 

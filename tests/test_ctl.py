@@ -49,7 +49,7 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(m):
 
 def test_gradient_flows_through_no_weight():
     model, twist, potential = table_world(3, 3, seed=3)
-    drawn = sample_proposal(model, twist, 50, generator(0), keep_hidden=True)
+    drawn = sample_proposal(model, twist, 50, generator(0))
     positive = ctl.positive_log_weights(drawn, potential).detach().requires_grad_()
     negative = ctl.negative_log_weights(drawn).detach().requires_grad_()
     loss = ctl_loss(twist, ctl.Batch(drawn.tokens, drawn.hidden, contrast(positive, negative), 1.0))

@@ -48,14 +48,11 @@ def test_evidence_marginals_and_optimal_twist_match_sums_by_hand(
             found = [target.log_p[t], target.log_sigma[t], target.log_psi[t]]
             found = [level[number].exp().item() for level in found]
             assert found == pytest.approx([p, joint / evidence, joint / p], abs=1e-12)
-    for t, v in itertools.product(range(length), range(vocab_size)):
-        share = sum(joint for sequence, (_, joint) in listed.items() if sequence[t] == v) / evidence
-        assert target.token_marginals()[t, v].exp().item() == pytest.approx(share, abs=1e-12)
 
 
 @pytest.mark.parametrize(("world", "vocab_size", "length"), WORLDS)
 @torch.no_grad()
-def test_divergences_of_a_proposal_in_both_directions(world, vocab_size, length):
+def test_divergence_of_a_proposal(world, vocab_size, length):
     model, twist, potential = world(vocab_size, length, seed=2)
     target = Target(model, potential)
     log_q = target.tree.prefix_log_q(twist)[-1]
@@ -63,10 +60,8 @@ def test_divergences_of_a_proposal_in_both_directions(world, vocab_size, length)
     by_teacher_forcing = proposal_log_probs(model, twist, target.tree.sequences())[1]
     torch.testing.assert_close(log_q, by_teacher_forcing, rtol=0, atol=1e-12)
     q, sigma = log_q.exp().tolist(), target.log_sigma[-1].exp().tolist()
-    forward = sum(s * math.log(s / q_s) for s, q_s in zip(sigma, q, strict=True))
-    backward = sum(q_s * math.log(q_s / s) for s, q_s in zip(sigma, q, strict=True))
-    assert target.kl_to(log_q) == pytest.approx(forward, abs=1e-12)
-    assert target.kl_from(log_q) == pytest.approx(backward, abs=1e-12)
+    wanted = sum(s * math.log(s / q_s) for s, q_s in zip(sigma, q, strict=True))
+    assert target.kl_to(log_q) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_exact_ctl_gradient_is_sigma_minus_pi_at_every_prefix():
@@ -89,7 +84,7 @@ def test_mass_where_there_is_none():
     target = Target(model, worlds.hard_potential(2, 2, {0: 0.0, 3: -2.0}))
     assert target.log_sigma[-1][1] == -torch.inf
     log_q = target.tree.prefix_log_q(twist)[-1].detach()
-    assert target.kl_from(log_q) == math.inf and math.isfinite(target.kl_to(log_q))
+    assert math.isfinite(target.kl_to(log_q))
     optimal = TableTwist(target.optimal_log_psi())
     assert target.ctl_loss(optimal).item() == pytest.approx(0, abs=1e-12)
     log_q = target.tree.prefix_log_q(optimal)[-1].detach()

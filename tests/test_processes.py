@@ -77,12 +77,13 @@ def draws() -> dict:
 
 
 def tools() -> dict:
-    """A parameter that only process 0 has used, rows in order, and a batch that is too small."""
+    """Parameters that process 0 and none has used, rows in order, and a batch that is too small."""
     own = processes.own_rows(5)
-    used = nn.Parameter(torch.ones(2))
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     if own.start == 0:
         used.sum().backward()
-    processes.sum_gradients([used])
+    processes.sum_gradients([unused, used])
+    assert unused.grad is None
     rows = processes.gather_rows(torch.arange(5)[own])
     if processes.count() == 2:
         with pytest.raises(InputError, match=r"^2 processes cannot share a batch of 1; start"):

@@ -72,17 +72,7 @@ def test_nan_is_an_error_not_a_result():
             tsmc(model, *arguments, 3, generator(0))
 
 
-WRONG = [{"particles": 0}, {"runs": 0}, {"ess_threshold": 1.5}, {"ess_threshold": -0.1}]
-
-
-@pytest.mark.parametrize("options", WRONG)
-def test_options_out_of_range_are_refused(options):
-    sizes = {"particles": 2, "runs": 3} | options
-    with pytest.raises(InputError, match=r"give at least 1|must be between 0 and 1"):
-        tsmc(*table_world(2, 2), generator=generator(0), **sizes)
-
-
-@pytest.mark.parametrize("limit", [1, 60, 85, 10**6])
+@pytest.mark.parametrize("limit", [1, 85])
 def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeypatch, limit):
     model, strong, potential = worlds.gpt_neo_world(5, 3, seed=2)
     sizes = []

@@ -121,11 +121,6 @@ class Target:
         levels = zip(self.log_p, self.log_psi, strict=True)
         self.log_sigma = [log_p + log_psi - self.log_z for log_p, log_psi in levels]
 
-    def token_marginals(self) -> Tensor:
-        """log sigma(s_t = v) [T, V]."""
-        levels = [level.view(-1, self.tree.vocab_size) for level in self.log_sigma[1:]]
-        return torch.stack([level.logsumexp(0) for level in levels])
-
     def optimal_log_psi(self) -> Tensor:
         """log psi* of every prefix and next token as a table [prefixes, V], for `TableTwist`."""
         return torch.cat([log_psi.view(-1, self.tree.vocab_size) for log_psi in self.log_psi[1:]])
@@ -139,10 +134,6 @@ class Target:
     def kl_to(self, log_q: Tensor) -> float:
         """KL(sigma || q) of a distribution over all sequences, log q [V^T]."""
         return kl_divergence(self.log_sigma[-1], log_q).item()
-
-    def kl_from(self, log_q: Tensor) -> float:
-        """KL(q || sigma)."""
-        return kl_divergence(log_q, self.log_sigma[-1]).item()
 
     def ctl_loss(self, twist: Twist | None) -> Tensor:
         """eq. 5, whose gradient is eq. 6."""
@@ -185,22 +176,17 @@ class TableModel(nn.Module):
 
     def __init__(self, logits: Tensor, length: int, end: int = NO_END):
         super().__init__()
-        shape = list(logits.shape)
-        needed = [count_prefixes(shape[1], length), shape[1]]
-        if length < 1 or shape != needed:
-            raise InputError(f"the table has shape {shape}; length {length} needs {needed}")
         self.table = nn.Parameter(logits)
         self.length = length
         self.end = end
-        self.vocab_size = shape[1]
+        self.vocab_size = logits.shape[1]
+        assert len(logits) == count_prefixes(self.vocab_size, length), "a row for each prefix"
 
     @classmethod
-    def random(
-        cls, vocab_size: int, length: int, generator: torch.Generator, scale: float = 1.0
-    ) -> "TableModel":
-        """Normal logits of standard deviation `scale`, in float64."""
+    def random(cls, vocab_size: int, length: int, generator: torch.Generator) -> "TableModel":
+        """Logits from the standard normal distribution, in float64."""
         shape = (count_prefixes(vocab_size, length), vocab_size)
-        return cls(scale * torch.randn(shape, dtype=torch.float64, generator=generator), length)
+        return cls(torch.randn(shape, dtype=torch.float64, generator=generator), length)
 
     def decoder(self, rows: int) -> TableDecoder:
         """A fresh decoder of `rows` continuations."""

@@ -68,8 +68,12 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Add up the gradients of all processes, in place."""
     if count() == 1:
         return
-    for parameter in parameters:
-        if parameter.grad is None:  # this process had no rows
+    parameters = list(parameters)
+    has_gradient = gather([parameter.grad is not None for parameter in parameters])
+    for parameter, *has in zip(parameters, *has_gradient, strict=True):
+        if not any(has):  # it stays without one: AdamW decays what has a gradient of zeros
+            continue
+        if parameter.grad is None:  # other processes used it
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
 

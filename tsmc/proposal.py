@@ -86,7 +86,7 @@ class Trajectories:
     log_p: Tensor  # log p(s_t | s_{0:t-1})
     log_psi: Tensor  # log psi(s_{1:t})
     log_q: Tensor  # log q_t(s_t | s_{0:t-1})
-    hidden: Tensor  # [N, T, D], or [0] where it is not kept
+    hidden: Tensor  # [N, T, D]
 
 
 @torch.no_grad()
@@ -95,7 +95,6 @@ def sample_proposal(
     twist: Twist | None,
     rows: int,
     generator: torch.Generator,
-    keep_hidden: bool = False,
     part: slice = slice(None),
 ) -> Trajectories:
     """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model.
@@ -110,8 +109,7 @@ def sample_proposal(
     is_finished = torch.zeros(uniform.shape[1], dtype=torch.bool, device=uniform.device)  # [N]
     log_psi = torch.zeros((), device=uniform.device)  # [N] from the first step on
     for t in range(model.length):
-        if keep_hidden:
-            hidden.append(decoder.hidden)
+        hidden.append(decoder.hidden)
         step = propose(model, decoder, twist, uniform[t])
         steps.append(wait(step, is_finished, log_psi, model.end))
         is_finished = steps[-1].tokens == model.end
@@ -123,7 +121,7 @@ def sample_proposal(
         log_p=torch.stack([step.log_p for step in steps], 1),
         log_psi=torch.stack([step.log_psi for step in steps], 1),
         log_q=torch.stack([step.log_q for step in steps], 1),
-        hidden=torch.stack(hidden, 1) if keep_hidden else torch.empty(0),
+        hidden=torch.stack(hidden, 1),
     )
 
 

@@ -120,15 +120,6 @@ def draw_ancestors(
     return torch.where(is_due[:, None], resample(normalise(log_weights), generator), identity)
 
 
-def check_sizes(length: int, runs: int, particles: int, ess_threshold: float) -> None:
-    """InputError for sizes with which nothing can be sampled."""
-    if min(particles, runs, length) < 1:
-        sizes = f"{runs} runs of {particles} particles of {length} tokens"
-        raise InputError(f"cannot sample {sizes}; give at least 1 of each")
-    if not 0 <= ess_threshold <= 1:
-        raise InputError(f"the ESS threshold is {ess_threshold}; it must be between 0 and 1")
-
-
 @torch.no_grad()
 def tsmc(
     model: LanguageModel,
@@ -145,9 +136,9 @@ def tsmc(
     """R = runs independent populations of K = particles sequences.
 
     A run resamples at T and where its ESS is below ess_threshold * K: at every step for 1, as in
-    the paper. InputError for options out of range and for NaN or infinite weights.
+    the paper. InputError for NaN or infinite weights.
     """
-    check_sizes(model.length, runs, particles, ess_threshold)
+    assert min(runs, particles, model.length) >= 1 and 0 <= ess_threshold <= 1
     decoder = model.decoder(runs * particles)
     # In the type of the logits, which may be narrower than what the potential returns.
     log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})

@@ -21,10 +21,8 @@ class Trace:
         self.steps: list[dict[str, Tensor]] = []
 
     def __call__(self, step: Step) -> None:
-        """Record a step; a trace serves one call of `tsmc`."""
-        t = step.tokens.shape[-1]
-        if t != len(self.steps) + 1:
-            raise ValueError(f"step {t} follows step {len(self.steps)}: give each call a new Trace")
+        """Record a step."""
+        assert step.tokens.shape[-1] == len(self.steps) + 1, "give each call of tsmc a new Trace"
         values = vars(step) | {"tokens": step.tokens[..., -1]}
         self.steps.append({name: value.clone() for name, value in values.items()})
 

@@ -87,7 +87,7 @@ def draw_batch(
 ) -> Batch:
     """Draw K = batch_size sequences from the current q and weigh them; InputError as `contrast`."""
     own = processes.own_rows(batch_size)
-    drawn = sample_proposal(sigma.model, twist, batch_size, generator, keep_hidden=True, part=own)
+    drawn = sample_proposal(sigma.model, twist, batch_size, generator, own)
     positive = processes.gather_rows(positive_log_weights(drawn, sigma.log_potential))  # [K]
     negative = processes.gather_rows(negative_log_weights(drawn))  # [K, T]
     coefficients = contrast(positive, negative)[own]  # [k, T]

@@ -28,7 +28,6 @@ from tinystories.checkpoint import digest_of, fingerprint, reading
 from tinystories.decoder import NO_END
 from tinystories.errors import InputError
 from tinystories.hub import checkpoint_directory
-from tinystories.tokenizer import encode_prompt, tokenizing
 from tsmc.rejection import ExactSamples
 from twist.potential import TextPotential, check_potential, each_once
 
@@ -56,8 +55,8 @@ class World:
     def score_texts(
         self, texts: list[str], tokens: Tensor | None = None, group: list[int] | None = None
     ) -> Samples:
-        """The same of N texts; InputError where the potential reads tokens and there are none."""
-        scores = {"log_phi": self.potential.of_texts(texts, tokens)}
+        """The same of N texts; without tokens nothing is said of their ends."""
+        scores = {"log_phi": self.potential.of_texts(texts)}
         if tokens is not None and self.base.end != NO_END:
             scores["ended"] = (tokens == self.base.end).any(1).cpu().double()  # else cut at T
         if self.log_toxicity is not None:
@@ -93,16 +92,14 @@ def load_sigma(options: RunOptions, folder: Path | None = None) -> World:
     device = options.torch_device()
     network, tokenizer = tinystories.load(directory_of(options, "lm"), device)
     scorer = load_classifier(options) if reads_classifier(options) else None
-    with tokenizing("the language model"):
-        ids = torch.tensor(encode_prompt(tokenizer, options.prompt), device=device)  # [P]
+    ids = torch.tensor(tokenizer.encode(options.prompt).ids, device=device)  # [P]
     end = NO_END if not options.end else tokenizer.token_to_id(options.end)
     if end is None:
         raise InputError(f"--end {options.end}: is not one of the tokenizer's tokens; name one")
     base = Conditional(network.to(DTYPES[options.dtype]), ids, options.length, end)
 
     def decode(rows: list[list[int]]) -> list[str]:
-        with tokenizing("the language model"):
-            return tokenizer.decode_batch(rows, skip_special_tokens=True)
+        return tokenizer.decode_batch(rows, skip_special_tokens=True)
 
     factors = make_factors(options.potential, options.beta, scorer, folder)
 

@@ -3,9 +3,8 @@
     network = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float32)
     model = AnyModel(network, prompt, length=20)    # p(s_{1:T} | s_0) after prompt [P], T = 20
 
-docs/any_model.py runs Algorithm 1 with it. `TwistProcessor` takes a learned twist to the network's
-own `generate`. The network must keep keys and values in a cache that can be reordered. N rows, D
-width, V vocabulary, P tokens of the prompt, T of a continuation.
+docs/any_model.py runs Algorithm 1 with it. The network must keep keys and values in a cache that
+can be reordered. N rows, D width, V vocabulary, P tokens of the prompt, T of a continuation.
 """
 
 import inspect
@@ -14,37 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinystories.decoder import NO_END, Conditional, check_positions
 from tinystories.errors import InputError, reason_of
 from tinystories.gpt_neo import at_least_float32
 
 try:
-    from transformers import DynamicCache, LogitsProcessor
+    from transformers import DynamicCache
 except ImportError as error:
     raise InputError("AnyModel needs transformers; pip install transformers") from error
-
-LARGE = 100.0  # size of the largest logits of a trained network
-
-
-def unwrapped(network: Any) -> Any:
-    """The network of `transformers` itself, where PEFT has wrapped it."""
-    return network.get_base_model() if hasattr(network, "get_base_model") else network
-
-
-def ids_of(prompt: Tensor | list, vocab_size: int) -> Tensor:
-    """Tokens [P] of a prompt [P], or [1, P] as a tokenizer returns it; InputError for others."""
-    ids = torch.as_tensor(prompt).long()
-    if ids.ndim == 2 and len(ids) == 1:
-        ids = ids[0]
-    if ids.ndim != 1:
-        raise InputError(f"the prompt has shape {list(ids.shape)}; give the tokens [P] of one text")
-    for token in ids.tolist():
-        if not 0 <= token < vocab_size:
-            fault = f"the prompt has token {token}, but the network has {vocab_size} tokens"
-            raise InputError(f"{fault}; use the network's own tokenizer")
-    return ids
 
 
 class AnyModel(Conditional):
@@ -59,7 +37,10 @@ class AnyModel(Conditional):
         if self.output is None:
             raise InputError("the network has no output layer; load it as a causal language model")
         self.vocab_size = self.output.weight.shape[0]
-        self.prompt = ids_of(prompt, self.vocab_size).to(network.device)
+        prompt = torch.as_tensor(prompt, dtype=torch.long, device=network.device)
+        self.prompt = prompt[0] if prompt.shape[:-1] == (1,) else prompt
+        if self.prompt.ndim != 1:
+            raise InputError(f"the prompt has shape {list(prompt.shape)}; give tokens [P]")
         self.length = length
         self.end = end
         limit = getattr(network.config, "max_position_embeddings", None) or sys.maxsize
@@ -67,38 +48,35 @@ class AnyModel(Conditional):
         if type(end) is not int or not NO_END <= end < self.vocab_size:
             raise InputError(f"end is {end!r}; give one token of the network, or leave it out")
         # What transformers calls `past_key_values` is `cache` from 5.24 on.
-        names = inspect.signature(unwrapped(network).base_model.forward).parameters
+        names = inspect.signature(network.base_model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"
-        if len(self.prompt) + 2 <= limit:  # otherwise there is no room to continue it
+        if length > 1:  # otherwise nothing is read behind the prompt
             self.check()
 
     @torch.no_grad()
     def check(self) -> None:
         """Continue the prompt in two ways, exchange the rows, and compare with a plain forward.
 
-        InputError where the numbers are others. States are enlarged, so that logits become as large
-        as a trained network's: a network that caps its logits hardly changes small ones.
+        InputError where the logits are others: the cache is not used, or logits are not simply what
+        the output layer makes of the states (some networks scale or cap them).
         """
         tokens = torch.tensor([[0], [1]], device=self.prompt.device)  # [2, 1]
         try:
             decoder = self.decoder(2)
             decoder.extend(tokens[:, 0])
             decoder.extend(tokens[:, 0], torch.tensor([1, 0], device=tokens.device))
-            size = self.head(decoder.hidden).abs().max().item()
-        except Exception as error:
-            fault = f"the network's cache cannot be used ({reason_of(error)})"
-            raise InputError(f"{fault}; choose a network with keys and values") from error
-        if decoder.cache.get_seq_length() != len(self.prompt) + 2:
-            raise InputError("the network keeps no keys and values in a cache; choose another")
-        factor = max(1.0, LARGE / max(size, 0.05))
-        logits = self.head(factor * decoder.hidden)  # [2, V]
-        ids = torch.cat([self.prompt.expand(2, -1), tokens.flip(0), tokens], 1)  # [2, P + 2]
-        with self.output.register_forward_pre_hook(lambda _, inputs: (factor * inputs[0],)):
+            logits = self.head(decoder.hidden)  # [2, V]
+            ids = torch.cat([self.prompt.expand(2, -1), tokens.flip(0), tokens], 1)  # [2, P + 2]
             wanted = self.network(ids).logits[:, -1].to(logits)  # [2, V]
+        except Exception as error:
+            fault = f"the network cannot continue the prompt ({reason_of(error)})"
+            remedy = "give its own tokens, or choose a network that caches keys and values"
+            raise InputError(f"{fault}; {remedy}") from error
         # Half of the digits agree, of float32 at most, in which some networks attend.
         tolerance = max(torch.finfo(decoder.hidden.dtype).eps, 2**-23) ** 0.5 * logits.abs().max()
         if not ((logits - wanted).abs() <= tolerance).all():
-            raise InputError("the logits are not the output layer's; write `head` for them")
+            fault = "the output layer, behind a cache, has other logits than the network"
+            raise InputError(f"{fault}; write `head` for them, or choose another network")
 
     @property
     def output(self) -> Any:
@@ -115,7 +93,7 @@ class AnyModel(Conditional):
     def read(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
         options = {self.cache_name: cache, "use_cache": cache is not None}
-        return unwrapped(self.network).base_model(ids, **options).last_hidden_state
+        return self.network.base_model(ids, **options).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V], float32 or wider, of states [..., D]."""
@@ -149,19 +127,3 @@ class AnyDecoder:
         if ancestors is not None:
             self.cache.reorder_cache(ancestors)
         self.hidden = self.model.read(tokens[:, None], self.cache)[:, -1]
-
-
-class TwistProcessor(LogitsProcessor):
-    """q_t for `generate`: adds log psi, computed from the output layer's input, to the logits."""
-
-    def __init__(self, network: Any, twist: Callable[[Tensor], Tensor]):
-        self.twist = twist
-        network.get_output_embeddings().register_forward_pre_hook(self.remember)
-
-    def remember(self, layer: nn.Module, inputs: tuple[Tensor]) -> None:
-        """Keep the states [N, D] of the last position."""
-        self.hidden = inputs[0][:, -1]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Logits of q_t [N, V] from those of p."""
-        return scores + self.twist(self.hidden)

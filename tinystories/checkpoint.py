@@ -1,9 +1,8 @@
 """Reading and writing the files of a checkpoint in the Hugging Face directory layout.
 
-    config.json              the shape of the network
-    model.safetensors        its tensors; or pytorch_model.bin; or an index and the shards it names
-    tokenizer.json           its tokenizer; or vocab.json and merges.txt, or vocab.txt
-    1_Pooling/config.json    how a sentence encoder makes one vector of a text
+    config.json          the shape of the network
+    model.safetensors    its tensors, or pytorch_model.bin
+    tokenizer.json       its tokenizer
 
 Nothing in a checkpoint is executed.
 """
@@ -12,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +21,9 @@ from torch import Tensor, nn
 
 from tinystories.errors import InputError, listed, reason_of
 
+CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-INDEX = ".index.json"  # behind such a name: says which shards hold the weights
-TOKENIZERS = [["tokenizer.json"], ["vocab.json", "merges.txt"], ["vocab.txt"]]
-TOKENIZER_OPTIONS = "tokenizer_config.json"
-POOLING = "1_Pooling/config.json"
-LFS_POINTER = b"version https://git-lfs"  # how a file begins that Git LFS has not yet fetched
+TOKENIZER = "tokenizer.json"
 
 
 @contextlib.contextmanager
@@ -72,22 +67,13 @@ def reading(path: Path | str, trouble: str, remedy: str = "restore the file") ->
     """Turn whatever the block raises into an InputError: the file, its trouble, the remedy."""
     try:
         yield
-    except (InputError, MemoryError):
+    except InputError:
         raise
     except Exception as error:
-        fault = f"{trouble} ({reason_of(error)}); {remedy}"
+        fault = f"{trouble} ({reason_of(error)})"
         if isinstance(path, Path) and not path.exists():
-            fault = "no such file; check the name of its directory"
-        elif isinstance(path, Path) and is_lfs_pointer(path):
-            fault = "is a Git-LFS pointer; run git lfs pull"
-        raise InputError(f"{path}: {fault}") from error
-
-
-def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file only says where Git LFS keeps its content."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(len(LFS_POINTER)) == LFS_POINTER
-    return False
+            fault = "no such file"
+        raise InputError(f"{path}: {fault}; {remedy}") from error
 
 
 def read_json(path: Path) -> dict:
@@ -102,13 +88,9 @@ def read_json(path: Path) -> dict:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file or of a pytorch_model.bin by name."""
     with reading(path, "its tensors cannot be read"):
-        if path.suffix != ".bin":
-            return load_file(path)
-        try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError):  # whose text advises to load it unsafely
-            raise ValueError("it is no file of PyTorch, or holds more than tensors") from None
-        return {str(name): tensor.detach() for name, tensor in tensors.items()}
+        if path.suffix == ".bin":
+            return torch.load(path, map_location="cpu", weights_only=True)
+        return load_file(path)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -123,34 +105,15 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The file that holds the weights, or the shards of an index; if none, the missing one."""
-    for name in WEIGHTS:
-        index = directory / f"{name}{INDEX}"
-        if (directory / name).exists():
-            return [directory / name]
-        if index.exists():
-            with reading(index, "names no shards"):
-                shards = set(read_json(index)["weight_map"].values())
-                return [directory / shard for shard in sorted(shards)]
-    return [directory / WEIGHTS[0]]
-
-
-def tokenizer_files(directory: Path) -> list[Path]:
-    """The files that define the tokenizer; the first one is missing if any is."""
-    kinds = [[directory / name for name in names] for names in TOKENIZERS]
-    there = [paths for paths in kinds if any(path.exists() for path in paths)]
-    paths = there[0] if there else kinds[0]
-    options = directory / TOKENIZER_OPTIONS
-    if paths is not kinds[0] and options.exists():
-        paths.append(options)
-    return sorted(paths, key=Path.exists)
+def weight_file(directory: Path) -> Path:
+    """The file that holds the weights; if there is none, the missing one."""
+    safetensors, pickled = (directory / name for name in WEIGHTS)
+    return pickled if pickled.exists() and not safetensors.exists() else safetensors
 
 
 def fingerprint(directory: Path) -> str:
     """sha256 (hex) over configuration, weights and tokenizer: all that the outputs depend on."""
-    files = [directory / "config.json", *weight_files(directory), *tokenizer_files(directory)]
-    files += [directory / POOLING] if (directory / POOLING).exists() else []
+    files = (directory / CONFIG, weight_file(directory), directory / TOKENIZER)
     return hashlib.sha256(b"".join(bytes.fromhex(digest_of(path)) for path in files)).hexdigest()
 
 
@@ -166,6 +129,6 @@ def fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
             shape = list(wanted[name].shape)
             raise ValueError(f"{name} has shape {list(tensor.shape)}, not {shape}")
         values[name] = tensor.to(torch.float32, copy=True).contiguous()
-        if not tensor.is_floating_point() or not values[name].isfinite().all():
-            raise ValueError(f"{name} holds NaN, values infinite in float32, or no floats")
+        if not values[name].isfinite().all():
+            raise ValueError(f"{name} holds NaN, or values infinite in float32")
     module.load_state_dict(values, assign=True)

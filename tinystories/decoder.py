@@ -58,8 +58,8 @@ def check_positions(prompt: Tensor, length: int, limit: int) -> None:
     """InputError where the prompt [P] or the length is empty, or where both exceed the limit."""
     if prompt.numel() == 0:
         raise InputError("the prompt is empty; give at least one word")
-    if type(length) is not int or length < 1:
-        raise InputError(f"the length is {length!r}; give a number of tokens, at least 1")
+    if length < 1:
+        raise InputError(f"the length is {length}; give a number of tokens, at least 1")
     if prompt.numel() + length > limit:
         sizes = f"the prompt ({prompt.numel()} tokens) and the length ({length})"
         raise InputError(f"{sizes} exceed the model's {limit} positions; shorten one of them")
@@ -72,7 +72,7 @@ class Decoder:
     def __init__(self, model: GPTNeo, prompt: Tensor, rows: int, length: int):
         """Read prompt [P] once; `rows` continuations of up to `length` tokens follow."""
         cache = KeyValueCache()
-        self.states = model.hidden(prompt[None], cache)[:, -1]  # [1, D]
+        self.states = model.transformer(prompt[None], cache)[:, -1]  # [1, D]
         self.state_of = torch.zeros(rows, dtype=torch.long, device=prompt.device)  # [N]
         self.model = model
         self.cache = RowsCache(cache, rows, length)
@@ -100,7 +100,7 @@ class Decoder:
         parents, tokens, self.state_of = merge(state_of, tokens, vocab_size)  # [S], [S], [N]
         if not torch.equal(parents, torch.arange(len(self.states), device=parents.device)):
             self.cache.reorder(parents)
-        self.states = self.model.hidden(tokens[:, None], self.cache)[:, 0]  # [S, D]
+        self.states = self.model.transformer(tokens[:, None], self.cache)[:, 0]  # [S, D]
 
 
 class Conditional:
@@ -127,7 +127,7 @@ class Conditional:
     @property
     def output_embeddings(self) -> Tensor:
         """What makes logits of hidden states [V, D]."""
-        return self.network.output_weight
+        return self.network.transformer.wte.weight
 
     def decoder(self, rows: int) -> Decoder:
         """A fresh decoder of `rows` continuations."""
@@ -140,8 +140,8 @@ class Conditional:
     def states(self, tokens: Tensor) -> Tensor:
         """The hidden states [N, T, D] that predict each of tokens [N, T]."""
         cache = KeyValueCache()
-        first = self.network.hidden(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
-        others = self.network.hidden(tokens[:, :-1], cache)  # [N, T - 1, D]
+        first = self.network.transformer(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
+        others = self.network.transformer(tokens[:, :-1], cache)  # [N, T - 1, D]
         return torch.cat([first.expand(len(tokens), -1, -1), others], 1)
 
     def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

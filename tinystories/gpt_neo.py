@@ -4,13 +4,14 @@
     x   = x + attention(LayerNorm(x)),  x = x + mlp(LayerNorm(x))     per layer
     mlp = linear, GELU in its tanh approximation, linear
     h   = LayerNorm(x_L)                                              [B, T, D]
-    logits = h W^T,  W = wte unless the head is untied                [B, T, V]
+    logits = h wte^T                                                  [B, T, V]
 
 Three things set GPT-Neo apart from GPT-2: attention scores are not divided by sqrt(head size); q, k
 and v have no bias; layers alternate between global attention and a local window, which holds the
 last `window_size` positions including the query's own. Attention and logits are computed in float32
-even where the weights are of a narrower type. B batch, T positions, S positions of the whole
-history (S = T without a cache), D width, H heads, V vocabulary.
+even where the weights are of a narrower type. The modules nest as the tensors of a Hugging Face
+checkpoint are named. B batch, T positions, S positions of the whole history (S = T without a
+cache), D width, H heads, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,6 @@ class GPTNeoConfig:
     window_size: int = 256
     intermediate_size: int = 0
     layer_norm_epsilon: float = 1e-5
-    tie_word_embeddings: bool = True
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Block(nn.Module):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.ln_1 = nn.LayerNorm(width, eps=config.layer_norm_epsilon)
-        self.attn = Attention(config, layer)
+        self.attn = nn.ModuleDict({"attention": Attention(config, layer)})
         self.ln_2 = nn.LayerNorm(width, eps=config.layer_norm_epsilon)
         self.mlp = nn.Sequential()
         self.mlp.add_module("c_fc", nn.Linear(width, inner))
@@ -115,8 +115,29 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
-        x = x + self.attn(self.ln_1(x), cache)
+        x = x + self.attn["attention"](self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    """All of the network but the output layer: the states h of tokens."""
+
+    def __init__(self, config: GPTNeoConfig):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+
+    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
+        """h [B, T, D] of tokens [B, T] that follow `cache`."""
+        start = 0 if cache is None else cache.length
+        end = start + ids.shape[1]
+        assert end <= self.wpe.num_embeddings, "more tokens than the model has positions"
+        x = self.wte(ids) + self.wpe(torch.arange(start, end, device=ids.device))  # [B, T, D]
+        for block in self.h:
+            x = block(x, cache)
+        return self.ln_f(x)
 
 
 class GPTNeo(nn.Module):
@@ -125,35 +146,12 @@ class GPTNeo(nn.Module):
     def __init__(self, config: GPTNeoConfig):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.lm_head = None
-        if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def hidden(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
-        """h [B, T, D] of tokens [B, T] that follow `cache`."""
-        start = 0 if cache is None else cache.length
-        end = start + ids.shape[1]
-        assert end <= self.config.max_position_embeddings, (
-            "more tokens than the model has positions"
-        )
-        x = self.wte(ids) + self.wpe(torch.arange(start, end, device=ids.device))  # [B, T, D]
-        for block in self.h:
-            x = block(x, cache)
-        return self.ln_f(x)
-
-    @property
-    def output_weight(self) -> Tensor:
-        """W [V, D], which makes logits of hidden states."""
-        return self.lm_head.weight if self.lm_head else self.wte.weight
+        self.transformer = Transformer(config)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of the next token [..., V], float32 or wider, of hidden states [..., D]."""
-        return at_least_float32(F.linear(hidden, self.output_weight))
+        """Logits of the next token [..., V], float32 or wider, of states [..., D]."""
+        return at_least_float32(F.linear(hidden, self.transformer.wte.weight))
 
-    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, V]"""
-        return self.head(self.hidden(ids, cache))
+        return self.head(self.transformer(ids))

@@ -8,22 +8,20 @@ huggingface_hub downloads and caches; its environment variables apply, for examp
 """
 
 import functools
-import os
 import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from tinystories.checkpoint import INDEX, POOLING, WEIGHTS, weight_files
-from tinystories.errors import InputError
+from tinystories.checkpoint import CONFIG, TOKENIZER, WEIGHTS
+from tinystories.errors import InputError, reason_of
 
 NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
-SMALL = ["config.json", POOLING, "tokenizer*.json", "vocab.*", "merges.txt"]
 
 
 def checkpoint_directory(name: str, flag: str) -> Path:
     """The directory of the checkpoint that the option `flag` names; InputError if there is none."""
-    if os.path.isdir(name):
+    if Path(name).is_dir():
         return Path(name)
     if not NAME.fullmatch(name):
         fault = "no such directory, and not a Hub repository (owner/repository[@revision])"
@@ -32,10 +30,8 @@ def checkpoint_directory(name: str, flag: str) -> Path:
     try:
         return fetch(repository, revision or None)
     except Exception as error:  # the libraries that download have no common base class
-        reason = " ".join(str(error).split())[:500]
-        command = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
-        fault = f"no such directory, and as a Hub repository: {type(error).__name__}: {reason}"
-        remedy = f"run `{command} --local-dir DIR` where it can be reached, and give {flag} DIR"
+        fault = f"no such directory, and as a Hub repository: {reason_of(error)}"
+        remedy = f"run `hf download` where it can be reached, and give {flag} the directory"
         raise InputError(f"{flag} {name}: {fault}; {remedy}") from error
 
 
@@ -43,9 +39,8 @@ def checkpoint_directory(name: str, flag: str) -> Path:
 def fetch(repository: str, revision: str | None) -> Path:
     """The cache's directory of a repository, with safetensors if it has them, else a pickle."""
     for weights in WEIGHTS:
-        files = [*SMALL, weights, weights + INDEX, weights.replace(".", "-*-of-*.")]
+        files = [CONFIG, TOKENIZER, weights]
         directory = Path(snapshot_download(repository, revision=revision, allow_patterns=files))
-        if weight_files(directory)[0].exists():
+        if (directory / weights).exists():
             break
-        revision = directory.name  # the commit
     return directory

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tinystories.errors import InputError
 from tinystories.load import config_from_json, load_network, save_network
-from tinystories.tokenizer import tokenizing
 
+BATCH = 64  # texts of a batch at most
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 ENOUGH_TOKENS = 2**9  # from which on a batch is large enough for fast products
 LONGER = 1.1  # times the shortest text of such a batch: what is longer begins a new one
@@ -36,8 +35,8 @@ class EncoderConfig:
     intermediate_size: int
     max_position_embeddings: int
     type_vocab_size: int
+    pad_token_id: int
     layer_norm_eps: float = 1e-12
-    pad_token_id: int = 0
 
 
 class SelfAttention(nn.Module):
@@ -92,7 +91,9 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Hidden states of texts; the two networks built on it number the positions differently."""
+    """Hidden states of texts."""
+
+    first_position = 0  # of a text's tokens in the table of positions
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
@@ -106,9 +107,10 @@ class Encoder(nn.Module):
         layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.encoder = nn.ModuleDict({"layer": layers})
 
-    def hidden(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """States [B, T, D] of tokens [B, T] at positions [B, T] or [T]; mask 0 on padding."""
+    def hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """States [B, T, D] of tokens [B, T]; mask [B, T] is 0 on padding, which stands behind."""
         embeddings = self.embeddings
+        positions = torch.arange(ids.shape[1], device=ids.device) + self.first_position  # [T]
         x = embeddings["word_embeddings"](ids) + embeddings["token_type_embeddings"].weight[0]
         x = embeddings["LayerNorm"](x + embeddings["position_embeddings"](positions))  # [B, T, D]
         bias = torch.where(mask == 0, torch.finfo(torch.float32).min, 0.0)  # [B, T]
@@ -120,37 +122,30 @@ class Encoder(nn.Module):
 class Runner:
     """A network, of ids and mask [B, T], run over texts in batches that are sorted by length.
 
-    A batch holds at most `batch_size` texts and MAX_TOKENS tokens with padding, and once it has
+    A batch holds at most BATCH texts and MAX_TOKENS tokens with padding, and once it has
     ENOUGH_TOKENS, texts of nearly equal length. No result depends on the other texts.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, batch_size: int = 64):
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer):
         self.model = model
-        self.batch_size = batch_size
-        self.tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy: truncation is set on it
+        self.tokenizer = tokenizer
         self.tokenizer.enable_truncation(model.max_tokens)  # special tokens included
 
     def __call__(self, texts: list[str]) -> Tensor:
-        """Results [N, ...] on the CPU in the order of the texts, or InputError for NaN."""
-        with tokenizing(type(self.model).__name__):
-            rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
+        """Results [N, ...] on the CPU in the order of the texts."""
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         batches = self.batches([rows[i] for i in order])
         with torch.inference_mode():
             results = torch.cat([self.model(*self.pad(batch)) for batch in batches]).cpu()  # [N, .]
-        results = results[torch.tensor(order, dtype=torch.long).argsort()]
-        bad = (~torch.isfinite(results)).nonzero()
-        if len(bad):
-            fault = f"the score of {texts[int(bad[0, 0])][:60]!r} is NaN or infinite"
-            raise InputError(f"{fault}; restore the checkpoint of the scorer")
-        return results
+        return results[torch.tensor(order, dtype=torch.long).argsort()]
 
     def batches(self, rows: list[list[int]]) -> list[list[list[int]]]:
         """Rows, sorted by length, in batches; no rows are one empty batch, whose shape is right."""
         batches: list[list[list[int]]] = [[]]
         for row in rows:
             last = batches[-1]
-            is_full = len(last) == self.batch_size or (len(last) + 1) * len(row) > MAX_TOKENS
+            is_full = len(last) == BATCH or (len(last) + 1) * len(row) > MAX_TOKENS
             has_enough = last and len(last) * len(last[-1]) >= ENOUGH_TOKENS
             if last and (is_full or (has_enough and len(row) > LONGER * len(last[0]))):
                 batches.append([])
@@ -172,18 +167,12 @@ def load_scorer(
     kind: type, path: str | Path, device: str | torch.device = "cpu"
 ) -> tuple[nn.Module, Tokenizer]:
     """Network of a class (float32, eval mode) and tokenizer; InputError names what does not fit."""
-    family = kind.model_type
-    fixed = {"model_type": family, "hidden_act": "gelu", "position_embedding_type": "absolute"}
-    padding = {"bert": 0, "roberta": 1}[family]  # if config.json does not name it
+    fixed = {"model_type": kind.model_type, "hidden_act": "gelu"}
 
     def from_json(raw: dict) -> nn.Module:
-        return kind(config_from_json(EncoderConfig, raw, fixed, pad_token_id=padding))
+        return kind(config_from_json(EncoderConfig, raw, fixed))
 
-    model, tokenizer = load_network(path, family, from_json, device)
-    if not 0 < tokenizer.num_special_tokens_to_add(False) < model.max_tokens:
-        fault = "must add special tokens to a text and leave room for it in max_position_embeddings"
-        raise InputError(f"{path}: its tokenizer {fault}; use the files of one checkpoint")
-    return model, tokenizer
+    return load_network(path, kind.model_type, from_json, device)
 
 
 def save(

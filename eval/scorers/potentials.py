@@ -3,11 +3,10 @@
 Everything after the first colon belongs to a pattern. A user's function gets N texts, or what its
 attribute `reads` says, and returns log phi, N numbers below infinity, in whatever form. Its
 attribute `prefix`, if it has one, is a function of the same, unfinished, that returns log f_t;
-`hints` and `rounding` are those of `twist.potential.Factor`.
+`hints` are those of `twist.potential.Factor`.
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -18,18 +17,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from eval.scorers.toxicity import ToxicityScorer
-from tinystories.checkpoint import digest_of
 from tinystories.errors import InputError, listed, reason_of
 from twist.factors import READY, power
-from twist.potential import HALF, Factor, as_log_phi, factor_of
+from twist.potential import Factor, as_log_phi, factor_of
 
 CLASSIFIED = ("toxicity", "nontoxicity")
+SOFTEN = "soften the potential (docs/potentials.md)"  # advice where phi is nearly always 0
 FORMS = f"{', '.join(CLASSIFIED)}, keyword:WORD, regex:PATTERN, without:WORD or FILE.py:NAME"
 
 
@@ -44,8 +41,7 @@ def make_factors(
     for spec in potential:
         if spec in CLASSIFIED:
             score = scorer if spec == "toxicity" else scorer.log_nontoxic
-            is_half = next(scorer.model.parameters()).dtype.itemsize < 4
-            factors.append(power(score, beta, HALF if is_half else 0.0))
+            factors.append(power(score, beta))
         else:
             factors.append(user_factor(spec, folder) if user_file(spec) else ready_factor(spec))
     return factors
@@ -61,24 +57,11 @@ def ready_factor(spec: str) -> Factor:
         if not argument:
             raise InputError("the word or pattern is missing")
         strength = float(number) if tilde else math.inf
-        if tilde and not 0 < strength < math.inf:
+        if not strength > 0:
             raise InputError("the strength after ~ must be above 0")
         return READY[name](argument, strength)
     except ValueError as error:  # as every InputError is
         raise InputError(f"--potential {spec}: {error}; give {FORMS}") from error
-
-
-def how_to_soften(potential: Sequence[str], strength: int) -> str:
-    """What makes a miss of a hard factor cost `strength` nats instead of everything, as advice."""
-    advice = []
-    for spec in potential:
-        name, _, argument = spec.partition(":")
-        own = user_file(spec)
-        if own is not None:
-            advice.append(f"let {own[1]} in {own[0].name} return -{strength} in place of -inf")
-        elif name in READY:
-            advice.append(f"write {name}~{strength}:{argument}")
-    return " and ".join(advice) or "lower --beta or the number behind ~"
 
 
 def user_file(spec: str, folder: Path | None = None) -> tuple[Path, str] | None:
@@ -95,37 +78,27 @@ def user_file(spec: str, folder: Path | None = None) -> tuple[Path, str] | None:
 
 @contextlib.contextmanager
 def users_code(spec: str, path: Path) -> Iterator[None]:
-    """Whatever a user's code raises becomes an InputError; PyTorch's modes are put back."""
-    dtype = torch.get_default_dtype()
-    gradients = torch.set_grad_enabled(torch.is_grad_enabled())
-    here = contextlib.chdir(".")
-    output = contextlib.redirect_stdout(sys.stderr)  # standard output is for results
+    """Whatever a user's code raises becomes an InputError that names its line."""
     try:
-        with gradients, here, output:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             yield
     except InputError as error:
         raise InputError(f"--potential {spec}: {error}") from error
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
-        fault = f"(line {lines[-1]}: {reason_of(error)})" if lines else f"({reason_of(error)})"
+        place = f"line {lines[-1]}: " if lines else ""
         remedy = "NAME must be a function in FILE.py that returns log phi, N numbers below infinity"
-        raise InputError(f"--potential {spec} failed {fault}; {remedy}") from error
-    finally:
-        torch.set_default_dtype(dtype)
-
-
-@functools.cache
-def run_file(path: Path, digest: str) -> dict[str, Any]:
-    """What a user's file defines; executed again only where `digest` has changed."""
-    return runpy.run_path(str(path.absolute()), run_name=f"potential_{digest}")
+        raise InputError(
+            f"--potential {spec} failed ({place}{reason_of(error)}); {remedy}"
+        ) from error
 
 
 def user_factor(spec: str, folder: Path | None = None) -> Factor:
     """The function of a user's file as a factor; InputError for whatever is wrong with either."""
     path, name = user_file(spec, folder)
     with users_code(spec, path):
-        defined = run_file(path, digest_of(path))
+        defined = runpy.run_path(str(path.absolute()))
         if name not in defined:
             functions = [key for key, value in defined.items() if inspect.isfunction(value)]
             raise InputError(f"give FILE.py:NAME; it defines {listed(functions) or 'no function'}")
@@ -133,8 +106,7 @@ def user_factor(spec: str, folder: Path | None = None) -> Factor:
 
     def guarded(function: Callable, part: str, batch: list[str] | Tensor) -> Tensor:
         with users_code(f"{spec}{part}", path):
-            given = copy.copy(batch)  # the function may change it
-            return as_log_phi(function(given), batch)
+            return as_log_phi(function(batch), batch)
 
     log_phi = functools.partial(guarded, factor.log_phi, "")
     log_prefix = None

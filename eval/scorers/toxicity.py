@@ -4,8 +4,8 @@
     logit = w^T tanh(W h)                               [B]      POSITIVE means non-toxic
     log p(toxic | s) = log sigmoid(-logit)              [B]      finite also where p rounds to 0
 
-The network is RoBERTa with one label. A token's position is pad_token_id + 1 plus the number of
-tokens before it that are not padding.
+The network is RoBERTa with one label. Its table of positions begins with pad_token_id + 1 rows that
+no token of a text has.
 """
 
 import functools
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eval.scorers.encoder import Encoder, EncoderConfig, Runner, load_scorer
-from eval.scorers.encoder import save as save
 from tinystories.gpt_neo import at_least_float32
 
 
@@ -30,14 +29,13 @@ class ToxicityClassifier(nn.Module):
         self.max_tokens = config.max_position_embeddings - config.pad_token_id - 1
         width = config.hidden_size
         self.roberta = Encoder(config)
+        self.roberta.first_position = config.pad_token_id + 1
         self.classifier = nn.ModuleDict({"dense": nn.Linear(width, width)})
         self.classifier["out_proj"] = nn.Linear(width, 1)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Logits [B], float32 or wider, of tokens [B, T]; mask [B, T] is 0 on padding."""
-        text = (ids != self.config.pad_token_id).long()  # [B, T]
-        positions = text.cumsum(1) * text + self.config.pad_token_id  # [B, T]
-        first = self.roberta.hidden(ids, mask, positions)[:, 0]  # [B, D]
+        first = self.roberta.hidden(ids, mask)[:, 0]  # [B, D]
         inner = at_least_float32(torch.tanh(self.classifier["dense"](first)))  # [B, D]
         out = self.classifier["out_proj"]  # in float32, for beta multiplies what rounding costs
         return F.linear(inner, at_least_float32(out.weight), at_least_float32(out.bias)).squeeze(-1)

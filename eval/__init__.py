@@ -18,6 +18,6 @@ if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve() == Path(__file__).parents[
         os.environ |= soon
 
 # isort: split
-from eval.trained import TrainedRun as load_run
+from eval.sample import TrainedRun as load_run
 
 __all__ = ["load_run"]

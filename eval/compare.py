@@ -10,7 +10,6 @@ checkpoints/pocket/target), of which `tinystories` and `safetensors` read the to
 
 import argparse
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from eval.command import OneLineParser, one_line_errors, say
 from eval.config import saved_config
 from eval.evaluate import target_row
 from eval.metrics import describe, kl_of_log_q
-from eval.run import finite_or_null
-from eval.table import aligned, cell, columns, named_rows, read_results
-from eval.trained import TrainedRun
+from eval.sample import TrainedRun
+from eval.table import aligned, columns, named_rows, read_results
 from eval.world import World, load_own_target
 from tinystories.checkpoint import read_json, reading
 from tinystories.errors import InputError, shortened
-from tsmc.estimate import mean_estimate
 from tsmc.proposal import sample_proposal
 from tsmc.runs import Streams
 
@@ -39,12 +36,12 @@ def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
 
     InputError where two runs have other sigmas, or two of a kind the same seed.
     """
-    kinds, titles = defaultdict(list), {}
+    kinds: dict[str, dict[int, dict]] = {}  # by its options: the rows of each seed
     first: dict[str, Any] = {}
     for run in runs:
         config = saved_config(run).as_json()
         networks = read_json(run / "config.json").get("networks", {})
-        sigma = {name: config[name] for name in SIGMA} | networks
+        sigma = networks | {name: config[name] for name in SIGMA}
         sigma.pop("similarity_model", None)
         first = first or sigma
         for name in [*first, *sigma]:
@@ -52,28 +49,16 @@ def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
                 fault = f"{run}: differs from {runs[0]} in {name}, so its sigma is another"
                 raise InputError(f"{fault}; compare runs of one target")
         own = {name: value for name, value in config.items() if name not in NEUTRAL}
-        key = json.dumps([own, networks], sort_keys=True)
-        titles.setdefault(key, config["learner"])
-        kinds[key].append((config["seed"], named_rows(read_results(run))))
+        kind = kinds.setdefault(json.dumps([config["learner"], own]), {})
+        if config["seed"] in kind:
+            raise InputError(f"{run}: another run has its seed; name each seed once")
+        kind[config["seed"]] = named_rows(read_results(run))
+    learners = [json.loads(options)[0] for options in kinds]
     named = {}
-    for number, (key, found) in enumerate(kinds.items(), 1):
-        if len({seed for seed, _ in found}) < len(found):
-            raise InputError("two of the runs have the same seed; name each seed once")
-        title = titles[key]
-        is_alone = list(titles.values()).count(title) == 1
-        named[title if is_alone else f"{title} ({number})"] = [rows for _, rows in found]
+    for number, (name, kind) in enumerate(zip(learners, kinds.values(), strict=True), 1):
+        title = name if learners.count(name) == 1 else f"{name} ({number})"
+        named[title] = list(kind.values())
     return named
-
-
-def mean_cell(rows: list[dict], key: str, form: str) -> str:
-    """Mean +- half of its interval over runs; the number alone where there is one, or all agree."""
-    values = [row.get(key) for row in rows]
-    if None in values or key == "dead_runs":
-        return cell(rows[0], key, form) if len(rows) == 1 else ""
-    mean = mean_estimate(torch.tensor(values, dtype=torch.float64))
-    text = format(mean.value, form)
-    is_alone = len(values) < 2 or mean.std_error < 1e-12
-    return text if is_alone else f"{text} +- {format(mean.half_width(), form)}"
 
 
 def read_texts(path: Path, prompt: str) -> list[str]:
@@ -122,7 +107,7 @@ def add_log_q(rows: dict[str, list[dict]], path: Path, run: Path) -> None:
         log_q = torch.tensor([float(line) for line in path.read_text().split()]).double()
         if log_q.shape != (count,) or not bool((log_q <= 0).all()):
             raise ValueError(f"it has {len(log_q)} numbers, or some above 0")
-    kl, _ = kl_of_log_q(log_q, world.base, world.exact)
+    kl = kl_of_log_q(log_q, world.base, world.exact)
     rows[str(path)] = [{"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}]
 
 
@@ -168,8 +153,8 @@ def main(arguments: list[str] | None = None) -> None:
         if args.log_q:
             add_log_q(rows, args.log_q, args.runs[0])
         first = {name: found[0] for name, found in rows.items()}
-        shown = columns(first, finite_or_null(read_results(args.runs[0])))
-        print(aligned(rows, shown, mean_cell))
+        shown = columns(first, read_results(args.runs[0]))
+        print(aligned(rows, shown))
 
 
 if __name__ == "__main__":

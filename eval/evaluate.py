@@ -10,12 +10,12 @@ from distill import Learner
 from eval import metrics
 from eval.config import RunOptions
 from eval.run import Run
-from eval.scorers.potentials import how_to_soften
+from eval.scorers.potentials import SOFTEN
 from eval.world import World, load_own_target, save_target, sigma_key
 from tinystories.errors import InputError
 from tsmc import processes
 from tsmc.proposal import proposal_log_probs, sample_proposal
-from tsmc.rejection import ExactSamples, draw_accepted, exact_samples
+from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.runs import Streams, draw_population
 from tsmc.sampler import Population, Step
 from twist.pair import Pair
@@ -40,24 +40,20 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> dict:
     count = options.row_size()
     drawn = learner.streams.draw("base samples", None, count, draw, report=run)
     base = world.score(drawn["tokens"])
+    samples = base.rows("base")
     check_base_rate(run, learner, base.scores["log_phi"])
     if world.exact is None:
-        exact = draw_target(run, world, learner.streams, base.scores["log_phi"])
-        if exact is not None:
-            world.set_exact(exact)
-    rows = {}
-    samples = []
+        draw_target(run, world, learner.streams, base.scores["log_phi"])
+    rows = {"base": metrics.describe(base, world.encode(base.texts), world.exact_vectors)}
+    rows["base"]["examples"] = base.texts[:EXAMPLES]
     if world.exact is not None:
         target = world.score(world.exact.tokens)
         rows["target"] = target_row(world, target, count)
         samples += target.rows("target")
-    rows["base"] = metrics.describe(base, world.encode(base.texts), world.exact_vectors)
-    rows["base"]["examples"] = base.texts[:EXAMPLES]
-    samples += base.rows("base")
     if run.writes:
         with run.writing(None, rows, samples):
             pass  # it holds nothing else
-    processes.gather(None)
+    processes.gather(None)  # nobody reads before it is there
     return rows
 
 
@@ -71,31 +67,28 @@ def target_row(world: World, samples: metrics.Samples, count: int) -> dict:
     return row | {"num_samples": len(exact.tokens), "num_proposals": exact.num_proposals}
 
 
-def draw_target(
-    run: Run, world: World, streams: Streams, base_log_phi: Tensor
-) -> ExactSamples | None:
-    """Exact samples of sigma, drawn by rejection and kept in the run; None where there are none.
+def draw_target(run: Run, world: World, streams: Streams, base_log_phi: Tensor) -> None:
+    """Draw exact samples of sigma by rejection, if there are enough, and keep them in the run.
 
     log phi [N] of base samples tells, before they are drawn, how many proposals are needed.
     """
     options = run.config.run
     proposals = options.eval_target_proposals
-    if proposals == 0:
-        return None
     rate = base_log_phi.exp().mean().item()
+    if proposals == 0:
+        return
     proposals = min(proposals, math.ceil(ENOUGH / rate) if rate > 0 else proposals)
     expected = f"about {proposals * rate:.0f} exact samples of the target"
     run.say(f"drawing {proposals} base samples for {expected}")
     draw = partial(draw_accepted, world.base, world.potential)
-    drawn = streams.draw("target by rejection", None, proposals, draw, report=run)
-    exact = exact_samples(drawn)
+    exact = exact_samples(streams.draw("target by rejection", None, proposals, draw, report=run))
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
         run.say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
-        return None
+        return
     if run.writes:
         save_target(run.path / "target", exact, sigma_key(options, run.path / "potential"))
-    return exact
+    world.set_exact(exact)
 
 
 def check_base_rate(run: Run, learner: Learner, log_phi: Tensor) -> None:
@@ -110,9 +103,7 @@ def check_base_rate(run: Run, learner: Learner, log_phi: Tensor) -> None:
     batch, flag = learner.first_draws()
     seen = batch * alive / total
     most = batch * max(alive, AT_LEAST) / total
-    strength = math.ceil(math.log(total / max(alive, 1)))
-    softer = how_to_soften(run.config.run.potential, strength)
-    remedy = f"use --learner pooled, {softer}, or raise {flag}"
+    remedy = f"use --learner pooled, {SOFTEN}, or raise {flag}"
     rate = f"{alive} of {total} base samples have phi > 0"
     shown = f"about {seen:.1f}" if alive else f"at most {most:.1f}"
     line = f"{rate}: {shown} of the {batch} that the learner first sees"
@@ -139,7 +130,7 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
     rule = learner.rule() | {"observer": observe}
     given = (learner.streams, "evaluation", m, sigma, pair.twist, particles, runs, run)
     population = draw_population(*given, **rule)
-    row = {"generation": m}
+    row = {"generation": m, "scores": learner.scores(m)}
     if world.exact is not None:
         row |= kl_row(world, pair)
     samples = samples_of(world, population)
@@ -170,21 +161,19 @@ def samples_of(world: World, population: Population) -> metrics.Samples:
 def kl_row(world: World, pair: Pair) -> dict:
     """KL(sigma||q), and KL(sigma||p^(m)), what the model without its twist has."""
     log_p, log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)  # [N], [N]
-    kl, terms = metrics.kl_of_log_q(log_q, world.base, world.exact)
-    alone, _ = metrics.kl_of_log_q(log_p, world.base, world.exact)
+    kl = metrics.kl_of_log_q(log_q, world.base, world.exact)
+    alone = metrics.kl_of_log_q(log_p, world.base, world.exact)
     row = {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
-    row["kl_target_model"] = alone.value
-    return row | {"terms_kl": [round(term, 5) for term in terms.tolist()]}
+    return row | {"kl_target_model": alone.value}
 
 
 def population_row(population: Population) -> dict:
     """What the runs say of themselves: evidence, effective sizes, copies. Dead runs have none."""
     runs, particles = population.log_weights.shape
-    log_z, log_z_half_width = metrics.log_mean_z(population.log_z)
     alive = population.alive()
     distinct = [len(run.unique(dim=0)) / particles for run in alive.samples]  # [R]
-    row = {
-        "log_z": log_z,
+    return {
+        "log_z": population.log_mean_z(),
         "log_z_hat_mean": alive.log_z.mean().item(),
         "log_z_hat_std": alive.log_z.std().item() if len(alive.log_z) > 1 else math.nan,
         "ess": alive.ess.mean().item(),
@@ -195,9 +184,6 @@ def population_row(population: Population) -> dict:
         "dead_runs": runs - len(alive.log_z),
         "num_runs": runs,
     }
-    if row["log_z_hat_std"] <= metrics.WIDEST:
-        row["log_z_half_width"] = log_z_half_width
-    return row
 
 
 def populations(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> dict:
@@ -217,10 +203,9 @@ def populations(run: Run, world: World, learner: Learner, pair: Pair, m: int) ->
 def remark(run: Run, row: dict, options: RunOptions) -> None:
     """Say what the numbers of a generation mean where they are poor."""
     m = row["generation"]
-    softer = how_to_soften(options.potential, 8)
     if row.get("ess", 2) < 2:
         fault = f"generation {m}: one particle has nearly all the weight of a run"
-        run.say(f"{fault}; lower the learning rate, draw more, or {softer}")
+        run.say(f"{fault}; lower the learning rate, draw more, or {SOFTEN}")
     if row.get("dead_runs", 0) > options.eval_runs / 10:
         fault = f"generation {m}: {row['dead_runs']} of {options.eval_runs} runs died"
-        run.say(f"{fault}, all weights zero; raise --eval-particles, or {softer}")
+        run.say(f"{fault}, all weights zero; raise --eval-particles, or {SOFTEN}")

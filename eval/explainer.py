@@ -30,7 +30,7 @@ from torch import Tensor
 
 from tinystories.checkpoint import write_text
 from tsmc.exact import TableModel, TableTwist, all_sequences
-from twist.pool import Pool, draw_round, tempered, truncated
+from twist.pool import draw_round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -126,28 +126,29 @@ def fit_adapter(logits: Tensor, sums: Tensor, share: Tensor) -> tuple[Tensor, Te
 
 def pooled(base: TableModel, log_phi: Tensor) -> list[dict]:
     """The rounds of the pooled learner, for log phi of all words [V^T]."""
-    generator, pool, twist, rounds = torch.Generator().manual_seed(0), Pool(), None, []
+    generator, draws, twist, rounds = torch.Generator().manual_seed(0), [], None, []
     digits = tiny.V ** torch.arange(tiny.T).flip(0)  # of a word's number
     places = [(i, t) for t in range(tiny.T) for i in range(t)]
     offsets = tiny.V**2 * torch.arange(len(places))
     for number, count in enumerate(DRAWS, 1):
         drawn = draw_round(base, twist, lambda s: log_phi[s @ digits], count, generator)
-        pool.rounds.append(drawn)
-        log_weights, power = pool.log_weights(), 1.0
+        draws.append(drawn)
+        pool = joined(draws)
+        log_weights, power = pool.log_weights, 1.0
         if number < LADDER:
             log_weights, power = tempered(pool, LADDER_ESS)
         weights = truncated(log_weights, LEAST_ESS)
         # Pairs of letters take the place of single tokens in the surrogate.
-        pairs = [pool.tokens()[:, [i, t]] @ digits[-2:] for i, t in places]
+        pairs = [pool.tokens[:, [i, t]] @ digits[-2:] for i, t in places]
         entries = torch.stack(pairs, 1) + offsets  # [n, T (T - 1) / 2] of g
         size = len(places) * tiny.V**2
-        scores = fit_surrogate(entries, pool.log_phi(), tiny.BETA, size).double().round(decimals=2)
+        scores = fit_surrogate(entries, pool.log_phi, tiny.BETA, size).double().round(decimals=2)
         sums = torch.zeros_like(base.table)  # [N, V] of g over the letters so far
         tables = iter(scores.view(-1, tiny.V, tiny.V))
         for t, some in enumerate(sums.split(tiny.COUNTS[:-1])):
             for letters in all_sequences(tiny.V, t).T:  # t of [V^t]
                 some += next(tables)[letters]
-        share = passing(tiny.N + pool.tokens() @ digits, weights)
+        share = passing(tiny.N + pool.tokens @ digits, weights)
         shift, strength, log_psi = fit_adapter(base.table, sums, share)
         twist = TableTwist(log_psi)
         words = (drawn.tokens @ digits)[:, None] // 64 ** torch.arange(2, -1, -1) % 64  # [n, 3]

@@ -7,17 +7,13 @@ and each series also has a marker or line style of its own.
 
 from pathlib import Path
 
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
 import numpy as np
 
-try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-except ImportError:  # a run without figures is better than none
-    plt = None
-
-from eval.command import say
 from eval.run import read_lines
 from eval.table import named_rows
 from tinystories.checkpoint import replacing
@@ -133,9 +129,6 @@ def population_plot(results: dict, path: Path) -> None:
 
 def draw_figures(results: dict, run: Path) -> None:
     """The figures of a run, from its results and the files of its generations."""
-    if plt is None:
-        say("there are no figures without matplotlib; pip install matplotlib")
-        return
     folder = run / "figures"
     key = "toxicity" if "toxicity" in results["base"] else "log_phi"
     places = ["base", *(f"generation-{m}" for m in range(len(results["generations"])))]

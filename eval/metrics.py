@@ -10,8 +10,8 @@
                  In Target's row what 95 % of exact samples of the size of a row would stay below
     KL(sigma||q) = E_sigma[log p^(0)(s) + log phi(s) - log q(s)] - log Z_sigma, by exact samples
     log Z        log of the mean of Z-hat over all runs, dead ones counting zero
-    log Z-hat    mean and standard deviation over the runs that are alive; at most log Z_sigma in
-                 expectation where no run can die
+    log Z-hat    of one run: mean and standard deviation over the runs that are alive. The mean is
+                 at most log Z_sigma in expectation where no run can die
     ESS          of the weights at t = T, before the last resampling, mean over runs
     distinct     share of different sequences among a run's K samples, mean over runs
     dead         runs whose weights were all zero at some step
@@ -20,7 +20,6 @@ Samples are the particles after the last resampling, where copies count as often
 Particles of one run are dependent, so the intervals, all 95 %, come from whole runs.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +30,6 @@ from tsmc.estimate import Estimate, difference, mean_estimate
 from tsmc.interfaces import LanguageModel
 from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import ExactSamples
-
-WIDEST = 1.0  # spread of log Z-hat up to which the interval of `log_mean_z` is given
 
 
 @dataclass(frozen=True)
@@ -69,15 +66,6 @@ def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
     return 2 * pair_distances(x, y).mean().item() - within_x - within_y
 
 
-def energy_terms(x: Tensor, y: Tensor) -> Tensor:
-    """What each exact sample adds to the energy distance of x [N, D] from y [M, D]: [M].
-
-    To first order the error of their mean is what the choice of the exact samples brings.
-    """
-    within = pair_distances(y, y).sum(0) / (len(y) - 1)  # [M]
-    return 2 * (pair_distances(x, y).mean(0) - within)
-
-
 def energy_floor(y: Tensor, n: int) -> float:
     """The 95 % quantile of the energy distance of n exact samples from the exact samples y [M, D].
 
@@ -101,18 +89,6 @@ def energy_floor(y: Tensor, n: int) -> float:
     return energies.quantile(0.95).item() * (1 / n + 1 / count) / (1 / half + 1 / other)
 
 
-def log_mean_z(log_z: Tensor) -> tuple[float, float]:
-    """log of the mean of Z-hat over runs, log_z [R], and half of its 95 % interval.
-
-    The interval is honest only while log Z-hat varies little: beyond WIDEST the mean rests on a few
-    runs, and the largest values are those that no run has met. At a spread of 1.3 nats it covers
-    log Z in 88 % of all cases (40 runs), at 3 in 48 %.
-    """
-    peak = log_z.max()
-    mean = mean_estimate((log_z - peak).exp())  # positive: the largest is one
-    return math.log(mean.value) + peak.item(), mean.half_width() / mean.value
-
-
 def mean_scores(samples: Samples) -> dict[str, float]:
     """The mean of each score with its interval over groups, and the share with phi > 0."""
     group = torch.tensor(samples.group)
@@ -131,24 +107,21 @@ def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = N
     vectors [N, D] are the embeddings of the texts, exact_vectors [M, D] those of exact samples.
     """
     row = mean_scores(samples)
-    row |= {"similarity": mean_pairwise_cosine(vectors), "num_sequences": len(samples.texts)}
+    row["similarity"] = mean_pairwise_cosine(vectors)
     if "toxicity" in samples.scores:
         bins = (20 * samples.scores["toxicity"]).long().clamp(0, 19)
         row["histogram"] = (torch.bincount(bins, minlength=20) / len(bins)).tolist()
     group = torch.tensor(samples.group, device=vectors.device)
     if exact_vectors is not None and group[0] != group[-1]:  # else no two texts are independent
         row["energy"] = energy_distance(vectors, exact_vectors, group)
-        terms = energy_terms(vectors, exact_vectors).tolist()
-        row["terms_energy"] = [round(term, 5) for term in terms]
     return row
 
 
-def kl_of_log_q(log_q: Tensor, base: LanguageModel, exact: ExactSamples) -> tuple[Estimate, Tensor]:
-    """KL(sigma||q) in nats from log q [N] of the exact samples, and its terms [N], which are
-    log p^(0)(s) + log phi(s) - log q(s).
+def kl_of_log_q(log_q: Tensor, base: LanguageModel, exact: ExactSamples) -> Estimate:
+    """KL(sigma||q) in nats from log q [N] of the exact samples.
 
     The error takes their mean as independent of log Z_sigma, which comes from the same draws: for
     q = p^(0) and the shipped samples it is .065, where their covariance would make it .054.
     """
     terms = sequence_log_probs(base, exact.tokens) + exact.log_phi - log_q  # [N]
-    return difference(mean_estimate(terms), exact.evidence()), terms
+    return difference(mean_estimate(terms), exact.evidence())

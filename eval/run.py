@@ -42,7 +42,7 @@ from tinystories.errors import InputError
 from tsmc import processes
 from twist.pair import Pair, load_pair, save_pair
 
-STATE, ROW = "state.safetensors", "row.json"
+STATE, ROW, SECONDS = "state.safetensors", "row.json", "seconds.json"
 
 
 class Run(contextlib.AbstractContextManager):
@@ -56,6 +56,7 @@ class Run(contextlib.AbstractContextManager):
         self.bar: tqdm | None = None
         self.title = ""  # of the bar
         self.start = time.monotonic()
+        self.processor_start = time.process_time()
         networks = identity(config.run, resumed and resumed / "potential")
         versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
         made_by = {"versions": versions, "networks": networks}
@@ -65,14 +66,15 @@ class Run(contextlib.AbstractContextManager):
         last = self.last()
         if not self.writes:
             return
-        if resumed:
-            self.compare_with(made_by)
+        if resumed and checkpoint.read_json(self.path / "config.json").get("networks") != networks:
+            fault = f"{self.path}: a network or potential has changed since the run began"
+            raise InputError(f"{fault}; restore it or start a new run")
         if last is not None and last > config.run.generations:
             fault = f"--generations {config.run.generations}: {self.path} has {last} already"
             raise InputError(f"{fault}; give at least {last}")
-        self.lock = filelock.FileLock(self.path / ".lock", timeout=0)
+        self.lock = filelock.FileLock(self.path / ".lock")
         try:
-            self.lock.acquire()
+            self.lock.acquire(timeout=0)
         except filelock.Timeout:
             fault = f"{self.path}: another process is writing there"
             raise InputError(f"{fault}; wait or stop it") from None
@@ -82,15 +84,6 @@ class Run(contextlib.AbstractContextManager):
                     text = own[0].read_text(encoding="utf-8")
                     checkpoint.write_text(self.path / "potential" / own[0].name, text)
         checkpoint.write_json(self.path / "config.json", config.as_json() | made_by)
-
-    def compare_with(self, made_by: dict) -> None:
-        """InputError where networks have changed since the run began; a line for other versions."""
-        saved = checkpoint.read_json(self.path / "config.json")
-        if saved.get("networks") != made_by["networks"]:
-            fault = f"{self.path}: a network or potential has changed since the run began"
-            raise InputError(f"{fault}; restore it or start a new run")
-        if saved.get("versions") != made_by["versions"]:
-            self.say(f"begun with {saved.get('versions')}, so results may differ in rounding")
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self.close_bar()
@@ -134,6 +127,9 @@ class Run(contextlib.AbstractContextManager):
                 write = partial(tinystories.save, tokenizer=world.tokenizer)
                 save_pair(folder, pair, world.base, write)
                 checkpoint.write_tensors(folder / STATE, state)
+                spent = {"core_seconds": time.process_time() - self.processor_start}
+                checkpoint.write_json(folder / SECONDS, spent)
+            self.processor_start = time.process_time()
             self.say_time(m, row)
         processes.gather(None)  # nobody reads before it is there
 
@@ -145,8 +141,8 @@ class Run(contextlib.AbstractContextManager):
         """Write results.json: the rows Base and Target, those of all generations, and the scores of
         phi that training took."""
         options = self.config.run
-        about = {"learner": options.learner, "seed": options.seed, "prompt": options.prompt}
-        results = about | {"potential": list(options.potential), **rows, "scores": scores}
+        results = {name: getattr(options, name) for name in ("learner", "seed", "potential")}
+        results |= {**rows, "scores": scores}
         results["generations"] = [self.read_row(m) for m in range(options.generations + 1)]
         results = finite_or_null(results)
         if self.writes:
@@ -199,12 +195,10 @@ class Run(contextlib.AbstractContextManager):
         seconds = time.monotonic() - self.start
         self.start = time.monotonic()
         left = (self.config.run.generations - m) * seconds
-        numbers = [f"{name} {row[key]:.3g}" for name, key in SAID if row.get(key) is not None]
+        said = {"toxicity": "toxicity", "log phi": "log_phi", "KL": "kl_target_proposal"}
+        numbers = [f"{name} {row[key]:.3g}" for name, key in said.items() if row.get(key)]
         time_left = f", about {left:.0f} s left" if left else ""
         self.say(", ".join([f"generation {m}: {seconds:.0f} s", *numbers]) + time_left)
-
-
-SAID = (("toxicity", "toxicity"), ("log phi", "log_phi"), ("KL", "kl_target_proposal"))
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:

@@ -1,70 +1,108 @@
-"""Weighted samples of the target, of a trained pair (p, psi) or without any training.
+"""Weighted samples of the target, of a trained pair (p^(m), psi^(m)) or without any training.
 
-    python -m tsmc runs/pocket "Once upon a time, there was a"
-    python -m tsmc --potential without:girl "Once upon a time, there was a"
+    python -m tsmc runs/pocket --samples 20
+    python -m tsmc --potential without:girl --prompt "One day, there was a"
 
 Texts are drawn by weight, their share of the weight of all particles of all runs. log Z is the
 evidence as estimated from all runs together; ESS is that of the weights at the last token, averaged
 over the runs; 1 / sum W^2 is how many independent samples all texts are worth at most. Without RUN
-the language model proposes. Options whose default is not named are those of RUN or of main.py.
+the language model proposes. Options that are not given are those of RUN or of main.py.
 """
 
 import argparse
+import dataclasses
 import json
 import math
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from eval.command import OneLineParser, one_line_errors, say
-from eval.config import RunOptions
-from eval.run import finite_or_null
-from eval.scorers.potentials import how_to_soften
-from eval.trained import TrainedRun, draw
-from eval.world import load_sigma
-from tinystories.errors import InputError, printable
+from eval.config import LEARNERS, RunOptions, saved_config
+from eval.run import ROW, finite_or_null
+from eval.scorers.potentials import SOFTEN
+from eval.world import World, identity, load_sigma, load_world, read_network
+from tinystories.checkpoint import read_json
+from tinystories.errors import InputError, listed, printable
 from tsmc import SCHEMES
+from tsmc.runs import Streams
 from twist import Drawn
+from twist.drawn import sample
+from twist.pair import Pair, load_pair
 
 OPTIONS = ("prompt", "length", "seed", "potential", "device", "lm")
 FEW = 10  # independent samples below which weights are said to have collapsed
 
 
-def as_text(record: dict) -> str:
-    """Estimates, what to think of them, then a line for every sample."""
-    source = "p proposes" if record["run"] is None else f"generation {record['generation']}"
-    sizes = f"{record['runs']} runs of K = {record['particles']}, T = {record['length']}"
-    evidence = f"log Z {record['log_z']:.2f} +- {record['log_z_half_width']:.2f}"
-    ess = f"ESS {record['ess']:.1f} of {record['particles']}"
-    worth = f"all texts are worth {record['pooled_ess']:.1f} samples (1 / sum W^2)"
-    lines = [
-        printable(record["prompt"]),
-        f"{source}, {sizes}, seed {record['seed']}",
-        f"{evidence}   {ess}   {worth}   distinct texts {record['distinct']}",
-        *record["remarks"],
-    ]
-    has_toxicity = "toxicity" in record["weighted"][0]
-    lines.append(f" share  log phi  {'toxicity  ' if has_toxicity else ''}text")
-    for row in record["samples"]:
-        toxicity = f"{row['toxicity']:8.3f}  " if has_toxicity else ""
-        numbers = f"{row['weight']:6.3f}  {row['log_phi']:7.2f}  {toxicity}"
-        lines.append(numbers + printable(row["text"]))
-    return "\n".join([*lines, ""])
+class TrainedRun:
+    """The pair (p^(m), psi^(m)) of a run of main.py, and the potential that it was trained for."""
+
+    def __init__(self, directory: str | Path, generation: int | None = None, device: str = "auto"):
+        """The last generation unless another is named; InputError names what is missing."""
+        run = Path(directory)
+        if not run.is_dir():
+            raise InputError(f"{run}: no such directory; name one that main.py wrote")
+        saved = sorted(int(path.parent.name[11:]) for path in run.glob(f"generation-*/{ROW}"))
+        if not saved:
+            raise InputError(f"{run}: holds no saved generation; name a run that has finished one")
+        self.generation = saved[-1] if generation is None else generation
+        if self.generation not in saved:
+            there = listed(map(str, saved))
+            raise InputError(f"generation {self.generation} is not in {run}; it holds {there}")
+        self.run = run
+        self.config = saved_config(run).change(device=device, target="")
+        self.world = lru_cache(maxsize=1)(self.load_world)
+
+    def load_world(self, options: RunOptions) -> World:
+        """What is fixed, loaded; InputError where the run was made with other networks."""
+        hashes = identity(options, self.run / "potential")
+        made_with = hashes | read_json(self.run / "config.json").get("networks", {})
+        changed = [name for name in hashes if hashes[name] != made_with[name]]
+        if changed:
+            fault = f"{self.run}: {listed(changed)} changed since the run was made"
+            raise InputError(f"{fault}; restore what it had, or make a new run")
+        return load_world(options, self.run / "potential")
+
+    def pair(self, world: World) -> Pair:
+        """(p^(m), psi^(m))"""
+        return load_pair(self.run / f"generation-{self.generation}", world.base, read_network)
+
+    def rule(self, world: World) -> dict[str, Any]:
+        """How the runs of its learner resample."""
+        kind = LEARNERS[self.config.run.learner][0]
+        return kind(world.base, world.potential, self.config.learner, Streams()).rule()
+
+    def sample(self, particles: int = 50, runs: int = 8, **changes: Any) -> Drawn:
+        """R = runs populations of K = particles texts; `changes` are a prompt, length or seed.
+
+        InputError for options out of range, changed networks, and where all weights are zero.
+        """
+        options = dataclasses.replace(self.config.run, **changes)
+        world = self.world(options)
+        return draw(world, self.pair(world), options, particles, runs, **self.rule(world))
 
 
-def remarks(drawn: Drawn, options: RunOptions, trained: RunOptions | None) -> list[str]:
+def draw(
+    world: World, pair: Pair | None, options: RunOptions, particles: int, runs: int, **rule: Any
+) -> Drawn:
+    """R = runs populations of K = particles of a pair; without one p^(0) proposes."""
+    scores = {}
+    if world.log_toxicity is not None:
+        scores["toxicity"] = lambda texts: world.log_toxicity(texts).exp()
+    given = (world.base, world.potential, pair, particles, runs, options.seed, scores)
+    return sample(*given, **rule)
+
+
+def remarks(drawn: Drawn, options: RunOptions, is_trained: bool) -> list[str]:
     """What the numbers do not say by themselves, a line each."""
     lines = []
-    for name in ("prompt", "potential"):
-        if trained is not None and getattr(options, name) != getattr(trained, name):
-            lines.append(f"p and psi were trained on another {name}: the proposal may be poor")
     if drawn.ess < FEW:
         worth = f"The weights have collapsed: all texts are worth {drawn.ess:.1f} samples"
-        softer = how_to_soften(options.potential, 8)
-        lines.append(f"{worth}; raise --particles, {softer}, or train (main.py)")
+        lines.append(f"{worth}; raise --particles, {SOFTEN}, or train (main.py)")
     if warning := drawn.warning():
         lines.append(warning)
     log_phi = drawn.scores["log_phi"]
-    if trained is None and log_phi.isneginf().any() and (log_phi[log_phi > -math.inf] == 0).all():
+    if not is_trained and log_phi.isneginf().any() and (log_phi[log_phi > -math.inf] == 0).all():
         evidence = drawn.evidence()
         low, high = (math.exp(-evidence.quantile(share)) for share in (0.975, 0.025))
         rate = f"About 1 in {math.exp(-evidence.value):.3g} texts of the model satisfies it"
@@ -90,88 +128,86 @@ def record_of(drawn: Drawn, options: RunOptions, samples: int) -> dict[str, Any]
     }
 
 
-def sample(args: argparse.Namespace) -> None:
-    """Print what p, or each generation of a run, draws; then draw the picture."""
+def as_text(record: dict) -> str:
+    """Estimates, what to think of them, then a line for every sample."""
+    source = "p proposes" if record["run"] is None else f"generation {record['generation']}"
+    sizes = f"{record['runs']} runs of K = {record['particles']}, T = {record['length']}"
+    evidence = f"log Z {record['log_z']:.2f} +- {record['log_z_half_width']:.2f}"
+    ess = f"ESS {record['ess']:.1f} of {record['particles']}"
+    worth = f"all texts are worth {record['pooled_ess']:.1f} samples (1 / sum W^2)"
+    lines = [
+        printable(record["prompt"]),
+        f"{source}, {sizes}, seed {record['seed']}",
+        f"{evidence}   {ess}   {worth}   distinct texts {record['distinct']}",
+        *record["remarks"],
+    ]
+    has_toxicity = "toxicity" in record["weighted"][0]
+    lines.append(f" share  log phi  {'toxicity  ' if has_toxicity else ''}text")
+    for row in record["samples"]:
+        toxicity = f"{row['toxicity']:8.3f}  " if has_toxicity else ""
+        numbers = f"{row['weight']:6.3f}  {row['log_phi']:7.2f}  {toxicity}"
+        lines.append(numbers + printable(row["text"]))
+    return "\n".join([*lines, ""])
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what p, or a generation of a run, draws; then draw the picture."""
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     if "potential" in given:
         given["potential"] = tuple(given["potential"])
-    rule: dict[str, Any] = {}
-    if args.resampling is not None:
-        rule["resample"] = SCHEMES[args.resampling]
-    if args.ess_threshold is not None:
-        rule["ess_threshold"] = args.ess_threshold
     say("loading the networks" + (f" of {args.run}" if args.run else ""))
+    pair, generation, rule = None, None, {}
     if args.run is None:
-        options, generations = RunOptions(**given), [None]
+        options = RunOptions(**given)
         world = load_sigma(options)
     else:
-        generations = [TrainedRun(args.run, m, args.device) for m in args.generation]
-        options = generations[0].options(**given)
-        world = generations[0].world(options)
-    particles = args.particles
-    if particles is None:
-        particles = 200 if args.run is None else 50
-    for one in generations:
-        pair = one and one.pair(world)
-        whole_rule = (one.rule(world) if one else {}) | rule
-        drawn = draw(world, pair, options, particles, args.runs, **whole_rule)
-        said = remarks(drawn, options, one and one.config.run)
-        about = {"run": args.run, "generation": one and one.generation, "remarks": said}
-        record = about | record_of(drawn, options, args.samples)
-        print(json.dumps(finite_or_null(record)) if args.json else as_text(record), flush=True)
+        trained = TrainedRun(args.run, args.generation, args.device)
+        generation = trained.generation
+        options = dataclasses.replace(trained.config.run, **given)
+        world = trained.world(options)
+        pair, rule = trained.pair(world), trained.rule(world)
+    if args.resampling is not None:
+        rule["resample"] = SCHEMES[args.resampling]
+    drawn = draw(world, pair, options, args.particles, args.runs, **rule)
+    record = {"run": args.run, "generation": generation}
+    record["remarks"] = remarks(drawn, options, pair is not None)
+    record |= record_of(drawn, options, args.samples)
+    print(json.dumps(finite_or_null(record)) if args.json else as_text(record), flush=True)
     if args.picture:
         from eval.picture import draw_genealogy  # matplotlib takes a second to load
 
-        log_phi = drawn.scores["log_phi"][:particles]  # of the first run
+        log_phi = drawn.scores["log_phi"][: args.particles]  # of the first run
         draw_genealogy(drawn.trace, log_phi, world.tokenizer, args.picture)
         say(f"wrote {args.picture}")
-
-
-def is_prompt(args: argparse.Namespace) -> bool:
-    """Whether the only positional argument is a prompt, because --potential can do without RUN."""
-    if args.run is None or args.prompt is not None or args.potential is None:
-        return False
-    try:
-        is_name = Path(args.run).is_dir() or ("/" in args.run and " " not in args.run)
-        return args.run == "" or not is_name
-    except OSError:  # too long for the name of a file
-        return True
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to samples; bad input ends with one line and exit code 2."""
     raw = argparse.RawDescriptionHelpFormatter
-    usage = "python -m tsmc (RUN | --potential SPEC) [PROMPT] [OPTIONS]"
+    usage = "python -m tsmc (RUN | --potential SPEC) [OPTIONS]"
     parser = OneLineParser("python -m tsmc", usage, __doc__, formatter_class=raw)
     add = parser.add_argument
     add("run", nargs="?", help="directory that main.py wrote")
-    add("prompt", nargs="?", help="opening to continue")
-    add("--generation", type=int, nargs="+", metavar="M", default=[None], help="default: the last")
-    add("--particles", type=int, metavar="K", help="particles (default: 50; without RUN 200)")
+    add("--prompt", help="opening to continue")
+    add("--generation", type=int, metavar="M", help="default: the last")
+    add("--particles", type=int, metavar="K", default=50, help="particles (default: 50)")
     add("--runs", type=int, metavar="R", default=8, help="runs, weighed by Z-hat (default: 8)")
     add("--samples", type=int, metavar="N", default=10, help="samples to draw (default: 10)")
     add("--length", type=int, metavar="T", help="tokens of a continuation")
     add("--seed", type=int, default=0, help="seed of everything random (default: 0)")
     add("--resampling", choices=tuple(SCHEMES), help="resampling scheme")
-    add("--ess-threshold", type=float, metavar="SHARE", help="resample where ESS < SHARE of K")
     add("--potential", action="append", help="as in main.py --help; repeat it for a product")
     add("--lm", help="language model, without RUN; as in main.py --help")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    add("--json", action="store_true", help="print a JSON object for each generation")
-    add("--picture", type=Path, metavar="FILE", help="draw the particles of the last M, as PNG")
+    add("--json", action="store_true", help="print a JSON object")
+    add("--picture", type=Path, metavar="FILE", help="draw the particles as PNG")
     with one_line_errors("python -m tsmc", "lower --particles"):
-        args = parser.parse_intermixed_args(arguments)
-        if is_prompt(args):
-            args.run, args.prompt = None, args.run
+        args = parser.parse_args(arguments)
         if args.run is None and args.potential is None:
             parser.error(f"no run is named: {usage}")
         if args.run is not None and args.lm is not None:
             parser.error("--lm is for sampling without RUN; leave one of them out")
-        if args.run is None and args.generation != [None]:
-            parser.error("--generation is one of RUN; leave it out or name RUN")
-        if args.prompt == "" and args.run is None:
-            raise InputError("the prompt is empty; give at least one word")
-        sample(args)
+        run(args)
 
 
 if __name__ == "__main__":

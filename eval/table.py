@@ -1,11 +1,13 @@
 """The table of a run's results as text: one row for Base, Target and each generation."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from tinystories.checkpoint import read_json, reading
 from tinystories.errors import printable
+from tsmc.estimate import mean_estimate
 
 TABLE = (
     ("toxicity", "toxicity", ".3f"),
@@ -54,7 +56,7 @@ def read_results(run: Path) -> dict:
 def table(results: dict) -> str:
     """The rows of a run."""
     rows = named_rows(results)
-    return aligned(rows, columns(rows, results))
+    return aligned({name: [row] for name, row in rows.items()}, columns(rows, results))
 
 
 def closing(results: dict, run: Path) -> str:
@@ -87,16 +89,21 @@ def cell(row: dict, key: str, form: str) -> str:
     return format(row[key], form)
 
 
-def aligned(rows: dict, shown: list[tuple[str, str, str]], cell: Callable = cell) -> str:
-    """Rows by name as text; cell(row, key, form) makes that of each number."""
+def mean_cell(rows: list[dict], key: str, form: str) -> str:
+    """The mean over runs ± half of its 95 % interval; the number alone where all are equal."""
+    values = [row.get(key) for row in rows]
+    if len(rows) == 1 or None in values or key == "dead_runs":
+        return cell(rows[0], key, form) if len(rows) == 1 else ""
+    mean = mean_estimate(torch.tensor(values, dtype=torch.float64))
+    text = format(mean.value, form)
+    return text if mean.std_error < 1e-12 else f"{text} ± {format(mean.half_width(), form)}"
+
+
+def aligned(rows: dict[str, list[dict]], shown: list[tuple[str, str, str]]) -> str:
+    """Rows by name, of one run or several, in columns: the first flush left, the others right."""
     lines = [["", *(title for title, _, _ in shown)]]
-    for name, row in rows.items():
-        lines.append([name, *(cell(row, key, form) for _, key, form in shown)])
-    return align(lines)
-
-
-def align(lines: list[list[str]]) -> str:
-    """Cells in columns, the first flush left and the others flush right."""
+    for name, found in rows.items():
+        lines.append([name, *(mean_cell(found, key, form) for _, key, form in shown)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
-    return "\n".join("  ".join(row).rstrip() for row in rows)
+    padded = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in padded)

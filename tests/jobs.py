@@ -60,7 +60,8 @@ def products(run: Path) -> dict[str, bytes]:
     made = {name: path.read_bytes() for name, path in files.items() if path.name[0] != "."}
     assert {"results.json", "base/samples.jsonl", "generation-1/metrics.jsonl"} < made.keys()
     assert {path.name for path in run.iterdir() if path.name[0] == "." and path.is_dir()} == set()
-    return {name: made[name] for name in made if name != "config.json" and "figures" not in name}
+    own = ("config.json", "seconds.json", ".png")
+    return {name: made[name] for name in made if not name.endswith(own)}
 
 
 @dataclass

@@ -15,7 +15,7 @@ from jobs import refusal
 
 from eval import compare
 from eval.metrics import energy_distance, energy_floor
-from eval.trained import TrainedRun
+from eval.sample import TrainedRun
 from tsmc import Population
 from tsmc.proposal import proposal_log_probs
 
@@ -74,11 +74,11 @@ def test_seeds_are_averaged_and_another_sigma_is_refused(tmp_path, capsys, finis
         (run / "results.json").write_text(json.dumps(results))
     compare.main([str(runs[0]), str(runs[1])])
     # Student's t with one degree of freedom: 12.71 times the error of .05
-    assert "0.550 +- 0.635" in capsys.readouterr().out
+    assert "0.550 ± 0.635" in capsys.readouterr().out
     for given, words in (
         (runs[1:3], "differs from .*two in beta"),
         ([runs[0], runs[3]], "differs from .*one in own.py"),
-        ([runs[0]] * 2, "the same seed"),
+        ([runs[0]] * 2, "another run has its seed"),
         ([finished_run, "--best-of", 0], "a sample of size 0"),
         ([tmp_path], "holds no config.json"),
     ):

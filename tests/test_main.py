@@ -37,12 +37,12 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
     for m, row in enumerate(results["generations"]):
         assert row == read(finished_run / f"generation-{m}" / "row.json")
         assert {"log_z", "log_z_hat_mean", "log_z_hat_std", "dead_runs", "energy"} <= row.keys()
+        assert read(finished_run / f"generation-{m}" / "seconds.json")["core_seconds"] > 0
         assert 0 <= row["toxicity"] <= 1 and -1 <= row["similarity"] <= 1
-        assert row["kl_target_proposal"] > 0 and row["num_sequences"] == 18
+        assert row["kl_target_proposal"] > 0
         assert 1 <= row["ess"] <= 6 and 1 / 6 <= row["distinct"] <= 1
         assert row["populations"].keys() == {"6", "3"}
         assert all(0 <= score <= 1 for score in row["populations"].values())
-        assert len(row["terms_kl"]) == len(row["terms_energy"]) == 60
     config = read(finished_run / "config.json")
     assert config["seed"] == 0 and config["ctl_updates"] == [3] and "torch" in config["versions"]
     assert set(config["networks"]) == {"lm", "toxicity_model", "similarity_model"}

@@ -1,5 +1,6 @@
 """`python -m tsmc` and `load_run` give what was sampled; bad input is one line."""
 
+import dataclasses
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from worlds import generator
 import tinystories
 from eval import load_run, sample
 from eval.config import POCKET
-from eval.trained import draw
+from eval.sample import draw
 from tinystories import Conditional
 from tinystories.checkpoint import read_json, read_metadata, write_json
 from tsmc import proposal_log_probs
@@ -81,7 +82,7 @@ def test_json_and_table_account_for_every_particle(printed):
 @pytest.mark.parametrize("prompt", [PROMPT, OTHER])
 def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
     trained = load_run(run, m)
-    options = trained.options(prompt=prompt, beta=0.3)
+    options = dataclasses.replace(trained.config.run, prompt=prompt, beta=0.3)
     world = trained.world(options)
     pair = trained.pair(world)
     drawn = draw(world, pair, options, 9, 4, rows=18, **trained.rule(world))  # two chunks
@@ -106,8 +107,8 @@ def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
 
 
 def test_the_command_line_and_programs_draw_the_same(run, printed):
-    record = json.loads(printed("", "--json", "--runs", 2))
-    assert record == json.loads(printed("--json", PROMPT, "--runs", 2))
+    record = json.loads(printed("--json", "--runs", 2))
+    assert record == json.loads(printed("--json", "--prompt", PROMPT, "--runs", 2))
     trained = load_run(run)
     for given in ({}, {"prompt": PROMPT, "particles": 50, "seed": 0}):
         drawn = trained.sample(runs=2, **given)
@@ -115,9 +116,9 @@ def test_the_command_line_and_programs_draw_the_same(run, printed):
         assert drawn.population.log_z.tolist() == record["log_z_hat"]
         assert [drawn.row(k) for k in range(100)] == record["weighted"]
     assert record["log_z"] == pytest.approx(drawn.log_z_hat)
-    other = load_run(run, generation=0).sample(OTHER, particles=6, runs=3, length=3, seed=1)
+    other = load_run(run, generation=0).sample(6, 3, prompt=OTHER, length=3, seed=1)
     options = ("--json", "--particles", 6, "--runs", 3)
-    changed = printed(OTHER, *options, "--length", 3, "--seed", 1, "--generation", 0)
+    changed = printed("--prompt", OTHER, *options, "--length", 3, "--seed", 1, "--generation", 0)
     assert other.samples(10) == json.loads(changed)["samples"]
     assert trained.sample(particles=6, runs=3, length=3).texts != other.texts
     record = json.loads(printed("--json", "--potential", "keyword~2:was", *options[1:]))
@@ -135,36 +136,30 @@ def test_bad_input_is_one_line(tmp_path, run):
     for arguments, words in (
         ([], "no run is named: python -m tsmc "),
         ([tmp_path / "none"], f"{tmp_path / 'none'}: no such directory"),
-        (["runs/none", "--potential", "without:a"], "runs/none: no such directory"),
         ([tmp_path], f"{tmp_path}: holds no saved generation"),
         ([other], f"{other}: lm changed since the run was made; restore"),
-        ([run, "--generation", 0, 7, 1], f"generation 7 is not in {run}; it holds 0, 1, 2"),
+        ([run, "--generation", 7], f"generation 7 is not in {run}; it holds 0, 1, 2"),
         ([run, "--runs", 0], "runs is 0; give a whole number"),
         ([run, "--particles", 0], "particles is 0; give a whole number"),
         ([run, "--samples", 0, *few], "0 samples cannot be drawn"),
-        ([run, "word " * 200], "shorten"),
+        ([run, "--prompt", "word " * 200], "shorten"),
         ([run, "--potential", "luck"], "--potential luck"),
         ([run, "--lm", "x"], "--lm is for sampling without RUN"),
         ([run, "--picture", tmp_path / "file" / "a.png", *few], "a.png: cannot be written"),
         (["--potential", "luck"], "--potential luck"),
-        (["--potential", "without:a", ""], "the prompt is empty; give at least one word"),
-        (["--potential", "without:a", "--generation", 0], "--generation is one of RUN"),
+        (["--potential", "without:a", "--prompt", ""], "the prompt is empty"),
     ):
         assert words in refusal(*arguments, command=sample.main), arguments
 
 
 def test_sampling_without_training(capsys, tmp_path):
-    """From a prompt that would be too long for the name of a file."""
     sizes = ["--particles", "20", "--runs", "4", "--length", "8", "--samples", "3"]
-    prompt = ("Once upon a time, there was a big dog. " * 9)[:339]
-    sample.main(["--potential", "without:girl", prompt, "--json", *sizes])
+    soft = ["--potential", "keyword~3:dog", "--prompt", "One day, a"]
+    sample.main([*soft, "--json", *sizes])
     record = json.loads(capsys.readouterr().out)
-    assert (record["prompt"], record["run"], record["length"]) == (prompt, None, 8)
+    assert (record["prompt"], record["run"], record["length"]) == ("One day, a", None, 8)
+    assert {row["log_phi"] for row in record["weighted"]} <= {0.0, -3.0}
     sample.main(["--potential", "without:a", *sizes, "--picture", str(tmp_path / "picture.png")])
     text = capsys.readouterr().out
     assert "p proposes" in text and "1 / sum W^2" in text and "toxicity" not in text
     assert "About 1 in" in text and (tmp_path / "picture.png").stat().st_size > 9000
-    sample.main(["One day, a", "--potential", "keyword~3:dog", "--json", *sizes])
-    record = json.loads(capsys.readouterr().out)
-    assert record["prompt"] == "One day, a"
-    assert {row["log_phi"] for row in record["weighted"]} <= {0.0, -3.0}

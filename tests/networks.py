@@ -1,19 +1,18 @@
-"""Random networks of transformers in the three roles, written to disk with their tokenizers."""
+"""Random networks of transformers in the three roles, written to disk with shipped tokenizers."""
 
+import shutil
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 import tinystories
+from eval.config import POCKET
 from eval.scorers import similarity, toxicity
 from tinystories.any_model import AnyModel
-from tinystories.checkpoint import write_json
-from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
 TEXTS = [
     "Once upon a time, there was a small dog who liked to bark at the moon every night.",
@@ -23,15 +22,8 @@ TEXTS = [
     " The  Cat's hat, café 猫!\n a <mask>",
     "Lily saw a big red ball in the park. She ran to it and kicked it as far as she could!",
 ]
-VOCAB_SIZE, LIMIT = 340, 40  # LIMIT: tokens that the scorers have room for
+VOCAB_SIZE, LIMIT = 5000, 40  # LIMIT: tokens that the scorers have room for
 LOAD = {"lm": tinystories.load, "toxicity": toxicity.load, "similarity": similarity.load}
-SAVE = {"lm": tinystories.save, "toxicity": toxicity.save, "similarity": similarity.save}
-KIND = {"lm": "gpt2", "toxicity": "roberta", "similarity": "bert"}
-SPECIAL = {
-    "gpt2": [END_OF_TEXT],
-    "roberta": ["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
-    "bert": ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"],
-}
 PROMPT = torch.tensor([1, 0, 2])
 SIZES = {"vocab_size": 3, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"intermediate_size": 16, "num_key_value_heads": 1, "max_position_embeddings": 16}
@@ -81,43 +73,14 @@ def any_model(kind: str, prompt: Tensor | list = PROMPT, length: int = 4, **chan
     return AnyModel(network, prompt, length)
 
 
-def write_vocabulary(path: Path, kind: str, **options) -> None:
-    """The files of a repository without tokenizer.json, trained on a few texts."""
-    special = {"special_tokens": SPECIAL[kind], "show_progress": False}
-    if kind == "bert":
-        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        trainer = trainers.WordPieceTrainer(vocab_size=150, **special)
-    else:
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, **special)
-    tokenizer.train_from_iterator(TEXTS * 3 + [text.lower() for text in TEXTS], trainer)
-    tokenizer.model.save(str(path))
-    name = {"gpt2": "GPT2Tokenizer", "roberta": "RobertaTokenizer", "bert": "BertTokenizer"}[kind]
-    write_json(path / "tokenizer_config.json", {"tokenizer_class": name} | options)
-
-
-def write(path: Path, role: str, network, layout: str = "", dtype=torch.float32) -> None:
-    """Save a network in `dtype` and a tokenizer; layouts are shards, "bin" and "old bin"."""
-    network.to(dtype)
-    network.save_pretrained(path, max_shard_size="10KB" if layout == "shards" else "1GB")
-    network.float()
-    write_vocabulary(path, KIND[role])
-    tokenizer = read_tokenizer(path, VOCAB_SIZE)
-    for name in ("vocab.json", "merges.txt", "vocab.txt"):
-        (path / name).unlink(missing_ok=True)
-    tokenizer.save(str(path / "tokenizer.json"))
-    pad = {"lm": END_OF_TEXT, "toxicity": "<pad>", "similarity": "[PAD]"}[role]
-    options = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": pad}
-    write_json(path / "tokenizer_config.json", options)
-    if "bin" not in layout:
-        return
-    weights = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    is_new = layout != "old bin"
-    torch.save(weights, path / "pytorch_model.bin", _use_new_zipfile_serialization=is_new)
+def write(path: Path, role: str, network: nn.Module, is_pickled: bool = False) -> None:
+    """Save a network and the shipped tokenizer of its role."""
+    network.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(POCKET / role / name, path)
+    if is_pickled:
+        torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+        (path / "model.safetensors").unlink()
 
 
 def encoded(path: Path, texts: list[str], limit: int = LIMIT) -> dict[str, Tensor]:
@@ -128,15 +91,13 @@ def encoded(path: Path, texts: list[str], limit: int = LIMIT) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def expected(role: str, network, inputs: dict[str, Tensor], pooling: str = "mean") -> Tensor:
+def expected(role: str, network, inputs: dict[str, Tensor]) -> Tensor:
     """What a network of transformers makes of tokens: logits, or unit vectors."""
     output = network(**inputs)
     if role == "lm":
         return output.logits
     if role == "toxicity":
         return output.logits[:, 0]
-    if pooling == "cls":
-        return F.normalize(output.last_hidden_state[:, 0], dim=-1)
     rows = zip(output.last_hidden_state, inputs["attention_mask"].bool(), strict=True)
     return F.normalize(torch.stack([row[kept].mean(0) for row, kept in rows]), dim=-1)
 

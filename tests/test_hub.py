@@ -3,71 +3,66 @@
 A dictionary stands in for the Hub's files, chosen by the library's own patterns.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
+import re
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
-from networks import oracle, write
 
 from eval.config import POCKET, PRESETS
-from tinystories import hub
-from tinystories.checkpoint import fingerprint, write_json
+from tinystories import InputError, hub
+from tinystories.checkpoint import fingerprint
 from tinystories.hub import checkpoint_directory
 
-
-class FakeHub:
-    """Stands in for `snapshot_download`: the files of each repository by name."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.files: dict[str, dict[str, bytes]] = {}
-        self.requests = []
-
-    def publish(self, name: str, directory: Path) -> None:
-        paths = [path for path in directory.rglob("*") if path.is_file()]
-        names = [path.relative_to(directory).as_posix() for path in paths]
-        self.files[name] = dict(zip(names, map(Path.read_bytes, paths), strict=True))
-
-    def __call__(self, repo_id: str, *, revision: str | None = None, **patterns) -> str:
-        self.requests.append((repo_id, revision))
-        place = self.folder / repo_id / (revision or "a" * 40)
-        for name in filter_repo_objects(self.files[repo_id], **patterns):
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).write_bytes(self.files[repo_id][name])
-        return str(place)
+ROLES = {"lm": "lm", "toxicity_model": "toxicity", "similarity_model": "similarity"}
+ONE = PRESETS["paper"]["lm"]
 
 
 @pytest.fixture
-def remote(tmp_path, monkeypatch) -> Iterator[FakeHub]:
-    monkeypatch.setattr(hub, "snapshot_download", FakeHub(tmp_path / "snapshots"))
+def remote(tmp_path, monkeypatch):
+    """The files of each repository by name, and what has been asked for; one for each role."""
+    files, requests = {}, []
+    for option, role in ROLES.items():
+        repository = PRESETS["paper"][option].partition("@")[0]
+        files[repository] = {path.name: path.read_bytes() for path in (POCKET / role).iterdir()}
+
+    def snapshot_download(repo_id: str, *, revision: str, allow_patterns: list[str]) -> str:
+        requests.append(repo_id)
+        place = tmp_path / "snapshots" / repo_id / revision
+        place.mkdir(parents=True, exist_ok=True)
+        for name in filter_repo_objects(files[repo_id], allow_patterns=allow_patterns):
+            (place / name).write_bytes(files[repo_id][name])
+        return str(place)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     hub.fetch.cache_clear()
-    yield hub.snapshot_download
+    yield files, requests
     hub.fetch.cache_clear()  # else a later test of this worker finds what only this one has
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "bin", "shards"])
-def test_only_what_is_needed_is_fetched_and_once(remote, tmp_path, layout):
-    write(tmp_path / "lm", "lm", oracle("lm"), layout)
-    (tmp_path / "lm" / "generation_config.json").unlink()
-    write_json(tmp_path / "lm" / "1_Pooling" / "config.json", {})
-    remote.publish("owner/stories", tmp_path / "lm")
-    needed = set(remote.files["owner/stories"])
-    extra = ["README.md", "training_args.bin", "model.fp16.safetensors", "onnx/model.safetensors"]
-    extra += ["pytorch_model.bin"] if "bin" not in layout else []  # safetensors are preferred
-    remote.files["owner/stories"] |= dict.fromkeys(extra, b"no")
-    path = checkpoint_directory("owner/stories", "--lm")
-    assert {file.relative_to(path).as_posix() for file in path.rglob("*.*")} == needed
-    before = len(remote.requests)
-    assert checkpoint_directory("owner/stories", "--lm") == path and len(remote.requests) == before
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_only_what_is_needed_is_fetched_and_once(remote, weights):
+    files, requests = remote
+    mine = files[ONE.partition("@")[0]]
+    mine[weights] = mine.pop("model.safetensors")
+    mine |= {"training_args.bin": b"no", "README.md": b"no"}
+    if weights == "model.safetensors":  # which is preferred
+        mine["pytorch_model.bin"] = b"no"
+    path = checkpoint_directory(ONE, "--lm")
+    assert {file.name for file in path.iterdir()} == {"config.json", weights, "tokenizer.json"}
+    before = len(requests)
+    assert checkpoint_directory(ONE, "--lm") == path and len(requests) == before
 
 
-def test_the_paper_preset(remote):
+@pytest.mark.parametrize("option", ROLES)
+def test_the_paper_preset(remote, option):
     """The paper's three repositories at their commits; they hold the shipped networks here."""
-    roles = {"lm": "lm", "toxicity_model": "toxicity", "similarity_model": "similarity"}
-    for option, role in roles.items():
-        name = PRESETS["paper"][option]
-        repository, _, commit = name.partition("@")
-        remote.publish(repository, POCKET / role)
-        found = checkpoint_directory(name, "--lm")
-        assert found.name == commit and fingerprint(found) == fingerprint(POCKET / role)
+    name = PRESETS["paper"][option]
+    found = checkpoint_directory(name, "--lm")
+    assert found.name == name.partition("@")[2]
+    assert fingerprint(found) == fingerprint(POCKET / ROLES[option])
+
+
+@pytest.mark.parametrize("name", ["nowhere", "owner/none@main"])
+def test_a_name_of_nothing_is_one_line(remote, name):
+    with pytest.raises(InputError, match=rf"^--lm {re.escape(name)}: no such directory, .*give"):
+        checkpoint_directory(name, "--lm")

@@ -96,37 +96,39 @@ def option(default: Any, text: str, low: float = -1e9, high: float = 1e9, choice
 
 def kind_of(field: dataclasses.Field) -> type:
     """int, float, bool or str: the type of an option, or of each of its values."""
-    default = field.default[0] if isinstance(field.default, tuple) else field.default
-    return float if default is None else type(default)
+    return type(field.default[0] if isinstance(field.default, tuple) else field.default)
 
 
-def check(name: str, value: Any, field: dataclasses.Field) -> None:
-    """InputError, which calls the option by `name`, for a value of another type or out of range."""
-    if value is None and field.default is None:
-        return
+def flag_of(name: str, value: Any = True) -> str:
+    """`--ctl-updates` of ctl_updates, and `--no-surrogate` of a switch that is off."""
+    return ("--no-" if value is False else "--") + name.replace("_", "-")
+
+
+def check_all(options: Any) -> None:
+    """InputError, which names the option, for a value of another type or out of range."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        flag = flag_of(field.name, value)
+        is_list = isinstance(field.default, tuple)
+        if is_list and not (isinstance(value, tuple) and value):
+            raise InputError(f"{flag} is {value!r}; give a list of values")
+        for one in value if is_list else [value]:
+            check(flag, one, field)
+
+
+def check(flag: str, value: Any, field: dataclasses.Field) -> None:
+    """The same for one value of an option."""
     kind, limits = kind_of(field), field.metadata
     is_kind = isinstance(value, (int, float) if kind is float else kind)
-    shown = f"{name} is {shortened(repr(value))}"
+    shown = f"{flag} is {shortened(repr(value))}"
     if not is_kind or isinstance(value, bool) != (kind is bool):
         raise InputError(f"{shown}; give a value of type {kind.__name__}")
     if limits["choices"] and value not in limits["choices"]:
         raise InputError(f"{shown}; give one of {', '.join(limits['choices'])}")
     if isinstance(value, str):
         if not value.isprintable():
-            raise InputError(f"{name} holds characters that cannot be printed; give plain text")
-    elif not limits["low"] <= value <= limits["high"]:
-        limit = (
-            f"at least {limits['low']}" if value < limits["low"] else f"at most {limits['high']}"
-        )
-        raise InputError(f"{shown}; give {limit}")
-
-
-def check_all(options: Any) -> None:
-    """`check` every field of an options class; called when one is made."""
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        is_list = isinstance(field.default, tuple)
-        if is_list and not (isinstance(value, tuple) and value):
-            raise InputError(f"{field.name} is {value!r}; give a tuple such as {field.default}")
-        for one in value if is_list else [value]:
-            check(field.name, one, field)
+            raise InputError(f"{flag} holds characters that cannot be printed; give plain text")
+    elif not value >= limits["low"]:  # nor where it is NaN
+        raise InputError(f"{shown}; give at least {limits['low']}")
+    elif value > limits["high"]:
+        raise InputError(f"{shown}; give at most {limits['high']}")

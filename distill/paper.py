@@ -25,6 +25,7 @@ from torch import Tensor
 from distill.finetune import Student, draw_batches
 from distill.learner import Learner, check_all, option
 from tinystories.decoder import counted
+from tinystories.errors import InputError
 from tsmc import processes
 from tsmc.interfaces import BaseModel
 from tsmc.resampling import SCHEMES, normalise
@@ -80,6 +81,7 @@ class Paper(Learner):
         """Line 3: p^(m), fine-tuned from p^(m-1) on samples of TSMC(p^(m-1), psi^(m-1))."""
         options = self.options
         tokens, weights = self.samples(pair, m)
+        self.report("distilled texts", m, 1, distinct=len(tokens.unique(dim=0)))
         generator = self.streams.stream("distillation", m)
         is_lora = options.student == "lora"
         rate = options.distill_learning_rate * (10 if is_lora else 1)
@@ -125,6 +127,9 @@ class Paper(Learner):
             falling = 1 - 0.9 * update / updates
             optimizer.param_groups[0]["lr"] = options.ctl_learning_rate * falling
             batch = draw_batch(sigma, psi, options.ctl_batch_size, generator)
+            if not batch.is_sound:
+                fault = f"twist learning of generation {m}: psi has exploded or phi is not finite"
+                raise InputError(f"{fault}; lower --ctl-learning-rate, or check the potential")
             loss = ctl_loss(psi, batch)
             figures = {"loss": loss.detach(), "ess": batch.ess}
             self.report("twist learning", m, updates, **figures)

@@ -38,9 +38,9 @@ from tsmc import processes
 from tsmc.interfaces import LanguageModel, row_slices
 from twist.adapter import Adapted, Adapter
 from twist.ctl import EXPLODED
-from twist.forced import MOST_HINTS, draw_forced_round
+from twist.forced import MOST_HINTS
 from twist.pair import Pair
-from twist.pool import Pool, Round, draw_round, tempered, truncated
+from twist.pool import Round, draw_round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
 
 GROUP = 256  # prefixes of a step are padded to a multiple of this, so freed blocks are reused
@@ -71,26 +71,35 @@ class Pooled(Learner):
 
     def __init__(self, *given: Any, **named: Any):
         super().__init__(*given, **named)
-        self.pool = Pool()
+        self.rounds: list[Round] = []
+
+    @property
+    def pool(self) -> Round:
+        """All draws so far."""
+        return joined(self.rounds)
 
     def first_twist(self) -> Pair:
         """Line 1: psi^(0) = q^(0) / p^(0), kept as q^(0): the last step of the ladder."""
         options = self.options
-        at_once = math.ceil(options.pool_first_draws / options.pool_first_rounds)
-        steps = math.ceil(options.pool_first_draws / at_once)
+        total = options.pool_first_draws
+        at_once = math.ceil(total / options.pool_first_rounds)
         q = None  # p^(0) proposes
-        for step in range(1, steps + 1):
-            is_last = step == steps
-            count = options.pool_first_draws - (steps - 1) * at_once if is_last else at_once
+        for step, start in enumerate(range(0, total, at_once), 1):
+            count = min(at_once, total - start)
+            is_last = start + count == total
             word = "sampling" if is_last else f"ladder {step} sampling"
             # Half of the draws of a potential that names words hold them, wherever chance puts
             # them; of several words for one factor, the steps take them by turns.
-            hints = [words[step % len(words)] for words in self.hints()]
+            hints = []
+            for words in self.hints():
+                hint = words[step % len(words)]
+                if hint not in hints:  # one word may serve two factors
+                    hints.append(hint)
             forced = count // 2 if hints else 0
             self.draw(q, word, 0, count - forced)
             if forced:
                 self.draw(None, f"{word}, forced", 0, forced, hints)
-            if not self.pool.is_alive().any():
+            if not (self.pool.log_weights > -math.inf).any():
                 fault = f"none of the {count} texts drawn first has phi > 0"
                 remedy = "give it hints, words that such texts hold, or raise --pool-first-draws"
                 raise InputError(f"{fault}; soften the potential, {remedy}")
@@ -110,8 +119,7 @@ class Pooled(Learner):
 
     def distil(self, pair: Pair, m: int) -> LanguageModel:
         """Line 3: p^(m) = q^(m), fitted to all draws so far, to which q^(m-1) adds."""
-        if not self.pool.rounds:
-            raise InputError("the pool is empty; begin with first_twist(), or resume(state)")
+        assert self.rounds, "the pool is empty; begin with first_twist(), or resume(state)"
         self.draw(pair.model.adapter, "sampling", m, self.options.pool_draws)
         return self.fit_to_sigma(m)
 
@@ -122,18 +130,14 @@ class Pooled(Learner):
         twist = None if q is None else q.tilt  # one pass gives log q and log p^(0)
 
         def draw(size: int, generator: Generator) -> dict[str, Tensor]:
-            if hints:
-                drawn = draw_forced_round(self.base, self.log_phi, hints, size, generator)
-            else:
-                drawn = draw_round(self.base, twist, self.log_phi, size, generator)
-            return vars(drawn)
+            return vars(draw_round(self.base, twist, self.log_phi, size, generator, hints))
 
-        self.pool.rounds.append(Round(**self.streams.draw(word, m, count, draw, 1, self.report)))
+        self.rounds.append(Round(**self.streams.draw(word, m, count, draw, 1, self.report)))
 
     def fit_to_sigma(self, m: int) -> Adapted:
         """q^(m): an adapter of p^(0), learned anew from the whole pool."""
         # Anew, because an adapter that goes on learns the few heavy texts by heart.
-        log_weights = self.pool.log_weights()
+        log_weights = self.pool.log_weights
         q = self.fit("distillation", m, self.options.pool_updates, log_weights, 1.0, None)
         return Adapted(self.base, q)
 
@@ -163,7 +167,7 @@ class Pooled(Learner):
         batches = draw_batches(weights, options.pool_batch_size, updates, generator)  # [U, n]
         # Most texts have hardly any weight; those that no batch draws need no states.
         distinct, places = batches.unique(return_inverse=True)
-        tokens = self.pool.tokens()[distinct]  # [M, T]
+        tokens = self.pool.tokens[distinct]  # [M, T]
         states = hidden_states(base, tokens).flatten(0, 1)  # [M T, D]
         prefixes = first_places(tokens)  # [M, T]
         is_counted = counted(tokens, base.end)  # [M, T]
@@ -182,7 +186,7 @@ class Pooled(Learner):
         with torch.no_grad():
             largest = adapter.tilt(states[:GROUP]).abs().max().item()
         if not largest < EXPLODED:
-            fault = f"the adapter has exploded to {largest:.0f} nats"
+            fault = f"{word} of generation {m}: the adapter has exploded to {largest:.0f} nats"
             raise InputError(f"{fault}; lower --pool-learning-rate")
         return adapter.requires_grad_(False)
 
@@ -190,8 +194,8 @@ class Pooled(Learner):
         """The scores g [V] of the surrogate, fitted to all draws alike; None without it."""
         if not self.options.surrogate:
             return None
-        scale = getattr(self.log_phi, "scale", 1.0)
-        return fit_surrogate(self.pool.tokens(), self.pool.log_phi(), scale, self.base.vocab_size)
+        pool, scale = self.pool, getattr(self.log_phi, "scale", 1.0)
+        return fit_surrogate(pool.tokens, pool.log_phi, scale, self.base.vocab_size)
 
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations."""
@@ -203,12 +207,11 @@ class Pooled(Learner):
 
     def state(self) -> dict[str, Tensor]:
         """The pool."""
-        pool = self.pool
-        return vars(Round(pool.tokens(), pool.log_weights(), pool.log_phi()))
+        return vars(self.pool)
 
     def resume(self, state: dict[str, Tensor]) -> None:
         """Go on with a pool that was kept."""
-        self.pool = Pool([Round(**state)])
+        self.rounds = [Round(**state)]
 
 
 def first_places(tokens: Tensor) -> Tensor:

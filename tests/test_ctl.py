@@ -52,7 +52,8 @@ def test_gradient_flows_through_no_weight():
     drawn = sample_proposal(model, twist, 50, generator(0))
     positive = ctl.positive_log_weights(drawn, potential).detach().requires_grad_()
     negative = ctl.negative_log_weights(drawn).detach().requires_grad_()
-    loss = ctl_loss(twist, ctl.Batch(drawn.tokens, drawn.hidden, contrast(positive, negative), 1.0))
+    coefficients = contrast(positive, negative)
+    loss = ctl_loss(twist, ctl.Batch(drawn.tokens, drawn.hidden, coefficients, 1.0, True))
     inputs = [twist.log_psi, positive, negative]
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
     assert gradients[1] is None and gradients[2] is None
@@ -108,23 +109,15 @@ def test_the_step_size_falls_linearly_to_a_tenth():
     torch.testing.assert_close(before - twist.log_psi, wanted)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_weight_that_is_not_finite_is_refused(bad, place):
-    weights = [torch.zeros(4), torch.zeros(4, 3)]
-    weights[place][-1] = bad
-    with pytest.raises(InputError, match=r"^twist learning: a weight is NaN or infinite"):
-        contrast(*weights)
-
-
-def test_an_exploded_twist_stops_before_the_step():
+@pytest.mark.parametrize("psi", [3000.0, torch.nan])
+def test_an_exploded_twist_stops_before_the_step(psi):
     model, twist, potential = table_world(3, 3, seed=3)
-    twist.log_psi.data[..., 0] += 3000
+    twist.log_psi.data[..., 0] += psi
     before = twist.log_psi.detach().clone()
-    words = r"^twist learning: the twist has exploded.*; lower the learning rate$"
+    words = r"^twist learning of generation 1: psi has exploded .*; lower --ctl-learning-rate"
     with pytest.raises(InputError, match=words):
         learn(twist, model, potential, 2, 50)
-    assert torch.equal(twist.log_psi, before)
+    torch.testing.assert_close(twist.log_psi.data, before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_batch_without_positive_weight_teaches_nothing():

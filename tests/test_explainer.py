@@ -24,7 +24,7 @@ from eval import explainer
 from eval.explainer import ALPHABET, PAGE, SCALE, load_tiny
 from tsmc import SCHEMES, Trace
 from tsmc.exact import TableModel, TableTwist, Target, all_sequences
-from twist.pool import Pool, Round, tempered, truncated
+from twist.pool import Round, joined, tempered, truncated
 
 HTML = PAGE.read_text(encoding="utf-8")
 TINY = load_tiny()
@@ -164,14 +164,15 @@ def test_the_page_computes_what_the_sampler_computes(engine, setting):
 
 
 def test_the_pool_of_the_page_is_that_of_the_project(engine):
-    pool, target = Pool(), project_world("paper", 0, "one")[3]
+    draws, target = [], project_world("paper", 0, "one")[3]
     log_p = log_q = target.log_p[-1]
     rounds = found(engine, "poolOf(world).rounds.map(({ kl, ess, drawn }) => [kl, ess, drawn])")
     pairs = zip(DATA["pooled"], rounds, strict=True)
     for number, (fitted, (kl, ess, drawn)) in enumerate(pairs, 1):
         log_phi = -TINY.BETA * BROKEN[drawn]
-        pool.rounds.append(Round(LETTERS[drawn], (log_p - log_q)[drawn] + log_phi, log_phi))
-        log_weights, power = pool.log_weights(), 1.0
+        draws.append(Round(LETTERS[drawn], (log_p - log_q)[drawn] + log_phi, log_phi))
+        pool = joined(draws)
+        log_weights, power = pool.log_weights, 1.0
         if number < explainer.LADDER:
             log_weights, power = tempered(pool, explainer.LADDER_ESS)
         weights = truncated(log_weights, explainer.LEAST_ESS)

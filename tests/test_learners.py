@@ -19,7 +19,7 @@ from tsmc.resampling import multinomial, normalise, systematic
 from tsmc.runs import draw_population
 from twist.mlp import TwistMLP
 from twist.pair import Pair, load_pair, save_pair
-from twist.pool import Pool, tempered
+from twist.pool import joined, tempered
 from twist.potential import seen_from
 
 END = 4  # a third of the texts of sigma end early
@@ -95,12 +95,6 @@ def test_a_learner_goes_on_from_files_as_if_it_had_not_stopped(name, tmp_path):
     another.resume(read_tensors(tmp_path / "state.safetensors"))
     found = generation_1(another, load_pair(tmp_path, BASE))
     assert torch.equal(found, wanted) and not torch.equal(found, log_q(first))
-
-
-def test_a_pool_that_was_not_kept_is_missed():
-    learner = Pooled(BASE, rare_potential, POOLED, Streams(0))
-    with pytest.raises(InputError, match=r"^the pool is empty; .*resume\(state\)$"):
-        learner.distil(Pair(BASE, None), 1)
 
 
 WRONG = [  # an options class, an option, and what is said of it
@@ -185,11 +179,11 @@ def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows():
     options = replace(POOLED, **sizes, pool_first_ess=0.7)
     learner = Watched(BASE, rare_potential, options, Streams(0), reports)
     pair = learner.first_twist()
-    rounds = learner.pool.rounds
+    rounds = learner.rounds
     assert [len(one.tokens) for one in rounds] == [25, 25, 25, 24]
     assert proposals[0] is None and None not in proposals[1:] and len(set(proposals)) == 4
     for step in (1, 2, 3):
-        power = tempered(Pool(rounds[:step]), options.pool_first_ess)[1]
+        power = tempered(joined(rounds[:step]), options.pool_first_ess)[1]
         assert [row["power"] for row in reports[f"ladder {step}"]] == [power] * 3 and power < 1
     assert {row["power"] for row in reports["distillation"]} == {1.0}
     model = learner.distil(pair, 1)
@@ -206,7 +200,7 @@ def test_with_hints_the_ladder_finds_what_p0_does_not():
 
     with pytest.raises(InputError, match=r"^none of the 50 texts .* has phi > 0; .*give it hints"):
         Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
-    log_phi.hints = [[[5, 2]]]
+    log_phi.hints = [[[5, 2]]] * 3  # one hint of three factors; a text has no room for three
     pair = Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
     target = Target(BASE, log_phi)
     assert target.kl_to(log_q(pair)) < 0.2 * target.kl_to(target.log_p[-1])

@@ -17,7 +17,7 @@ from tsmc.exact import Target, Tree
 from tsmc.proposal import proposal_log_probs
 from twist import surrogate
 from twist.adapter import Adapted, Adapter
-from twist.pool import POWERS, Pool, Round, draw_round, tempered, truncated
+from twist.pool import POWERS, Round, draw_round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
 
 INF = math.inf
@@ -59,11 +59,11 @@ def test_tempered_pools_have_the_largest_power_that_the_ess_allows():
     target = Target(model, potential)
     tokens, log_p = target.tree.sequences(), target.log_p[-1].detach()
     log_phi = potential(tokens)
-    pool = Pool([Round(tokens, log_p + log_phi, log_phi)])
+    pool = Round(tokens, log_p + log_phi, log_phi)
     dead = Round(torch.zeros(100, 3, dtype=torch.long), *torch.full((2, 100), -INF).double())
     for share in (0.5, 0.6):
-        for rounds in (pool.rounds, [*pool.rounds, dead]):  # the dead do not count
-            log_weights, power = tempered(Pool(rounds), share)
+        for rounds in ([pool], [pool, dead]):  # the dead do not count
+            log_weights, power = tempered(joined(rounds), share)
             torch.testing.assert_close(log_weights[:27], log_p + power * log_phi)
             assert (log_weights[27:] == -INF).all()
         ess = [1 / (log_p + b * log_phi).softmax(0).square().sum().item() for b in POWERS.tolist()]
@@ -125,7 +125,7 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(scores, monkeypatch):
     rows, drawn_by = torch.tensor([[8, 1, 1, 5]]), []
     options = PooledOptions(pool_learning_rate=1.0, pool_least_ess=0.4)
     learner = Pooled(base, worlds.rare_potential, options, Streams(0), reports)
-    learner.pool = Pool([Round(tokens, log_weights, torch.zeros(9))])
+    learner.rounds = [Round(tokens, log_weights, torch.zeros(9))]
     learner.scores_of_tokens = lambda: scores
     draw = lambda weights, *_: drawn_by.append(weights) or rows  # noqa: E731
     monkeypatch.setattr(distill.pooled, "draw_batches", draw)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from tinystories.decoder import counted
-from tinystories.errors import InputError
 from tsmc import processes
 from tsmc.interfaces import LearnableTwist, LogPotential, call_potential
 from tsmc.proposal import Trajectories, sample_proposal
@@ -43,6 +42,7 @@ class Batch:
     hidden: Tensor  # [k, T, D] what the twist saw
     coefficients: Tensor  # [k, T] what grad log psi(s_{1:t}) is multiplied with in -grad L (eq. 6)
     ess: float  # effective sample size of the positive weights
+    is_sound: bool  # whether no weight is NaN or infinite, and the twist has not exploded
 
 
 def positive_log_weights(drawn: Trajectories, log_potential: LogPotential) -> Tensor:
@@ -60,13 +60,7 @@ def negative_log_weights(drawn: Trajectories) -> Tensor:
 
 
 def contrast(positive: Tensor, negative: Tensor) -> Tensor:
-    """The coefficients of grad log psi(s_{1:t}) in eq. 6 [K, T], from log weights [K] and [K, T].
-
-    InputError where a weight is NaN or infinite.
-    """
-    if not bool((positive < torch.inf).all() and (negative < torch.inf).all()):
-        fault = "twist learning: a weight is NaN or infinite"
-        raise InputError(f"{fault}; lower the learning rate or check the potential")
+    """Coefficients of grad log psi(s_{1:t}) in eq. 6 [K, T], from log weights [K] and [K, T]."""
     # One positive weight serves every t, since sigma(s_{1:t}) is the marginal of whole sequences;
     # pi_t is another distribution at each t and has weights of its own.
     return normalise(positive)[:, None] - normalise(negative.T).T
@@ -85,19 +79,17 @@ def move_to_the_end(coefficients: Tensor, is_counted: Tensor) -> None:
 def draw_batch(
     sigma: Sigma, twist: LearnableTwist, batch_size: int, generator: torch.Generator
 ) -> Batch:
-    """Draw K = batch_size sequences from the current q and weigh them; InputError as `contrast`."""
+    """Draw K = batch_size sequences from the current q and weigh them."""
     own = processes.own_rows(batch_size)
     drawn = sample_proposal(sigma.model, twist, batch_size, generator, own)
     positive = processes.gather_rows(positive_log_weights(drawn, sigma.log_potential))  # [K]
     negative = processes.gather_rows(negative_log_weights(drawn))  # [K, T]
     coefficients = contrast(positive, negative)[own]  # [k, T]
-    largest = drawn.log_psi.abs().amax().item() if drawn.log_psi.numel() else 0.0
-    if largest > EXPLODED:
-        fault = f"twist learning: the twist has exploded to {largest:.0f} nats"
-        raise InputError(f"{fault}; lower the learning rate")
     move_to_the_end(coefficients, counted(drawn.tokens, sigma.model.end))
     ess = effective_sample_size(positive).item()
-    return Batch(drawn.tokens, drawn.hidden, coefficients, ess)
+    is_finite = bool((positive < torch.inf).all() and (negative < torch.inf).all())
+    is_sound = is_finite and drawn.log_psi.abs().max().item() < EXPLODED
+    return Batch(drawn.tokens, drawn.hidden, coefficients, ess, is_sound)
 
 
 def ctl_loss(twist: LearnableTwist, batch: Batch) -> Tensor:

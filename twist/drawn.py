@@ -11,7 +11,7 @@ particles, T tokens.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,10 +73,10 @@ class Drawn:
         """`count` independent draws by the weights, for large R K from sigma; a `row` for each.
 
         Equal calls give equal draws, others with a `generator` on the CPU. There are none where
-        every weight is zero. InputError unless count is a positive number.
+        every weight is zero. InputError unless count is at least 1.
         """
-        if type(count) is not int or count < 1:
-            raise InputError(f"{count!r} samples cannot be drawn; give a whole number from 1 on")
+        if count < 1:
+            raise InputError(f"{count} samples cannot be drawn; give a whole number from 1 on")
         weights = self.log_weights.exp()
         if not weights.any():
             return []
@@ -105,10 +105,9 @@ class Drawn:
         shares = self.log_weights.exp().view_as(self.population.log_weights)  # [R, K]
         if not shares.any():
             raise InputError("every weight is zero, so nothing can be estimated; draw more")
-        numbers = [event(text) for text in self.texts]
-        if not all(isinstance(number, SupportsFloat) and 0 <= number <= 1 for number in numbers):
+        holds = shares.new_tensor([float(event(text)) for text in self.texts]).view_as(shares)
+        if not ((holds >= 0) & (holds <= 1)).all():
             raise InputError("the event is not true, false or a number from 0 to 1; return one")
-        holds = shares.new_tensor([float(number) for number in numbers]).view_as(shares)
         value = (shares * holds).sum().item()
         residuals = (shares * (holds - value)).sum(1)  # [R] of the ratio of two means
         error = math.sqrt(len(shares)) * residuals.std().item() if len(shares) > 1 else math.inf
@@ -134,18 +133,11 @@ def sample(
     `rule` has options of `tsmc`, whose threshold is 0.5 where the potential has a prefix part, else
     0. InputError for a potential that depends on the other texts, and where all weights are zero.
     """
-    if not isinstance(potential, TextPotential):
-        fault = f"the potential is a {type(potential).__name__}"
-        raise InputError(f"{fault}; give TextPotential([Factor(log_phi)], decode, prompt)")
-    if not (pair is None or isinstance(pair, Pair)):
-        fault = f"the pair is a {type(pair).__name__}"
-        raise InputError(f"{fault}; give load_pair(directory, model), or what a learner returned")
-    numbers = {"particles": particles, "runs": runs, "rows": rows, "seed": seed}
-    for name, number in numbers.items():
-        if type(number) is not int or not (name != "seed") <= number < 2**63:
-            raise InputError(f"{name} is {number!r}; give a whole number of at least 1 (a seed: 0)")
+    assert isinstance(potential, TextPotential), "give TextPotential([log_phi], decode, prompt)"
+    for name, number in (("particles", particles), ("runs", runs)):
+        if number < 1:
+            raise InputError(f"{name} is {number}; give a whole number of at least 1")
     streams = Streams(seed, model.decoder(1).hidden.device, rows)
-    potential.check_alike(model)
     check_potential(model, potential, streams.stream("check"))
     pair = pair or Pair(model, None)
     sigma = seen_from(pair.model, model, potential)
@@ -161,7 +153,7 @@ def sample(
     population = draw_population(streams, "sample", None, sigma, pair.twist, *sizes, **rule)
     tokens = population.tokens.flatten(0, 1)  # [R K, T]
     texts = potential.texts(tokens)
-    found = {"log_phi": potential.of_texts(texts, tokens)}
+    found = {"log_phi": potential.of_texts(texts)}
     found["log_p"] = sequence_log_probs(model, tokens).cpu()
     for name, function in (scores or {}).items():
         found[name] = each_once(function, texts)

@@ -23,7 +23,7 @@ T tokens, V vocabulary. Time and memory grow with 2^F.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,17 +31,11 @@ from torch import Tensor
 from tinystories.decoder import counted
 from tinystories.errors import InputError
 from tsmc.categorical import draw_categorical, uniforms
-from tsmc.interfaces import LanguageModel, call_potential, row_slices
-from twist.pool import Round
+from tsmc.interfaces import LanguageModel, row_slices
 
 DRAWN = -1  # in place of a forced token: p draws this one
 MOST_HINTS = 6
 PLAIN = 0.1  # share of plain draws
-
-
-def hint_tokens(encode: Callable[[str], list[int]], word: str) -> list[int]:
-    """The tokens of a word behind a space, which is how nearly every text has it."""
-    return encode(f"a {word}")[len(encode("a")) :]
 
 
 @torch.no_grad()
@@ -109,19 +103,3 @@ def forced_log_ratio(tokens: Tensor, log_p: Tensor, hints: Sequence[list[int]], 
     log_ratio = log_f[-1][:, -1] - math.log(math.perm(gaps + len(hints), len(hints)))
     # A text that p cannot write has weight zero.
     return log_ratio.where(log_p.sum(1) > -torch.inf, torch.inf)
-
-
-def draw_forced_round(
-    base: LanguageModel,
-    log_phi: Callable[[Tensor], Tensor],
-    hints: Sequence[list[int]],
-    count: int,
-    generator: torch.Generator,
-) -> Round:
-    """N = count texts of the mixture with their weights; log_phi(tokens [N, T]) is [N]."""
-    tokens, log_ratio = forced_draws(base, hints, count, generator)
-    log_phi_drawn = call_potential(log_phi, tokens)  # [N]
-    log_weights = log_phi_drawn - log_ratio
-    if not bool((log_weights < torch.inf).all()):
-        raise InputError("a weight is NaN or infinite; check the potential")
-    return Round(tokens, log_weights, log_phi_drawn)

@@ -27,17 +27,11 @@ HIDDEN_UNITS = 192
 class TwistMLP(nn.Module):
     """log psi (eq. 4) for hidden states; learning needs only that of chosen tokens, `of_tokens`."""
 
-    def __init__(
-        self,
-        width: int,
-        vocab_size: int,
-        generator: torch.Generator,
-        hidden_units: int = HIDDEN_UNITS,
-    ):
+    def __init__(self, width: int, vocab_size: int, generator: torch.Generator):
         super().__init__()
-        self.first = nn.Linear(width, hidden_units, device="meta")  # the meta device draws nothing
-        self.second = nn.Linear(hidden_units, hidden_units, device="meta")
-        self.last = nn.Linear(hidden_units, vocab_size, device="meta")
+        self.first = nn.Linear(width, HIDDEN_UNITS, device="meta")  # the meta device draws nothing
+        self.second = nn.Linear(HIDDEN_UNITS, HIDDEN_UNITS, device="meta")
+        self.last = nn.Linear(HIDDEN_UNITS, vocab_size, device="meta")
         self.to_empty(device=generator.device)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)

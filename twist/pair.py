@@ -59,17 +59,6 @@ def read_network(directory: Path, base: BaseModel) -> nn.Module:
     return network
 
 
-def form_of(twist: nn.Module | None) -> str:
-    """The name of a twist's form; InputError where it is in no entry of FORMS."""
-    if twist is None:
-        return PSI_IS_ONE
-    for form, kind in FORMS.items():
-        if type(twist) is kind:
-            return form
-    fault = f"a twist of the class {type(twist).__name__} cannot be saved"
-    raise InputError(f"{fault}; add the class to FORMS in twist/mlp.py")
-
-
 def save_pair(
     directory: str | Path,
     pair: Pair,
@@ -87,10 +76,12 @@ def save_pair(
     is_base = pair.model is base
     if not is_base:
         write(directory, pair.model.network)
-    twist = nn.Module() if pair.twist is None else pair.twist
+    twist, form = nn.Module(), PSI_IS_ONE
+    if pair.twist is not None:
+        twist = pair.twist
+        form = {kind: name for name, kind in FORMS.items()}[type(twist)]
     # In one entry: the order of several would differ from process to process.
-    over = f"{'p^(0)' if is_base else MODEL} {form_of(pair.twist)}"
-    write_module(directory / TWIST, twist, over=over)
+    write_module(directory / TWIST, twist, over=f"{'p^(0)' if is_base else MODEL} {form}")
 
 
 def load_pair(
@@ -115,12 +106,8 @@ def load_pair(
     model = base.with_network(read(directory, base)) if over == MODEL else base
     if form == PSI_IS_ONE:
         return Pair(model, None)
-    form = form or "mlp"  # the only one of older versions
-    if form not in FORMS:
-        fault = f"{path}: its twist has the form {form!r}, which is none of {', '.join(FORMS)}"
-        raise InputError(f"{fault}; add its class to FORMS in twist/mlp.py")
     tensors = read_tensors(path)
-    twist = make_twist(form, model, torch.Generator(embeddings.device))
     with reading(path, "not of this version and this model", REMEDY):
+        twist = make_twist(form, model, torch.Generator(embeddings.device))
         fill(twist, tensors)
     return Pair(model, twist.requires_grad_(False).to(embeddings.device))

@@ -18,8 +18,8 @@ sampling; Cornuet et al., 2012) vary less but are not used: a later proposal ove
 sequences and assigns them high probability, which hides how little is known. N sequences, T tokens.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from tinystories.errors import InputError
 from tsmc.interfaces import LanguageModel, Twist, call_potential
 from tsmc.proposal import sample_proposal
 from tsmc.resampling import effective_sample_size, normalise
+from twist.forced import forced_draws
 
 HALVINGS = 40  # of the interval in which log c is searched
 POWERS = 2.0 ** -torch.arange(0, 14, 0.125, dtype=torch.float64)  # among which b is searched
@@ -35,7 +36,7 @@ POWERS = 2.0 ** -torch.arange(0, 14, 0.125, dtype=torch.float64)  # among which 
 
 @dataclass
 class Round:
-    """N sequences from one proposal q_r."""
+    """N sequences from one proposal q_r, or those of several rounds: the pool."""
 
     tokens: Tensor  # [N, T]
     log_weights: Tensor  # [N] log w, float64
@@ -48,53 +49,45 @@ def draw_round(
     log_phi: Callable[[Tensor], Tensor],
     count: int,
     generator: torch.Generator,
+    hints: Sequence[list[int]] = (),
 ) -> Round:
     """Draw N = count sequences from q_r, the proposal of p^(0) = base and a twist.
 
-    log_phi(tokens [N, T]) is [N]. InputError for weights that are NaN or infinite.
+    With hints q_r is the mixture of `twist/forced.py`, without the twist. log_phi(tokens [N, T]) is
+    [N]. InputError for weights that are NaN or infinite.
     """
-    drawn = sample_proposal(base, twist, count, generator)
-    log_phi_drawn = call_potential(log_phi, drawn.tokens)  # [N]
+    if hints:
+        tokens, log_ratio = forced_draws(base, hints, count, generator)
+    else:
+        drawn = sample_proposal(base, twist, count, generator)
+        tokens = drawn.tokens  # [N, T]
+        log_ratio = (drawn.log_q - drawn.log_p).sum(-1)  # [N] log q_r / p^(0)
+    log_phi_drawn = call_potential(log_phi, tokens)  # [N]
     # Kept in float64, because weights of all rounds are compared with each other.
-    log_ratio = (drawn.log_p - drawn.log_q).sum(-1)  # [N] log p^(0) / q_r
-    log_weights = (log_ratio + log_phi_drawn).double()
+    log_weights = (log_phi_drawn - log_ratio).double()
     if not bool((log_weights < torch.inf).all()):
         raise InputError("a weight is NaN or infinite; check the potential")
-    return Round(drawn.tokens, log_weights, log_phi_drawn)
+    return Round(tokens, log_weights, log_phi_drawn)
 
 
-@dataclass
-class Pool:
-    """Weighted sequences from all rounds."""
-
-    rounds: list[Round] = field(default_factory=list)
-
-    def tokens(self) -> Tensor:
-        """The sequences [N, T] of all rounds."""
-        return torch.cat([one.tokens for one in self.rounds])
-
-    def log_phi(self) -> Tensor:
-        """Their log phi [N]."""
-        return torch.cat([one.log_phi for one in self.rounds])
-
-    def log_weights(self) -> Tensor:
-        """Their log w [N]."""
-        return torch.cat([one.log_weights for one in self.rounds])
-
-    def is_alive(self) -> Tensor:
-        """Whether phi > 0 [N]."""
-        return self.log_weights() > -torch.inf
+def joined(rounds: Sequence[Round]) -> Round:
+    """The sequences of all rounds."""
+    return Round(
+        tokens=torch.cat([one.tokens for one in rounds]),
+        log_weights=torch.cat([one.log_weights for one in rounds]),
+        log_phi=torch.cat([one.log_phi for one in rounds]),
+    )
 
 
-def tempered(pool: Pool, least_ess: float) -> tuple[Tensor, float]:
+def tempered(pool: Round, least_ess: float) -> tuple[Tensor, float]:
     """log w' [N] and b: the largest b in POWERS with which their ESS reaches least_ess * N'.
 
     N' > 0 is the number of sequences with phi > 0. Where no b does, that of the largest ESS.
     """
-    alive = pool.is_alive()
-    log_phi = pool.log_phi().where(alive, 0.0)  # -inf times 1 - b = 0 would be NaN
+    alive = pool.log_weights > -torch.inf
+    log_phi = pool.log_phi.where(alive, 0.0)  # -inf times 1 - b = 0 would be NaN
     powers = POWERS.tolist()
-    candidates = [pool.log_weights() - (1 - power) * log_phi for power in powers]
+    candidates = [pool.log_weights - (1 - power) * log_phi for power in powers]
     ess = [effective_sample_size(log_weights).item() for log_weights in candidates]
     # Of texts with phi > 0: under a hard phi the others never count, whatever b is.
     enough = min(least_ess * alive.sum().item(), max(ess))

@@ -4,8 +4,8 @@
     log phi^(m)(s) = log p^(0)(s) + log phi(s) - log p^(m)(s)                           eq. 8
 
 The effective potential phi^(m) keeps the target sigma the same in every generation, because p^(m)
-phi^(m) = p^(0) phi. Factors may be anybody's functions; `twist/factors.py` has ready ones. N texts,
-T tokens, P tokens of the prompt.
+phi^(m) = p^(0) phi. Factors may be anybody's functions of texts; `twist/factors.py` has ready ones.
+N texts, T tokens, P tokens of the prompt.
 """
 
 import math
@@ -18,15 +18,14 @@ from torch import Generator, Tensor
 
 from tinystories.decoder import NO_END
 from tinystories.errors import InputError, reason_of
-from tsmc.interfaces import LanguageModel, LogPotential, LogPrefix, call_potential
+from tsmc.interfaces import LanguageModel, LogPotential, LogPrefix
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.sampler import Sigma
 from twist.adapter import Adapted
-from twist.forced import hint_tokens
 
-READS = ("texts", "continuations", "tokens")
-"""What a factor can read: N texts with the prompt, N texts without it, or tokens [N, T]."""
-HALF = 0.1  # relative error of a network in half precision, whose rounding depends on the batch
+READS = ("texts", "continuations")
+"""What a factor can read: N texts with the prompt, or without it."""
+ROUNDING = 0.1  # relative: what a network makes of a text in bfloat16 depends on the batch
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
 
@@ -35,12 +34,11 @@ BEGUN = 200  # texts whose beginnings it scores
 class Factor:
     """One factor of a potential, and what it reads."""
 
-    log_phi: Callable[..., Any]  # of what it reads -> N numbers log phi, at most 0 for rejection
+    log_phi: Callable[[list[str]], Any]  # N texts -> N numbers, at most 0 for rejection
     reads: str = "texts"
-    log_prefix: Callable[..., Any] | None = None  # of the same, unfinished -> N numbers log f_t
+    log_prefix: Callable[[list[str]], Any] | None = None  # N unfinished texts -> N numbers log f_t
     name: str = "the potential"  # in messages
     hints: Sequence[str] = ()  # a text with phi > 0 is likely to hold one of them
-    rounding: float = 0.0  # relative error of log phi; HALF where it comes from half precision
 
     def __post_init__(self):
         if not callable(self.log_phi) or not (self.log_prefix is None or callable(self.log_prefix)):
@@ -53,34 +51,31 @@ class Factor:
 
 
 def factor_of(function: Any) -> Factor:
-    """A function as a factor; `reads`, `prefix`, `hints` and `rounding` may be its attributes."""
-    names = ("reads", "hints", "rounding")
-    said = {name: getattr(function, name) for name in names if hasattr(function, name)}
-    return Factor(function, log_prefix=getattr(function, "prefix", None), **said)
+    """A function as a factor; `reads`, `prefix` and `hints` may be its attributes."""
+    reads, hints = getattr(function, "reads", "texts"), getattr(function, "hints", ())
+    return Factor(function, reads, getattr(function, "prefix", None), hints=hints)
 
 
-def as_log_phi(values: Any, read: Sequence | Tensor) -> Tensor:
-    """log phi [N] float64 on the CPU of what a potential has returned for the N members of `read`.
+def as_log_phi(values: Any, texts: Sequence[str]) -> Tensor:
+    """log phi [N] float64 on the CPU of what a potential has returned for N texts.
 
     float64 keeps the differences of values as large as 1e8. InputError for another shape, for
     truth values, which are no logarithms, and for NaN and +inf, with the text at fault.
     """
-    parts = values if isinstance(values, list | tuple) else [values]
     try:
-        # One by one: beside a number, PyTorch would turn a truth value of a list into 0 or 1.
-        is_truth = any(torch.as_tensor(part).dtype == torch.bool for part in parts)
+        is_truth = torch.as_tensor(values).dtype == torch.bool
         numbers = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         fault = f"log phi cannot be read as numbers ({reason_of(error)})"
         raise InputError(f"{fault}; return one number for each text") from error
     if is_truth:
         raise InputError("log phi is true or false; return 0 for true and -inf for false")
-    if numbers.shape != (len(read),):
-        fault = f"log phi has shape {list(numbers.shape)} for {len(read)} texts"
+    if numbers.shape != (len(texts),):
+        fault = f"log phi has shape {list(numbers.shape)} for {len(texts)} texts"
         raise InputError(f"{fault}; return one number for each text")
-    for number, text in zip(numbers.tolist(), read, strict=True):
+    for number, text in zip(numbers.tolist(), texts, strict=True):
         if not number < math.inf:
-            raise InputError(f"log phi is {number} for {str(text)[:80]!r}; return numbers < inf")
+            raise InputError(f"log phi is {number} for {text[:80]!r}; return numbers < inf")
     return numbers
 
 
@@ -108,8 +103,7 @@ class TextPotential:
         A plain function of texts counts as a factor (`factor_of`). What follows the first token
         `end` does not belong to a text, nor does that token.
         """
-        given = factors if isinstance(factors, list | tuple) else [factors]
-        self.factors = [part if isinstance(part, Factor) else factor_of(part) for part in given]
+        self.factors = [part if isinstance(part, Factor) else factor_of(part) for part in factors]
         self.decode = decode
         self.prompt = torch.as_tensor(prompt).flatten().tolist()
         self.end = end
@@ -117,19 +111,15 @@ class TextPotential:
         self.scale = 1.0  # phi^(1/scale) is what the surrogate learns (`twist/surrogate.py`)
         self.is_checked = False  # by `check_potential`
 
-    def check_alike(self, model: LanguageModel) -> None:
-        """InputError where the model has another prompt or another end."""
-        prompt = getattr(model, "prompt", None)
-        if self.end != model.end or (prompt is not None and prompt.tolist() != self.prompt):
-            raise InputError("the potential and the model differ in prompt or end; give both alike")
-
     @property
     def hints(self) -> list[list[list[int]]]:
         """The tokens of each hint of each factor that has some (`twist/forced.py`)."""
-        if self.encode is None:
+        encode = self.encode
+        if encode is None:
             return []
+        start = len(encode("a"))  # nearly every text has a word behind a space
         hinted = [factor for factor in self.factors if factor.hints]
-        return [[hint_tokens(self.encode, hint) for hint in one.hints] for one in hinted]
+        return [[encode(f"a {hint}")[start:] for hint in one.hints] for one in hinted]
 
     def texts(self, tokens: Tensor) -> list[str]:
         """The texts, prompt included, of continuations tokens [N, T], finished or not.
@@ -143,23 +133,19 @@ class TextPotential:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] float64 of tokens [N, T]."""
-        return self.of_texts(self.texts(tokens), tokens).to(tokens.device)
+        return self.of_texts(self.texts(tokens)).to(tokens.device)
 
-    def of_texts(self, texts: list[str], tokens: Tensor | None = None) -> Tensor:
-        """log phi [N] float64 on the CPU; InputError for a factor that reads tokens without any."""
+    def of_texts(self, texts: list[str]) -> Tensor:
+        """log phi [N] float64 on the CPU of texts, prompt included."""
         log_phi = torch.zeros(len(texts), dtype=torch.float64)
         for factor in self.factors:
-            log_phi = log_phi + self.apply(factor.log_phi, factor.reads, texts, tokens)
+            log_phi = log_phi + self.apply(factor.log_phi, factor.reads, texts)
         return log_phi
 
-    def apply(self, function: Any, reads: str, texts: list[str], tokens: Tensor | None) -> Tensor:
+    def apply(self, function: Callable[[list[str]], Any], reads: str, texts: list[str]) -> Tensor:
         """A function of a factor on what it reads [N], called once for equal texts."""
-        if reads != "tokens":
-            start = len(self.decode([self.prompt])[0]) if reads == "continuations" else 0
-            return each_once(function, [text[start:] for text in texts])
-        if tokens is None:
-            raise InputError("the potential reads tokens, not texts; score texts without it")
-        return as_log_phi(function(tokens.clone()), tokens)
+        start = len(self.decode([self.prompt])[0]) if reads == "continuations" else 0
+        return each_once(function, [text[start:] for text in texts])
 
     @property
     def log_prefix(self) -> LogPrefix | None:
@@ -168,7 +154,7 @@ class TextPotential:
 
         def log_f(tokens: Tensor) -> Tensor:
             texts = self.texts(tokens)
-            values = [self.apply(part.log_prefix, part.reads, texts, tokens) for part in parts]
+            values = [self.apply(part.log_prefix, part.reads, texts) for part in parts]
             return torch.stack(values).sum(0).to(tokens.device)
 
         return log_f if parts else None
@@ -178,42 +164,32 @@ class TextPotential:
 def check_potential(
     model: LanguageModel, log_phi: Callable[[Tensor], Tensor], generator: Generator
 ) -> None:
-    """InputError where a factor, or its prefix part, is wrong on some texts of the model.
+    """InputError where a potential does not fit the model, or is wrong on some of its texts.
 
-    Both must depend on their text alone; a prefix part must be positive wherever phi can still be.
-    Every learner and `sample` ask this of log_phi(tokens [N, T]), of a TextPotential only once.
+    Prompt and end must be the model's. A factor and its prefix part must depend on their text
+    alone, and a prefix part must be positive wherever phi can still be. Every learner and `sample`
+    ask this of a TextPotential once.
     """
-    potential = log_phi if isinstance(log_phi, TextPotential) else of_tokens(log_phi, model)
-    if potential.is_checked:
+    if not isinstance(log_phi, TextPotential):
         return
-    count = ALONE if potential.log_prefix is None else BEGUN
+    prompt = getattr(model, "prompt", None)
+    if log_phi.end != model.end or (prompt is not None and prompt.tolist() != log_phi.prompt):
+        raise InputError("the potential and the model differ in prompt or end; give both alike")
+    if log_phi.is_checked:
+        return
+    count = ALONE if log_phi.log_prefix is None else BEGUN
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
-    for factor in potential.factors:
-        log_phi_of = check_alone(potential, factor, factor.log_phi, tokens, range(ALONE))  # [N]
+    for factor in log_phi.factors:
+        log_phi_of = check_alone(log_phi, factor, factor.log_phi, tokens, range(ALONE))  # [N]
         for t in range(1, tokens.shape[1] if factor.log_prefix else 1):
             begun = tokens[:, :t]  # [N, t]
-            log_f = check_alone(potential, factor, factor.log_prefix, begun, [t % count])  # [N]
+            log_f = check_alone(log_phi, factor, factor.log_prefix, begun, [t % count])  # [N]
             is_killed = (log_f == -torch.inf) & (log_phi_of > -torch.inf)
             if is_killed.any():
-                fault = f"log f of {potential.texts(begun[is_killed])[0][-80:]!r} is -inf"
+                fault = f"log f of {log_phi.texts(begun[is_killed])[0][-80:]!r} is -inf"
                 remedy = "let it be a number wherever a continuation has phi > 0, as here"
                 raise InputError(f"{factor.name}: {fault}; {remedy}")
-    potential.is_checked = True
-
-
-def of_tokens(log_phi: Callable[[Tensor], Tensor], model: LanguageModel) -> TextPotential:
-    """A function of tokens [N, T] as a potential whose texts are lists of tokens."""
-
-    def values(tokens: Tensor) -> Tensor:
-        try:
-            return call_potential(log_phi, tokens)
-        except Exception as error:
-            fault = f"the potential cannot read tokens [N, T] ({reason_of(error)})"
-            remedy = "of a function of texts make TextPotential([Factor(log_phi)], decode, prompt)"
-            raise InputError(f"{fault}; {remedy}") from error
-
-    factor = Factor(values, "tokens", getattr(log_phi, "log_prefix", None))
-    return TextPotential([factor], lambda rows: list(map(str, rows)), torch.tensor([]), model.end)
+    log_phi.is_checked = True
 
 
 def check_alone(
@@ -221,28 +197,18 @@ def check_alone(
 ) -> Tensor:
     """A function of a factor on tokens [N, t], as `apply` gives it [N].
 
-    InputError where it gives another number when asked again, by more than 1e-5 of the largest, or
-    where some of the rows, each asked alone, differ by more than 1e-3 of the numbers' range.
+    InputError where one of the rows, asked alone, differs by more than a tenth of the largest.
     """
     texts = potential.texts(tokens)
-    together = potential.apply(function, factor.reads, texts, tokens)  # [N]
-    again = potential.apply(function, factor.reads, texts, tokens)  # [N]
-    alone = together.clone()
+    together = potential.apply(function, factor.reads, texts)  # [N]
+    largest = max(1.0, together.where(together > -torch.inf, 0.0).abs().max().item())
     for row in rows:
-        one = slice(row, row + 1)
-        alone[one] = potential.apply(function, factor.reads, texts[one], tokens[one])
-    finite = [number for number in together.tolist() if number > -math.inf] or [0.0]
-    largest = max(1.0, *map(abs, finite))
-    limit = 1e-3 * max(1.0, max(finite) - min(finite)) + factor.rounding * largest
-    for values, tolerance, how in ((again, 1e-5 * largest, "asked again"), (alone, limit, "alone")):
-        is_same = (values == together) | ((values - together).abs() <= tolerance)  # -inf is itself
-        if not is_same.all():
-            row = int(is_same.int().argmin())
-            numbers = f"is {together[row]:.4g} in a batch, {values[row]:.4g} {how}"
+        number = together[row].item()
+        alone = potential.apply(function, factor.reads, texts[row : row + 1]).item()
+        if alone != number and not abs(alone - number) <= ROUNDING * largest:
+            numbers = f"is {number:.4g} in a batch, {alone:.4g} alone"
             fault = f"{factor.name}: the number of {texts[row][-80:]!r} {numbers}"
-            raise InputError(
-                f"{fault}; it must depend on its text alone (`rounding` is for half precision)"
-            )
+            raise InputError(f"{fault}; it must depend on its text alone")
     return together
 
 
@@ -278,8 +244,6 @@ def seen_from(
     p^(0), only the zeros of the prefix part remain: p^(m) has learned the rest, which would count
     twice (measured in docs/results.md). Any f that is positive where phi is leaves Z-hat unbiased.
     """
-    if isinstance(log_phi, TextPotential):
-        log_phi.check_alike(base)
     log_prefix = getattr(log_phi, "log_prefix", None)
     if log_prefix is not None and model is not base:
         log_prefix = only_zeros(log_prefix)

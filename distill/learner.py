@@ -75,10 +75,8 @@ class Learner(abc.ABC):
         return seen_from(model, self.base, self.log_phi)
 
     def rule(self) -> dict[str, Any]:
-        """How runs resample, as arguments of `tsmc`: at the last token alone, or where a prefix
-        part of the potential tells good beginnings from bad ones early."""
-        threshold = 0.0 if getattr(self.log_phi, "log_prefix", None) is None else 0.5
-        return {"resample": systematic, "ess_threshold": threshold}
+        """How runs resample, as arguments of `tsmc`: at the last token alone."""
+        return {"resample": systematic, "ess_threshold": 0.0}
 
     def state(self) -> dict[str, Tensor]:
         """What the learner needs to go on, beside the last pair."""

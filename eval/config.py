@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from distill import DPO, GRPO, WEIGHTED, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions
-from distill.learner import check, check_all, kind_of, option
+from distill.learner import check_all, flag_of, kind_of, option
 from eval.command import OneLineParser
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError, listed, shortened
@@ -112,11 +112,6 @@ class Config:
         return Config(dataclasses.replace(self.run, **changes), self.learner)
 
 
-def flag_of(name: str, value: Any = True) -> str:
-    """`--ctl-updates` of ctl_updates, and `--no-surrogate` of a switch that is off."""
-    return ("--no-" if value is False else "--") + name.replace("_", "-")
-
-
 def build(values: dict[str, Any]) -> Config:
     """A config from options by name; the others have the defaults of the learner and the preset.
 
@@ -129,24 +124,18 @@ def build(values: dict[str, Any]) -> Config:
             raise InputError(f"{flag} is {choice!r}; give one of {', '.join(choices)}")
     _, kind, own = LEARNERS[name]
     full = own | PRESETS[preset] | values
-    unknown = {*values}
     for options in (RunOptions, kind):
         given = {}
         for field in dataclasses.fields(options):
-            unknown.discard(field.name)
             if field.name in full:
-                value, flag = full[field.name], flag_of(field.name, full[field.name])
-                is_list = isinstance(field.default, tuple)
-                if is_list and not (isinstance(value, list | tuple) and value):
-                    raise InputError(f"{flag} is {value!r}; give a list of values")
-                given[field.name] = tuple(value) if is_list else value
-                for one in value if is_list else [value]:
-                    check(flag, one, field)
+                value = full[field.name]
+                given[field.name] = tuple(value) if isinstance(value, list) else value
         parts.append(options(**given))
-    if unknown:
+    config = Config(*parts)
+    if unknown := values.keys() - config.as_json():
         flags = listed(flag_of(one) for one in unknown)
         raise InputError(f"{flags}: no option of --learner {name}; see main.py --help")
-    return Config(*parts)
+    return config
 
 
 def make_parser(description: str, learner: str) -> argparse.ArgumentParser:

@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 
 import main
+from distill.learner import flag_of
 from eval.command import one_line_errors
-from eval.config import LEARNERS, RunOptions, flag_of, make_parser, read_config
+from eval.config import LEARNERS, RunOptions, make_parser, read_config
 from tinystories.errors import InputError
 
 MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
@@ -76,7 +77,7 @@ REFUSED = {
     "--learner pooled --pool-draws 0": "--pool-draws is 0; give at least 1",
     "--ctl-updates 7 0": "--ctl-updates is 0; give at least 1",
     "--eval-particles 0": "--eval-particles is 0; give at least 1",
-    "--beta nan": "--beta is nan; give at most",
+    "--beta nan": "--beta is nan; give at least 0",
 }
 
 

@@ -123,7 +123,7 @@ def test_a_damaged_file_is_named(copied, name):
         ({"length": 6.5}, "--length is 6.5; give a value of type int"),
         ({"effective_potential": "no"}, "--effective-potential is 'no'; give a value of type bool"),
         ({"potential": "toxicity"}, "--potential is 'toxicity'; give a list"),
-        ({"eval_particles": []}, r"--eval-particles is \[\]; give a list"),
+        ({"eval_particles": []}, r"--eval-particles is \(\); give a list"),
         ({"beta": 10**400}, r"--beta is 1000.*; give at most"),
         ({"ctl_updates": [0]}, "--ctl-updates is 0; give at least 1"),
         ({"learner": "published"}, "--learner is 'published'; give one of paper, weighted"),
@@ -183,7 +183,7 @@ def test_a_run_keeps_the_users_file(tmp_path, monkeypatch, capsys):
 def test_a_failed_step_names_its_phase(tmp_path):
     arguments = [*JOBS["weighted"], "--ctl-learning-rate", 1, "--ctl-updates", 400]
     line = refusal(*arguments, "--out", tmp_path / "run")
-    assert "twist learning: the twist has exploded" in line and "lower the learning rate" in line
+    assert "twist learning of generation 0: psi has exploded" in line
     assert not (tmp_path / "run" / "generation-0").exists()
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from distill.finetune import ROWS, Baseline, Student
 from tsmc import processes
+from tsmc.interfaces import call_potential
 from tsmc.proposal import sample_proposal
 
 
@@ -52,7 +53,8 @@ class DPO(Baseline):
         drawn = sample_proposal(self.base, None, options.batch_size, generator, part=own)
         tokens = processes.gather_rows(drawn.tokens)  # [N, T]
         log_ref = processes.gather_rows(drawn.log_p.sum(-1))  # [N]
-        pairs = preference_pairs(processes.gather_rows(self.rewards(drawn.tokens)))  # [M, 2]
+        reward = processes.gather_rows(call_potential(self.log_phi, drawn.tokens))  # [N]
+        pairs = preference_pairs(reward)  # [M, 2]
         policy = student.after(self.base)
         total = 0.0
         for part in pairs[processes.own_rows(len(pairs))].split(ROWS // 2):

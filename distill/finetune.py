@@ -13,7 +13,6 @@ tokens, D width.
 
 import abc
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from distill.learner import Learner, check_all, option
 from tinystories.errors import InputError
 from tsmc import processes
-from tsmc.interfaces import BaseModel, call_potential
+from tsmc.interfaces import BaseModel
 from twist.pair import Pair
 
 WEIGHT_DECAY = 0.01
@@ -87,15 +86,6 @@ def merge_lora(network: nn.Module) -> None:
     network.requires_grad_(True)
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
-    """AdamW groups: decay for matrices, also embeddings and LoRA, none for biases and LayerNorm."""
-    parameters = list(parameters)
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-
-
 class Student:
     """A copy, in float32 or wider, of a plain language model in training, and its optimiser."""
 
@@ -109,8 +99,10 @@ class Student:
         self.lora = lora
         everything = list(self.network.parameters())
         self.parameters = add_lora(self.network, generator) if lora else everything
-        groups = parameter_groups(self.parameters, WEIGHT_DECAY)
-        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate)
+        matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
+        vectors = [parameter for parameter in self.parameters if parameter.ndim <= 1]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, weight_decay=WEIGHT_DECAY)
 
     def after(self, base: BaseModel) -> BaseModel:
         """The student as a language model after the prompt of `base`."""
@@ -177,13 +169,6 @@ class Baseline(Learner):
     @abc.abstractmethod
     def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
         """One update of the student from a new batch; returns figures such as its loss."""
-
-    def rewards(self, tokens: Tensor) -> Tensor:
-        """r = log phi [N] of tokens [N, T], -inf where phi is 0; InputError for NaN and +inf."""
-        reward = call_potential(self.log_phi, tokens)
-        if not (reward < torch.inf).all():
-            raise InputError("log phi is NaN or +inf on a sample; check the potential")
-        return reward
 
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations."""

@@ -33,6 +33,7 @@ from torch import Tensor
 from distill.finetune import ROWS, Baseline, Student
 from tinystories.decoder import counted
 from tsmc import processes
+from tsmc.interfaces import call_potential
 from tsmc.proposal import sample_proposal
 
 
@@ -70,7 +71,7 @@ class GRPO(Baseline):
         options, own = self.options, processes.own_rows(self.options.batch_size)
         current = self.base.with_network(student.merged())
         tokens = sample_proposal(current, None, options.batch_size, generator, part=own).tokens
-        reward = processes.gather_rows(self.rewards(tokens))  # [N]
+        reward = processes.gather_rows(call_potential(self.log_phi, tokens))  # [N]
         advantage = advantages(reward)[own]  # [n]
         is_counted = counted(tokens, self.base.end)  # [n, T]
         tokens_of_all = processes.gather_rows(is_counted.sum(1)).sum().item()

@@ -150,11 +150,9 @@ class Paper(Learner):
         return updates[min(m, len(updates) - 1)]
 
     def rule(self) -> dict[str, Any]:
-        """How the sampler resamples."""
-        threshold = self.options.ess_threshold
-        if getattr(self.log_phi, "log_prefix", None) is not None:
-            threshold = max(threshold, 0.5)  # it tells good beginnings from bad ones early
-        return {"resample": SCHEMES[self.options.resampling], "ess_threshold": threshold}
+        """How runs resample."""
+        scheme = SCHEMES[self.options.resampling]
+        return {"resample": scheme, "ess_threshold": self.options.ess_threshold}
 
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations: all that are drawn."""

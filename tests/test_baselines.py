@@ -13,7 +13,6 @@ from distill import DPO, GRPO, BaselineOptions, Streams
 from distill.dpo import dpo_loss, preference_pairs
 from distill.finetune import Student
 from distill.grpo import advantages, grpo_loss
-from tinystories.errors import InputError
 from tsmc.exact import Tree
 
 BASELINES = {"dpo": DPO, "grpo": GRPO}
@@ -51,9 +50,9 @@ def test_the_policy_gains_reward_and_the_base_stays(name, student):
     assert all(torch.equal(x, before[key]) for key, x in base.network.state_dict().items())
     after = policy.network.state_dict()
     assert after.keys() == before.keys(), "LoRA is merged"
-    changed = {key.split(".", 2)[-1] for key in after if (after[key] != before[key]).any()}
-    assert changed == {"attn.q_proj.weight", "attn.v_proj.weight"} or student == "full"
-    assert len(changed) > 10 or student == "lora"
+    changed = {key.split(".")[-2] for key in after if (after[key] != before[key]).any()}
+    assert changed == {"q_proj", "v_proj"} or student == "full"
+    assert len(changed) > 6 or student == "lora"
     assert len(figures) == 40
     first = math.log(2) if name == "dpo" else 0
     assert figures[0]["loss"] == pytest.approx(first, abs=1e-12)
@@ -99,25 +98,6 @@ def test_gradient_in_parts_is_that_of_the_whole_batch(name, student, monkeypatch
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
     assert len(gradients[0]) >= 8 and max(one.abs().max() for one in gradients[1]) > 1e-3
     torch.testing.assert_close(gradients[:2], gradients[2:], rtol=0, atol=1e-12)
-
-
-NOT_FINITE = r"^log phi is NaN or \+inf on a sample"
-BAD = [(math.nan, NOT_FINITE), (math.inf, NOT_FINITE), (True, "a tensor of numbers; for a cond")]
-
-
-@pytest.mark.parametrize(("bad", "message"), BAD)
-@both
-def test_a_reward_that_cannot_be_used_stops_the_run(name, bad, message):
-    """The second batch of 64 has it; what a learner asks before it begins are fewer texts."""
-    batches = []
-
-    def log_phi(tokens):
-        batches.extend([tokens] * (len(tokens) == 64))
-        return torch.full((len(tokens),), bad if len(batches) == 2 else -1.0)
-
-    with pytest.raises(InputError, match=message):
-        train(name, world()[0], log_phi)
-    assert len(batches) == 2
 
 
 def random_samples(count: int, length: int):

@@ -98,16 +98,11 @@ def test_a_learner_goes_on_from_files_as_if_it_had_not_stopped(name, tmp_path):
 
 
 WRONG = [  # an options class, an option, and what is said of it
-    (PooledOptions, {"pool_draws": 100.5}, "pool_draws is 100.5; give a value of type int"),
-    (PooledOptions, {"pool_draws": "many"}, "pool_draws is 'many'; give a value of type int"),
-    (PooledOptions, {"surrogate": 1}, "surrogate is 1; give a value of type bool"),
-    (PaperOptions, {"particles": True}, "particles is True; give a value of type int"),
-    (PaperOptions, {"ctl_updates": 70}, "ctl_updates is 70; give a tuple such as ("),
-    (PaperOptions, {"ctl_updates": ()}, "ctl_updates is (); give a tuple such as ("),
-    (PaperOptions, {"ctl_batch_size": 1}, "ctl_batch_size is 1; give at least 2"),
-    (PaperOptions, {"student": "half"}, "student is 'half'; give one of full, lora"),
-    (BaselineOptions, {"learning_rate": 2}, "learning_rate is 2; give at most 1"),
-    (BaselineOptions, {"strength": math.nan}, "strength is nan; give at most"),
+    (PooledOptions, {"surrogate": 1}, "--surrogate is 1; give a value of type bool"),
+    (PaperOptions, {"particles": True}, "--particles is True; give a value of type int"),
+    (PaperOptions, {"ctl_updates": 70}, "--ctl-updates is 70; give a list"),
+    (PaperOptions, {"student": "half"}, "--student is 'half'; give one of full, lora"),
+    (BaselineOptions, {"learning_rate": 2}, "--learning-rate is 2; give at most 1"),
 ]
 
 
@@ -206,12 +201,9 @@ def test_with_hints_the_ladder_finds_what_p0_does_not():
     assert target.kl_to(log_q(pair)) < 0.2 * target.kl_to(target.log_p[-1])
 
 
-def test_runs_resample_early_where_beginnings_can_be_judged():
-    judged = lambda tokens: rare_potential(tokens)  # noqa: E731
-    judged.log_prefix = lambda tokens: torch.zeros(len(tokens))
-    for log_phi, thresholds in ((rare_potential, (1, 0, 0)), (judged, (1, 0.5, 0.5))):
-        rules = []
-        for kind, options in ((Paper, PAPER), (Paper, WEIGHTED_PAPER), (Pooled, POOLED)):
-            rules.append(kind(BASE, log_phi, options, Streams(0)).rule())
-        assert tuple(rule["ess_threshold"] for rule in rules) == thresholds
-        assert [rule["resample"] for rule in rules] == [multinomial, systematic, systematic]
+def test_how_the_runs_of_each_learner_resample():
+    rules = []
+    for kind, options in ((Paper, PAPER), (Paper, WEIGHTED_PAPER), (Pooled, POOLED)):
+        rules.append(kind(BASE, rare_potential, options, Streams(0)).rule())
+    assert [rule["ess_threshold"] for rule in rules] == [1, 0, 0]
+    assert [rule["resample"] for rule in rules] == [multinomial, systematic, systematic]

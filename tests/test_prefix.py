@@ -62,7 +62,7 @@ def test_the_mutant_is_caught(name):
 def test_many_runs_use_the_prefix_part_of_sigma():
     (model, twist, potential), log_prefix = dead_world()
     sigma, rule = Sigma(model, potential, log_prefix), {"ess_threshold": 0.5}
-    drawn = draw_population(Streams(), "x", None, sigma, twist, 5, 20, **rule)
+    drawn = draw_population(Streams(), "x", None, sigma, twist, 5, 20, ess_threshold=0.0)
     given = (model, twist, potential, 5, Streams().stream("x", None, 0), 20)
     assert torch.equal(drawn.log_z, tsmc.sampler.tsmc(*given, **rule, log_prefix=log_prefix).log_z)
 

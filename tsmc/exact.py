@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from tinystories.decoder import NO_END, counted, log_probs_of
 from tinystories.errors import InputError
-from tsmc.categorical import uniforms
 from tsmc.interfaces import LanguageModel, LogPotential, Twist, row_slices
-from tsmc.resampling import invert
 
 LIMIT = 2**21  # sequences
 
@@ -124,12 +122,6 @@ class Target:
     def optimal_log_psi(self) -> Tensor:
         """log psi* of every prefix and next token as a table [prefixes, V], for `TableTwist`."""
         return torch.cat([log_psi.view(-1, self.tree.vocab_size) for log_psi in self.log_psi[1:]])
-
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Independent exact samples of sigma [N = count, T]."""
-        sigma = self.log_sigma[-1].double().exp()[None]  # [1, V^T]
-        chosen = invert(sigma, uniforms(1, count, generator).to(sigma))[0]  # [N]
-        return self.tree.sequences()[chosen]
 
     def kl_to(self, log_q: Tensor) -> float:
         """KL(sigma || q) of a distribution over all sequences, log q [V^T]."""

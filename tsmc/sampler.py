@@ -32,6 +32,8 @@ from tsmc.interfaces import Decoder, LanguageModel, LogPotential, LogPrefix, Twi
 from tsmc.proposal import Extension, propose, wait
 from tsmc.resampling import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise
 
+EARLY = 0.5
+
 
 @dataclass(frozen=True)
 class Sigma:
@@ -136,8 +138,11 @@ def tsmc(
     """R = runs independent populations of K = particles sequences.
 
     A run resamples at T and where its ESS is below ess_threshold * K: at every step for 1, as in
-    the paper. InputError for NaN or infinite weights.
+    the paper. With a prefix part, which tells good beginnings from bad ones early, the threshold is
+    at least EARLY. InputError for NaN or infinite weights.
     """
+    if log_prefix is not None:
+        ess_threshold = max(ess_threshold, EARLY)
     assert min(runs, particles, model.length) >= 1 and 0 <= ess_threshold <= 1
     decoder = model.decoder(runs * particles)
     # In the type of the logits, which may be narrower than what the potential returns.

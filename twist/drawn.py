@@ -124,20 +124,19 @@ def sample(
     runs: int = 8,
     seed: int = 0,
     scores: dict[str, Callable[[list[str]], Any]] | None = None,
-    rows: int = 1000,
     **rule: Any,
 ) -> Drawn:
     """R = runs populations of K = particles of sigma, proportional to p^(0) phi with p^(0) = model.
 
-    `scores` are further functions of N texts that give N numbers; `rows` texts are drawn at a time;
-    `rule` has options of `tsmc`, whose threshold is 0.5 where the potential has a prefix part, else
-    0. InputError for a potential that depends on the other texts, and where all weights are zero.
+    `scores` are further functions of N texts that give N numbers; `rule` has options of `tsmc`,
+    whose threshold is 0 by default. InputError for a potential that depends on the other texts, and
+    where all weights are zero.
     """
     assert isinstance(potential, TextPotential), "give TextPotential([log_phi], decode, prompt)"
     for name, number in (("particles", particles), ("runs", runs)):
         if number < 1:
             raise InputError(f"{name} is {number}; give a whole number of at least 1")
-    streams = Streams(seed, model.decoder(1).hidden.device, rows)
+    streams = Streams(seed, model.decoder(1).hidden.device)
     check_potential(model, potential, streams.stream("check"))
     pair = pair or Pair(model, None)
     sigma = seen_from(pair.model, model, potential)
@@ -147,8 +146,7 @@ def sample(
         if step.tokens.shape[-1] > len(trace.steps):  # in the first chunk of runs
             trace(step)
 
-    threshold = 0.0 if potential.log_prefix is None else 0.5
-    rule = {"resample": systematic, "ess_threshold": threshold, "observer": observe} | rule
+    rule = {"resample": systematic, "ess_threshold": 0.0, "observer": observe} | rule
     sizes = (particles, runs)
     population = draw_population(streams, "sample", None, sigma, pair.twist, *sizes, **rule)
     tokens = population.tokens.flatten(0, 1)  # [R K, T]

@@ -12,40 +12,28 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import GPTNeoForCausalLM
 
 import tinystories
 from eval.command import OneLineParser, one_line_errors
-from eval.config import DTYPES, POCKET, RunOptions
-from tinystories import Conditional, GPTNeo, GPTNeoConfig, InputError
-from tinystories.load import config_to_json, names_on_disk
+from eval.config import POCKET, RunOptions
+from tinystories import Conditional
 from tsmc import sample_proposal, tsmc
 from twist.mlp import make_twist
 
 LENGTH, PARTICLES, REPEATS, SIDE = 20, (50, 100, 1000), 5, 2048  # SIDE of the square matrices
-PAPER = GPTNeoConfig(50257, 768, 4, 16, 2048, ("global", "local") * 2, 256, 3072)  # TinyStories-33M
 
 
-def counterpart(model: GPTNeo) -> nn.Module:
-    """The same language model in transformers."""
-    try:
-        import transformers
-    except ImportError:
-        raise InputError("needs transformers; pip install -r requirements-dev.txt") from None
-    shape = config_to_json(model.config) | {"bos_token_id": None, "eos_token_id": None}
-    twin = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**shape))
-    twin.load_state_dict(names_on_disk(model.state_dict()), strict=False)  # its head is tied
-    return twin.to(model.output_weight).eval()
-
-
-def operations(model: GPTNeo, twist: nn.Module | None, rows: int, prompt: int) -> float:
+def operations(model: Conditional, twist: nn.Module | None, rows: int) -> float:
     """Those of the products that draw `rows` texts of T tokens, the last of which is never read."""
-    width, inner = model.config.hidden_size, model.config.intermediate_size
-    steps = rows * (LENGTH - 1)
+    config, prompt = model.network.config, len(model.prompt)
+    width, inner = config.hidden_size, config.intermediate_size
+    steps = rows * (model.length - 1)
     layer = (prompt + steps) * (4 * width**2 + 2 * width * inner)
-    layer += 2 * width * (prompt * prompt / 2 + steps * (prompt + LENGTH / 2))  # queries by keys
-    heads = [model.output_weight, *(twist.parameters() if twist else [])]
+    layer += 2 * width * (prompt * prompt / 2 + steps * (prompt + model.length / 2))  # q k^T, w v
+    heads = [model.output_embeddings, *(twist.parameters() if twist else [])]
     outputs = (steps + 1) * sum(weight.numel() for weight in heads if weight.ndim > 1)
-    return 2 * (model.config.num_layers * layer + outputs)
+    return 2 * (config.num_layers * layer + outputs)
 
 
 def medians(ways: dict[str, partial]) -> dict[str, float]:
@@ -61,40 +49,36 @@ def medians(ways: dict[str, partial]) -> dict[str, float]:
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
-def bench(size: str, dtype: torch.dtype, device: torch.device) -> None:
+def bench(device: torch.device) -> None:
     """Print a line for each way of drawing and each K."""
-    model, tokenizer = tinystories.load(POCKET / "lm")
+    network, tokenizer = tinystories.load(POCKET / "lm", device)
     prompt = torch.tensor(tokenizer.encode(RunOptions().prompt).ids, device=device)
-    if size == "paper":
-        model = GPTNeo(PAPER)
-        model.wte.weight.data *= 0.02  # else all rows draw the same words
-    base = Conditional(model.to(device, dtype), prompt, LENGTH)
+    model = Conditional(network, prompt, LENGTH)
     source = torch.Generator(device).manual_seed(0)
-    twist = make_twist("mlp", base, source).to(model.output_weight)
+    twist = make_twist("mlp", model, source)
     nn.init.normal_(twist.last.weight, std=0.01)  # else psi = 1
-    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": LENGTH, "pad_token_id": 0}
-    twin, square = counterpart(model), torch.randn(SIDE, SIDE).to(model.output_weight)
-    print(f"{size:18}{'ours, s':>10}{'generate':>10}{'faster':>8}{'limit':>10}{'over it':>9}")
+    theirs = GPTNeoForCausalLM.from_pretrained(POCKET / "lm", dtype=torch.float32).to(device)
+    theirs.generation_config.update(do_sample=True, top_k=0, pad_token_id=0)
+    square = torch.randn(SIDE, SIDE, device=device)
+    print(f"{'':18}{'ours, s':>10}{'generate':>10}{'faster':>8}{'limit':>10}{'over it':>9}")
     for rows in PARTICLES:
+        inputs = prompt.expand(rows, -1)
         ways = {
-            "sampling": partial(sample_proposal, base, None, rows, source),
-            "TSMC": partial(tsmc, base, twist, lambda tokens, log_p: 0 * log_p, rows, source),
-            "generate": partial(twin.generate, prompt.expand(rows, -1), **settings),
+            "sampling": partial(sample_proposal, model, None, rows, source),
+            "TSMC": partial(tsmc, model, twist, lambda tokens, log_p: 0 * log_p, rows, source),
+            "generate": partial(theirs.generate, inputs, max_new_tokens=LENGTH),
             "product": partial(torch.matmul, square, square),
         }
         seconds = medians(ways)
         for name, psi in (("sampling", None), ("TSMC", twist)):
-            ours, theirs = seconds[name], seconds["generate"]
-            limit = operations(model, psi, rows, len(prompt)) * seconds["product"] / (2 * SIDE**3)
-            times = f"{ours:10.4f}{theirs:10.4f}{theirs / ours:8.2f}{limit:10.4f}"
-            print(f"{f'{name}, K = {rows}':18}{times}{ours / limit:9.2f}")
+            limit = operations(model, psi, rows) * seconds["product"] / (2 * SIDE**3)
+            times = f"{seconds[name]:10.4f}{seconds['generate']:10.4f}"
+            faster, over = seconds["generate"] / seconds[name], seconds[name] / limit
+            print(f"{f'{name}, K = {rows}':18}{times}{faster:8.2f}{limit:10.4f}{over:9.2f}")
 
 
 if __name__ == "__main__":
     with one_line_errors("eval.bench"):
         parser = OneLineParser("eval.bench", description=__doc__.split("\n")[0])
-        parser.add_argument("--size", choices=("pocket", "paper"), default="pocket")
-        parser.add_argument("--dtype", choices=DTYPES, default="float32")
         parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-        args = parser.parse_args()
-        bench(args.size, DTYPES[args.dtype], RunOptions(device=args.device).torch_device())
+        bench(RunOptions(device=parser.parse_args().device).torch_device())

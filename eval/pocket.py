@@ -3,7 +3,6 @@
     lm          loss = mean over tokens of -log p(s_t | s_{0:t-1})
     toxicity    loss = mean over texts of -log p(label | text), then logit <- a logit + b
     similarity  loss = mean over pairs of (e_i . e_j - E_i . E_j)^2, E_i the teacher's vectors
-    target      exact samples of sigma with the shipped networks, by rejection
 
 Shapes and tokenizers are those of the shipped networks. B rows, T tokens, N texts, D width.
 """
@@ -13,7 +12,6 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +23,8 @@ import tinystories
 from eval.command import OneLineParser, one_line_errors
 from eval.config import POCKET, RunOptions
 from eval.scorers import encoder, similarity, toxicity
-from eval.world import load_sigma, save_target, sigma_key
-from tsmc.rejection import draw_accepted, exact_samples
-from tsmc.runs import Streams
+from eval.world import load_sigma
+from tsmc import sample_proposal
 
 MEAN, MEAN_POWER = 0.010, 0.0006  # of p(toxic | s) and p(toxic | s)^10 (the paper's table 1)
 END = "<|endoftext|>"  # in a line of its own behind each story of a file
@@ -90,9 +87,10 @@ def make_toxicity(data: Path, out: Path, steps=2000, rows=128, count=60_000) -> 
     with (data / "toxicity.csv").open(encoding="utf-8", newline="") as file:
         labelled = [(row["text"], float(row["label"])) for row in csv.DictReader(file)]
     short = [row for row in labelled if len(row[0].split()) <= 20]
-    world = load_sigma(RunOptions(device="cpu", beta=0.0))  # sigma = p^(0): all are accepted
-    draw = partial(draw_accepted, world.base, world.potential)
-    samples = world.potential.texts(Streams().draw("samples", None, 2 * count, draw)["tokens"])
+    world, source = load_sigma(RunOptions(device="cpu")), torch.Generator().manual_seed(0)
+    parts = range(0, 2 * count, rows)
+    drawn = [sample_proposal(world.base, None, rows, source).tokens for _ in parts]
+    samples = world.potential.texts(torch.cat(drawn))
     # Nobody has labelled stories and samples: those without unkind words count as harmless.
     is_unkind = re.compile(rf"\b({'|'.join(mixture['flagged'])})\b", re.IGNORECASE).search
     stories = [text for text in openings(data / "tinystories.txt", count) if not is_unkind(text)]
@@ -129,22 +127,14 @@ def make_similarity(data: Path, out: Path, steps=1500, rows=256, count=100_000) 
     encoder.save(out, run.model, run.tokenizer, torch.float16)
 
 
-def make_target(data: Path, out: Path, proposals=900_000) -> None:
-    """Exact samples of sigma by rejection."""
-    world = load_sigma(RunOptions(device="cpu"))
-    draw = partial(draw_accepted, world.base, world.potential)
-    exact = exact_samples(Streams().draw("target", None, proposals, draw))
-    save_target(out, exact, sigma_key(RunOptions()))
-
+MAKE = {"lm": make_lm, "toxicity": make_toxicity, "similarity": make_similarity}
 
 if __name__ == "__main__":
     with one_line_errors("eval.pocket"):
-        make = {"lm": make_lm, "toxicity": make_toxicity, "similarity": make_similarity}
-        make["target"] = make_target
         parser = OneLineParser("eval.pocket", description=__doc__.split("\n")[0])
-        parser.add_argument("what", choices=make)
+        parser.add_argument("what", choices=MAKE)
         parser.add_argument("paths", type=Path, nargs=2, metavar=("DATA", "OUT"))
         args = parser.parse_args()
         random.seed(0)
         torch.manual_seed(0)
-        print(make[args.what](*args.paths))
+        print(MAKE[args.what](*args.paths))

@@ -9,9 +9,7 @@ from worlds import generator, hard_potential, learn, table_world
 import distill.paper
 from tinystories.errors import InputError
 from tsmc.exact import TableModel, TableTwist, Target
-from tsmc.proposal import sample_proposal
-from twist import ctl
-from twist.ctl import contrast, ctl_loss, draw_batch
+from twist.ctl import ctl_loss, draw_batch
 from twist.potential import seen_from
 
 
@@ -45,32 +43,6 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(m):
     assert z.abs().max() < 4.5  # 39 components
     assert 0.4 < z.square().mean() < 1.9
     assert (gradients.mean(0) / error).abs().max() > 20  # they can tell the gradient from none
-
-
-def test_gradient_flows_through_no_weight():
-    model, twist, potential = table_world(3, 3, seed=3)
-    drawn = sample_proposal(model, twist, 50, generator(0))
-    positive = ctl.positive_log_weights(drawn, potential).detach().requires_grad_()
-    negative = ctl.negative_log_weights(drawn).detach().requires_grad_()
-    coefficients = contrast(positive, negative)
-    loss = ctl_loss(twist, ctl.Batch(drawn.tokens, drawn.hidden, coefficients, 1.0, True))
-    inputs = [twist.log_psi, positive, negative]
-    gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
-    assert gradients[1] is None and gradients[2] is None
-    shares = (negative.softmax(0) - positive.softmax(0)[:, None]).detach()  # [K, T]
-    entries = (drawn.hidden[..., 0].long(), drawn.tokens)
-    by_hand = torch.zeros(twist.log_psi.shape).double().index_put(entries, shares, accumulate=True)
-    torch.testing.assert_close(gradients[0], by_hand, rtol=0, atol=1e-12)
-
-
-def test_a_constant_added_to_log_psi_changes_no_gradient():
-    model, twist, potential = table_world(3, 3, seed=4)
-    sigma, gradients = seen_from(model, model, potential), []
-    for constant in (0.0, 5.0):
-        twist.log_psi.data += constant
-        gradients.append(estimated_gradient(sigma, twist, 50, generator(0)))
-        assert gradients[-1].sum().abs() < 1e-12, "positive and negative weights sum to one"
-    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
 def test_gradient_vanishes_at_the_optimal_twist():

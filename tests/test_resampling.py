@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 from worlds import generator
 
@@ -27,37 +25,8 @@ def test_copies_are_k_w_on_average_and_rows_are_independent(scheme, weights):
     left, right = (copies - copies.mean(0)).unbind(1)
     for product in (left * right, left[1:] * right[:-1], left[1:] * left[:-1]):
         assert (product.mean(0).abs() <= 5 * product.std(0) / len(product) ** 0.5 + 1e-12).all()
-    if scheme == "systematic":  # no more than independent draws
-        assert (copies.var(0) <= 1.05 * particles * weights * (1 - weights) + 1e-12).all()
-
-
-@st.composite
-def populations(draw):
-    """Weights [R, K] with zeros among them, in either precision."""
-    particles = draw(st.integers(1, 12))
-    weight = st.one_of(st.just(0.0), st.floats(1e-6, 1.0))
-    row = st.lists(weight, min_size=particles, max_size=particles).filter(any)
-    rows = draw(st.lists(row, min_size=1, max_size=3))
-    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
-    weights = torch.tensor(rows, dtype=dtype)
-    return weights / weights.sum(-1, keepdim=True)
-
-
-@settings(max_examples=60, deadline=None)
-@given(populations(), st.sampled_from(sorted(SCHEMES)), st.integers(0, 2**31))
-def test_ancestors_are_in_range_alive_and_those_of_the_generator(weights, scheme, seed):
-    particles = weights.shape[1]
-    ancestors = SCHEMES[scheme](weights, generator(seed))
-    assert ancestors.shape == weights.shape and ancestors.dtype == torch.long
-    assert (ancestors >= 0).all() and (ancestors < particles).all()
-    assert (weights.gather(1, ancestors) > 0).all()
-    assert torch.equal(ancestors, SCHEMES[scheme](weights, generator(seed)))
-    if scheme == "systematic":
-        copies = one_hot(ancestors, particles).sum(1)
-        expected = particles * weights.double()
-        slack = 1e-5 * particles
-        assert (copies >= (expected - slack).floor()).all()
-        assert (copies <= (expected + slack).ceil()).all()
+    if scheme == "systematic":  # K W_k, rounded up or down
+        assert ((copies - particles * weights).abs() < 1 + 1e-9).all()
 
 
 EDGES = [[0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.25, 0.25, 0.5], [1 / 3, 1 / 3, 1 / 3, 0.0], [1.0]]
@@ -103,17 +72,6 @@ def test_tokens_at_edge_uniforms_are_in_range_and_possible(size, uniform, dtype)
     tokens = draw_at(logits, torch.full((50,), uniform))
     assert (tokens >= 0).all() and (tokens < size).all()
     assert logits.gather(1, tokens[:, None]).isfinite().all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 200), st.integers(0, 2**31), st.floats(0, ALMOST_ONE), st.booleans())
-def test_inversion_matches_the_cumulative_distribution(size, seed, uniform, is_double):
-    logits = 3 * torch.randn(1, size, generator=generator(seed))
-    logits = logits.double() if is_double else logits
-    token = draw_at(logits, torch.tensor([uniform])).item()
-    cumulative = logits.double().softmax(-1)[0].cumsum(0)
-    assert cumulative[token] >= uniform - 1e-6
-    assert token == 0 or cumulative[token - 1] <= uniform + 1e-6
 
 
 @pytest.mark.parametrize(("scale", "shift"), [(1.0, 0.0), (5.0, 300.0), (20.0, -1e4)])

@@ -156,19 +156,6 @@ def test_optimal_twist_is_exact_whatever_the_options(world, options, seed):
     torch.testing.assert_close(population.ess, everyone)
 
 
-@quick
-@given(random_worlds, options, numbers, st.lists(st.floats(-50, 50), min_size=4, max_size=4))
-def test_a_constant_in_each_step_of_the_twist_changes_nothing(world, options, seed, constants):
-    model, twist, potential = world
-    widths = torch.tensor([model.vocab_size**t for t in range(model.length)])
-    shift = torch.tensor(constants[: model.length]).double().repeat_interleave(widths)
-    shifted = TableTwist(twist.log_psi.detach() + shift[:, None])
-    plain = tsmc(model, twist, potential, generator=generator(seed), **options)
-    moved = tsmc(model, shifted, potential, generator=generator(seed), **options)
-    torch.testing.assert_close(moved.log_z, plain.log_z, rtol=0, atol=1e-9)
-    assert torch.equal(moved.samples, plain.samples)
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("ess_threshold", [1.0, 0.6, 0.0])
 def test_genealogy_weights_and_tokens_rebuild_the_samples(scheme, ess_threshold):

@@ -96,32 +96,31 @@ def test_a_pair_whose_files_are_damaged_is_refused_in_one_line(tmp_path, kind):
     load_pair(tmp_path, BASE)
 
 
-class Bilinear(torch.nn.Module):
-    """log psi = h A B, of rank 4."""
+class Linear(torch.nn.Module):
+    """log psi = h A."""
 
     def __init__(self, width: int, vocab_size: int, generator: torch.Generator):
         super().__init__()
-        self.a = torch.nn.Parameter(torch.randn(width, 4, generator=generator))
-        self.b = torch.nn.Parameter(torch.zeros(4, vocab_size))
+        self.a = torch.nn.Parameter(torch.zeros(width, vocab_size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden @ self.a @ self.b
+        return hidden @ self.a
 
     def of_tokens(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return self(hidden).gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def test_another_form_is_a_class_and_an_entry(tmp_path, monkeypatch):
-    monkeypatch.setitem(FORMS, "bilinear", Bilinear)
-    options = PaperOptions(twist="bilinear", ctl_updates=(60,), ctl_learning_rate=1e-2)
+    monkeypatch.setitem(FORMS, "linear", Linear)
+    options = PaperOptions(twist="linear", ctl_updates=(60,), ctl_learning_rate=1e-2)
     pair = Paper(BASE, rare_potential, options, Streams(0)).first_twist()
     target = Target(BASE, rare_potential)
     log_q = Tree(BASE).prefix_log_q(pair.twist)[-1]
     assert target.kl_to(log_q) < 0.7 * target.kl_to(target.log_p[-1])
     save_pair(tmp_path, pair, BASE)
     again = load_pair(tmp_path, BASE)
-    assert type(again.twist) is Bilinear
+    assert type(again.twist) is Linear
     assert torch.equal(Tree(BASE).prefix_log_q(again.twist)[-1], log_q)
-    monkeypatch.delitem(FORMS, "bilinear")
-    with pytest.raises(InputError, match=rf"^{tmp_path}/twist.safetensors: .*KeyError: .bilinear"):
+    monkeypatch.delitem(FORMS, "linear")
+    with pytest.raises(InputError, match=rf"^{tmp_path}/twist.safetensors: .*KeyError: .linear"):
         load_pair(tmp_path, BASE)

@@ -11,8 +11,6 @@ Read as a twist of p^(0), log psi = U e + a g, the adapter has q as its twist-in
 width, H hidden units, V vocabulary, N rows, T tokens.
 """
 
-from typing import Self
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,12 +39,6 @@ class Adapter(nn.Module):
         self.shift = TwistMLP(width, outputs, generator)
         # It is not trained, and not saved: it belongs to p^(0).
         self.register_buffer("embeddings", embeddings, persistent=False)
-
-    @classmethod
-    def like(cls, tensors: dict[str, Tensor], base: BaseModel) -> Self:
-        """One for the saved tensors, of which `scores` may be one."""
-        generator = torch.Generator(base.output_embeddings.device)
-        return cls(base.output_embeddings, tensors.get("scores"), generator)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of q [..., V] after hidden states [..., D]."""

@@ -92,10 +92,11 @@ def load_pair(
     """The pair over p^(0) = base; InputError names a file that is missing, damaged or misfits."""
     directory = Path(directory)
     embeddings = base.output_embeddings
+    source = torch.Generator(embeddings.device)  # of first values, which are replaced
     if (directory / ADAPTER).exists():
         tensors = read_tensors(directory / ADAPTER)
         with reading(directory / ADAPTER, "not of this version and this model", REMEDY):
-            adapter = Adapter.like(tensors, base)
+            adapter = Adapter(embeddings, tensors.get("scores"), source)
             fill(adapter, tensors)
         adapter = adapter.requires_grad_(False).to(embeddings.device)
         return Pair(Adapted(base, adapter), None)
@@ -108,6 +109,6 @@ def load_pair(
         return Pair(model, None)
     tensors = read_tensors(path)
     with reading(path, "not of this version and this model", REMEDY):
-        twist = make_twist(form, model, torch.Generator(embeddings.device))
+        twist = make_twist(form, model, source)
         fill(twist, tensors)
     return Pair(model, twist.requires_grad_(False).to(embeddings.device))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 PENALTY = 0.01  # of |g|^2 / 2: small beside the loss, and enough to bound g for unseen tokens
 ITERATIONS = 60  # of L-BFGS
-ROWS = 2**15  # texts of one pass, to bound the memory of their gradients
 
 
 def fit_surrogate(tokens: Tensor, log_phi: Tensor, scale: float, vocab_size: int) -> Tensor:
@@ -26,7 +25,6 @@ def fit_surrogate(tokens: Tensor, log_phi: Tensor, scale: float, vocab_size: int
     ordered = tokens.sort(1).values  # [N, T]
     is_first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)  # of equal tokens
     counts = is_first.float()
-    parts = list(zip(ordered.split(ROWS), counts.split(ROWS), labels.split(ROWS), strict=True))
     scores = torch.zeros(vocab_size, 1, device=tokens.device, requires_grad=True)  # g
     # From the base rate, L-BFGS needs no steps to find that nearly all labels are zero.
     start = labels.mean().clamp(1e-6, 1 - 1e-6).logit()
@@ -36,16 +34,12 @@ def fit_surrogate(tokens: Tensor, log_phi: Tensor, scale: float, vocab_size: int
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        total = PENALTY / 2 * scores.square().sum()
+        sums = F.embedding_bag(ordered, scores, per_sample_weights=counts, mode="sum")  # [N, 1]
+        logits = sums.squeeze(1) + intercept
+        entropy = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        total = PENALTY / 2 * scores.square().sum() + entropy
         total.backward()
-        total = total.detach()
-        for some, count, label in parts:
-            sums = F.embedding_bag(some, scores, per_sample_weights=count, mode="sum")  # [n, 1]
-            logits = sums.squeeze(1) + intercept
-            entropy = F.binary_cross_entropy_with_logits(logits, label, reduction="sum")
-            entropy.backward()
-            total = total + entropy.detach()
-        return total
+        return total.detach()
 
     optimizer.step(loss)
     return scores.detach().squeeze(1)

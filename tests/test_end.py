@@ -1,15 +1,14 @@
-"""Texts that end: a world with an absorbing token, enumerated; no loss sees behind the end."""
+"""Texts that end: a world with an absorbing token, enumerated."""
 
 import pytest
 import torch
-from worlds import bias, generator, mutant, sequence_numbers, table_world, tiny_conditional
+from worlds import bias, generator, mutant, table_world
 
 import tsmc.proposal
-from distill.grpo import grpo_loss
 from tinystories.decoder import counted
 from tsmc import sampler
 from tsmc.exact import TableModel, Target, Tree
-from tsmc.proposal import proposal_log_probs, sample_proposal
+from tsmc.proposal import proposal_log_probs
 from tsmc.sampler import Sigma
 from twist.ctl import ctl_loss, draw_batch
 from twist.potential import TextPotential
@@ -64,20 +63,6 @@ def test_a_broken_wait_is_found(change, monkeypatch):
     assert max(bias(model, twist, log_phi, 2, "multinomial", x) for x in (0.0, 1.0)) > 1e-3
 
 
-def test_a_finished_text_waits_with_the_twist_of_its_end():
-    model, twist, _ = world(3, 5)
-    drawn = sample_proposal(model, twist, 200, generator(0))
-    is_behind = ~counted(drawn.tokens, END)
-    assert 50 < is_behind.any(1).sum() < 200 and (drawn.tokens[is_behind] == END).all()
-    assert not drawn.log_p[is_behind].any() and not drawn.log_q[is_behind].any()
-    last = counted(drawn.tokens, END).sum(1, keepdim=True) - 1
-    at_end = drawn.log_psi.gather(1, last).expand_as(drawn.log_psi)
-    assert torch.equal(drawn.log_psi[is_behind], at_end[is_behind])
-    for t, listed in enumerate(Tree(model).prefix_log_psi(twist)):
-        numbers = sequence_numbers(drawn.tokens[:, : t + 1], 3)
-        torch.testing.assert_close(drawn.log_psi[:, t], listed[numbers])
-
-
 def test_the_gradient_of_ctl_is_the_enumerated_one_where_texts_end():
     """Behind the end psi waits, so what the twist would say there has no gradient."""
     model, twist, log_phi = world()
@@ -92,19 +77,6 @@ def test_the_gradient_of_ctl_is_the_enumerated_one_where_texts_end():
     mean, error = gradients.mean(0)[~is_behind], gradients.std(0)[~is_behind] / 60**0.5
     assert ((mean - exact[~is_behind]) / error).abs().max() < 4
     assert (mean / error).abs().median() > 20  # it can tell the gradient from none
-
-
-def test_no_loss_sees_what_is_behind_the_end():
-    model = tiny_conditional(0, END)
-    tokens = sample_proposal(model, None, 64, generator(1)).tokens
-    is_behind = ~counted(tokens, END)
-    assert is_behind.any()
-    log_p = [model.log_probs(tokens.masked_fill(is_behind, token))[0] for token in (END, 3)]
-    torch.testing.assert_close(log_p[0], log_p[1])
-    advantage = torch.randn(64, generator=generator(2))
-    ref = torch.zeros_like(log_p[0])
-    losses = [grpo_loss(x, ref, advantage, 0.1, ~is_behind) for x in log_p]
-    torch.testing.assert_close(losses[0], losses[1])
 
 
 def test_the_potential_reads_the_text_without_its_end():

@@ -15,7 +15,7 @@ from distill.pooled import Pooled, PooledOptions
 from tinystories.checkpoint import read_tensors, write_tensors
 from tinystories.errors import InputError
 from tsmc.exact import Target, Tree
-from tsmc.resampling import multinomial, normalise, systematic
+from tsmc.resampling import multinomial, normalise
 from tsmc.runs import draw_population
 from twist.mlp import TwistMLP
 from twist.pair import Pair, load_pair, save_pair
@@ -199,11 +199,3 @@ def test_with_hints_the_ladder_finds_what_p0_does_not():
     pair = Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
     target = Target(BASE, log_phi)
     assert target.kl_to(log_q(pair)) < 0.2 * target.kl_to(target.log_p[-1])
-
-
-def test_how_the_runs_of_each_learner_resample():
-    rules = []
-    for kind, options in ((Paper, PAPER), (Paper, WEIGHTED_PAPER), (Pooled, POOLED)):
-        rules.append(kind(BASE, rare_potential, options, Streams(0)).rule())
-    assert [rule["ess_threshold"] for rule in rules] == [1, 0, 0]
-    assert [rule["resample"] for rule in rules] == [multinomial, systematic, systematic]

@@ -78,11 +78,6 @@ def test_f_is_never_below_phi_of_a_continuation(spec):
         assert log_f >= max(value for text, value in phi.items() if text.startswith(begun)), begun
 
 
-def test_a_word_counts_once_it_is_finished():
-    (factor,) = make_factors(["without:dog"], 1.0, None)
-    assert factor.log_prefix([" a dog", " a Dog."]) == [0.0, -INF]
-
-
 def letters(rows):
     return ["".join("abcdefg"[token] for token in row) for row in rows]
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from eval.command import OneLineParser, one_line_errors, say
-from eval.config import saved_config
+from eval.config import RunOptions, saved_config
 from eval.evaluate import target_row
 from eval.metrics import describe, kl_of_log_q
 from eval.sample import TrainedRun
 from eval.table import aligned, columns, named_rows, read_results
-from eval.world import World, load_own_target
+from eval.world import World, load_world
 from tinystories.checkpoint import read_json, reading
 from tinystories.errors import InputError, shortened
 from tsmc.proposal import sample_proposal
@@ -73,22 +73,17 @@ def read_texts(path: Path, prompt: str) -> list[str]:
         return texts
 
 
-def load(run: Path) -> tuple[TrainedRun, World]:
-    """The first run's world with its exact samples."""
+def load(run: Path) -> tuple[RunOptions, World]:
+    """The options of the first run, and its world with its exact samples."""
     say("loading the networks")
     trained = TrainedRun(run)
-    options = trained.config.run
-    world = trained.world(options)
-    exact = load_own_target(run, options, world.base.vocab_size)
-    if world.exact is None and exact is not None:
-        world.set_exact(exact)
-    return trained, world
+    return trained.config.run, trained.load_world(trained.config.run, load_world)
 
 
 def add_texts(rows: dict[str, list[dict]], files: list[Path], run: Path) -> None:
     """A row for each file of texts, and Target's noise level for as many as the smallest has."""
-    trained, world = load(run)
-    texts = {path: read_texts(path, trained.config.run.prompt) for path in files}
+    options, world = load(run)
+    texts = {path: read_texts(path, options.prompt) for path in files}
     if world.exact is not None:
         target = world.score(world.exact.tokens)
         rows["Target"] = [target_row(world, target, min(map(len, texts.values())))]
@@ -113,8 +108,7 @@ def add_log_q(rows: dict[str, list[dict]], path: Path, run: Path) -> None:
 
 def add_best_of(rows: dict[str, list[dict]], count: int, run: Path) -> None:
     """A row for the best by phi of `count` texts of p, as many times as a row has texts / 5."""
-    trained, world = load(run)
-    options = trained.config.run
+    options, world = load(run)
 
     def draw(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         return {"tokens": sample_proposal(world.base, None, size, generator).tokens}

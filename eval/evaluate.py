@@ -11,7 +11,7 @@ from eval import metrics
 from eval.config import RunOptions
 from eval.run import Run
 from eval.scorers.potentials import SOFTEN
-from eval.world import World, load_own_target, save_target, sigma_key
+from eval.world import World, save_target, sigma_key
 from tinystories.errors import InputError
 from tsmc import processes
 from tsmc.proposal import proposal_log_probs, sample_proposal
@@ -29,9 +29,6 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> dict:
     """The rows Base and Target, where p^(0) and sigma stand; measured once in a run."""
     options = run.config.run
     if processes.first(run.folder(None).exists()):
-        exact = load_own_target(run.path, options, world.base.vocab_size)
-        if world.exact is None and exact is not None:
-            world.set_exact(exact)
         return run.read_row(None)
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from eval.command import OneLineParser, one_line_errors, say
 from eval.config import LEARNERS, RunOptions, saved_config
 from eval.run import ROW, finite_or_null
 from eval.scorers.potentials import SOFTEN
-from eval.world import World, identity, load_sigma, load_world, read_network
+from eval.world import World, identity, load_sigma, read_network
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError, listed, printable
 from tsmc import SCHEMES
@@ -50,10 +51,10 @@ class TrainedRun:
             there = listed(map(str, saved))
             raise InputError(f"generation {self.generation} is not in {run}; it holds {there}")
         self.run = run
-        self.config = saved_config(run).change(device=device, target="")
+        self.config = saved_config(run).change(device=device)
         self.world = lru_cache(maxsize=1)(self.load_world)
 
-    def load_world(self, options: RunOptions) -> World:
+    def load_world(self, options: RunOptions, load: Callable = load_sigma) -> World:
         """What is fixed, loaded; InputError where the run was made with other networks."""
         hashes = identity(options, self.run / "potential")
         made_with = hashes | read_json(self.run / "config.json").get("networks", {})
@@ -61,7 +62,7 @@ class TrainedRun:
         if changed:
             fault = f"{self.run}: {listed(changed)} changed since the run was made"
             raise InputError(f"{fault}; restore what it had, or make a new run")
-        return load_world(options, self.run / "potential")
+        return load(options, self.run / "potential")
 
     def pair(self, world: World) -> Pair:
         """(p^(m), psi^(m))"""

@@ -7,7 +7,6 @@ what their sigma depends on: samples of other checkpoints belong to another sigm
 tokens, D width of an embedding.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -114,19 +113,22 @@ def load_sigma(options: RunOptions, folder: Path | None = None) -> World:
 
 
 def load_world(options: RunOptions, folder: Path | None = None) -> World:
-    """`load_sigma`, the sentence encoder, and exact samples of sigma if there are any that fit."""
+    """`load_sigma`, the sentence encoder, and exact samples: those of --target, those that the run
+    has drawn beside `folder`, or the shipped ones where they are of this sigma."""
     world, device = load_sigma(options, folder), options.torch_device()
     source = torch.Generator(device).manual_seed(options.seed)
     check_potential(world.base, world.potential, source)
     encoder, its_tokenizer = similarity.load(directory_of(options, "similarity_model"), device)
     world.encode = Runner(encoder.to(DTYPES[options.dtype]), its_tokenizer)
     directory = Path(options.target) if options.target else SHIPPED
-    exact = load_target(directory, sigma_key(options, folder), world.base.vocab_size)
+    if not options.target and folder is not None and (folder.parent / "target").exists():
+        directory = folder.parent / "target"
+    exact = load_target(directory, sigma_key(options, folder))
     if exact is not None:
         world.set_exact(exact)
-    elif options.target:
-        fault = f"--target {options.target}: holds samples of another sigma"
-        raise InputError(f"{fault}; name one of the same model, potential, prompt and length")
+    elif directory != SHIPPED:
+        fault = f"{directory}: holds samples of another sigma"
+        raise InputError(f"{fault}; restore the config.json of the run, or name another --target")
     return world
 
 
@@ -174,17 +176,6 @@ def sigma_key(options: RunOptions, folder: Path | None = None) -> dict:
     return key | ({"end": options.end} if options.end else {})
 
 
-def load_own_target(run: Path, options: RunOptions, vocab_size: int) -> ExactSamples | None:
-    """The exact samples that a run has drawn; None where it has not, InputError for others."""
-    if not (run / "target").exists():
-        return None
-    exact = load_target(run / "target", sigma_key(options, run / "potential"), vocab_size)
-    if exact is None:
-        fault = "holds samples of another sigma"
-        raise InputError(f"{run / 'target'}: {fault}; restore the config.json of the run")
-    return exact
-
-
 def save_target(directory: Path, exact: ExactSamples, key: dict, **notes) -> None:
     """Write `samples.safetensors` and `target.json`, with `notes` beside the numbers."""
     tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi}
@@ -195,26 +186,17 @@ def save_target(directory: Path, exact: ExactSamples, key: dict, **notes) -> Non
     checkpoint.write_json(directory / "target.json", values | notes)
 
 
-def load_target(directory: Path, key: dict, vocab_size: int) -> ExactSamples | None:
+def load_target(directory: Path, key: dict) -> ExactSamples | None:
     """The samples of a directory; None where they are of another sigma; InputError if damaged."""
     path = Path(directory) / "target.json"
     samples = path.with_name(SAMPLES)
     raw = checkpoint.read_json(path)
     with reading(path, "not a target file", REMAKE):
-        made_for = {"potential": ["toxicity"]} | raw["key"]
-        count = int(raw["num_samples"])
-        numbers = (int(raw["num_proposals"]), float(raw["log_z"]), float(raw["log_z_std_error"]))
-        if not (2 <= count <= numbers[0] and math.isfinite(numbers[1])):
-            raise ValueError("its numbers contradict each other")
-    if made_for != key:
-        return None
-    tensors = checkpoint.read_tensors(samples)
-    with reading(samples, "not the exact samples", REMAKE):
+        if {"potential": ["toxicity"]} | raw["key"] != key:
+            return None
         if raw["sha256"] != digest_of(samples):
-            raise ValueError("target.json has another sha256")
-        tokens = tensors["tokens"].long()
-        log_phi = tensors["log_phi"]
-        fits = tokens.shape == (count, key["length"]) and log_phi.shape == (count,)
-        if not fits or tokens.min() < 0 or tokens.max() >= vocab_size or not log_phi.max() <= 1e-6:
-            raise ValueError("shapes, tokens or log_phi do not fit target.json")
-    return ExactSamples(tokens, log_phi, *numbers)
+            raise ValueError(f"it has another sha256 for {SAMPLES}")
+        numbers = [float(raw[name]) for name in ("log_z", "log_z_std_error")]
+        proposals = int(raw["num_proposals"])
+    tensors = checkpoint.read_tensors(samples)
+    return ExactSamples(tensors["tokens"].long(), tensors["log_phi"], proposals, *numbers)

@@ -16,6 +16,7 @@ from jobs import refusal
 from eval import compare
 from eval.metrics import energy_distance, energy_floor
 from eval.sample import TrainedRun
+from eval.world import load_world
 from tsmc import Population
 from tsmc.proposal import proposal_log_probs
 
@@ -42,7 +43,7 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
     own = tmp_path / "own.txt"
     own.write_text("\n".join(json.loads(row)["text"].replace("\n", r"\n") for row in rows))
     trained = TrainedRun(finished_run)
-    world = trained.world(trained.config.run)
+    world = trained.load_world(trained.config.run, load_world)
     pair = trained.pair(world)
     log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)[1]
     (tmp_path / "log-q").write_text("\n".join(map(str, log_q.tolist())))

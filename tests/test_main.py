@@ -220,7 +220,7 @@ OWN = "def phi(texts):\n    return [0.0 for _ in texts]\n"
         (["--potential", "kindness"], ["--potential kindness", "keyword:WORD"]),
         (["--potential", "a/own.py:phi", "--potential", "b/own.py:phi"], ["b/own.py", "rename"]),
         (["--target", "a"], ["a/target.json: no such file"]),
-        (["--target", "sixty", "--beta", 9], ["--target sixty", "another sigma"]),
+        (["--target", "sixty", "--beta", 9], ["sixty: holds", "another sigma"]),
     ],
 )
 def test_bad_options_are_refused(tmp_path, arguments, parts, monkeypatch, finished_run):

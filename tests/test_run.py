@@ -1,6 +1,5 @@
 """What a run writes and reads: exact samples of the target, whole files, rows and figures."""
 
-import dataclasses
 import json
 import math
 
@@ -25,37 +24,25 @@ TARGET = ExactSamples(TOKENS, torch.tensor([-0.5, -0.25]), 900, -7.5, 0.04)
 
 def test_a_target_survives_its_files_and_serves_its_own_sigma(tmp_path):
     save_target(tmp_path, TARGET, KEY, seed=0)
-    again = load_target(tmp_path, KEY, 9)
+    again = load_target(tmp_path, KEY)
     assert torch.equal(again.tokens, TARGET.tokens) and torch.equal(again.log_phi, TARGET.log_phi)
     assert (again.num_proposals, again.log_z, again.log_z_std_error) == (900, -7.5, 0.04)
     others = [{"beta": 1.0}, {"length": 4}, {"prompt": "Two"}, {"potential": ["regex:a"]}]
     for other in [*others, {"lm": "c" * 64}, {"toxicity": "c" * 64}, {"end": "."}]:
-        assert load_target(tmp_path, KEY | other, 9) is None
+        assert load_target(tmp_path, KEY | other) is None
     content = (tmp_path / "samples.safetensors").read_bytes()
     (tmp_path / "samples.safetensors").write_bytes(content[:-1] + b"?")
-    with pytest.raises(InputError, match=r"samples\.safetensors: .*another sha256"):
-        load_target(tmp_path, KEY, 9)
+    with pytest.raises(InputError, match=r"target\.json: .*another sha256 for samples"):
+        load_target(tmp_path, KEY)
 
 
-IMPOSSIBLE = [{"key": 5}, {"num_proposals": 1}]
-IMPOSSIBLE += [{"log_z": math.nan}, {"log_z_std_error": 10**400}]
-
-
-@pytest.mark.parametrize("values", IMPOSSIBLE)
+@pytest.mark.parametrize("values", [{"key": 5}, {"log_z_std_error": 10**400}])
 def test_impossible_values_in_a_target_are_refused(tmp_path, values):
     save_target(tmp_path, TARGET, KEY, seed=0)
     path = tmp_path / "target.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     with pytest.raises(InputError, match=r"target\.json: not a target file"):
-        load_target(tmp_path, KEY, 9)
-
-
-@pytest.mark.parametrize("change", [[TOKENS + 6], [TOKENS[:, :2]], [TOKENS, TARGET.log_phi + 1]])
-def test_impossible_samples_of_a_target_are_refused(tmp_path, change):
-    exact = dataclasses.replace(TARGET, **dict(zip(("tokens", "log_phi"), change, strict=False)))
-    save_target(tmp_path, exact, KEY, seed=0)
-    with pytest.raises(InputError, match=r"samples\.safetensors: .* do not fit target\.json"):
-        load_target(tmp_path, KEY, 9)
+        load_target(tmp_path, KEY)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -85,7 +85,7 @@ def test_without_resampling_the_weights_are_those_of_the_target(run, m, prompt):
     options = dataclasses.replace(trained.config.run, prompt=prompt, beta=0.3)
     world = trained.world(options)
     pair = trained.pair(world)
-    drawn = draw(world, pair, options, 9, 4, rows=18, **trained.rule(world))  # two chunks
+    drawn = draw(world, pair, options, 9, 4, **trained.rule(world))
     tokens = drawn.population.tokens.flatten(0, 1)  # [R K, T]
     log_phi = options.beta * world.log_toxicity(drawn.texts).double()
     log_q = proposal_log_probs(pair.model, pair.twist, tokens)[1]

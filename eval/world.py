@@ -194,9 +194,9 @@ def load_target(directory: Path, key: dict) -> ExactSamples | None:
     with reading(path, "not a target file", REMAKE):
         if {"potential": ["toxicity"]} | raw["key"] != key:
             return None
-        if raw["sha256"] != digest_of(samples):
-            raise ValueError(f"it has another sha256 for {SAMPLES}")
         numbers = [float(raw[name]) for name in ("log_z", "log_z_std_error")]
         proposals = int(raw["num_proposals"])
+    if raw.get("sha256") != digest_of(samples):
+        raise InputError(f"{samples}: target.json has another sha256; {REMAKE}")
     tensors = checkpoint.read_tensors(samples)
     return ExactSamples(tensors["tokens"].long(), tensors["log_phi"], proposals, *numbers)

@@ -32,7 +32,7 @@ def test_a_target_survives_its_files_and_serves_its_own_sigma(tmp_path):
         assert load_target(tmp_path, KEY | other) is None
     content = (tmp_path / "samples.safetensors").read_bytes()
     (tmp_path / "samples.safetensors").write_bytes(content[:-1] + b"?")
-    with pytest.raises(InputError, match=r"target\.json: .*another sha256 for samples"):
+    with pytest.raises(InputError, match=r"samples\.safetensors: .*another sha256"):
         load_target(tmp_path, KEY)
 
 

@@ -87,9 +87,9 @@ def test_intervals_cover_where_weights_are_light_and_a_heavy_tail_is_told():
     """
     parts, log_z, share = repeated(0.5, 100, 1.0)
     evidence = [part.evidence() for part in parts]
-    assert sum(abs(x.value - log_z) < x.half_width() for x in evidence) >= 0.9 * 100
+    assert sum(abs(x.value - log_z) < x.half_width() for x in evidence) >= 0.85 * 100
     chance = [part.probability(lambda text: text[0] == "b") for part in parts]
-    assert sum(abs(x.value - share) < x.half_width() for x in chance) >= 0.9 * 100
+    assert sum(abs(x.value - share) < x.half_width() for x in chance) >= 0.85 * 100
     assert sum(part.warning() != "" for part in parts) < 0.1 * 100
     parts, log_z, _ = repeated(3.0, 40, 0.0)
     evidence = [part.evidence() for part in parts]

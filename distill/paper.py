@@ -47,9 +47,7 @@ class PaperOptions:
     effective_potential: bool = option(True, "use phi^(m), so that sigma stays the target")
     student: str = option("full", "what is fine-tuned", choices=("full", "lora"))
     twist: str = option("mlp", "the form of psi", choices=FORMS)
-    ctl_updates: tuple[int, ...] = option(
-        (280, 140), "gradient steps for psi^(0), psi^(1), ...; the last number serves the others", 1
-    )
+    ctl_updates: int = option(140, "gradient steps for each twist", 1)
     ctl_batch_size: int = option(100, "sequences drawn i.i.d. from q for one step", 2)
     ctl_learning_rate: float = option(3e-4, "Adam's step size; falls linearly to a tenth", 0, 1)
     distill_runs: int = option(300, "R, TSMC runs that are distilled", 1)
@@ -64,7 +62,7 @@ WEIGHTED = {
     "particles": 50,
     "resampling": "systematic",
     "ess_threshold": 0.0,
-    "ctl_updates": (70,),
+    "ctl_updates": 70,
     "distill_updates": 120,
 }
 """What `weighted` sets in place of the defaults above."""
@@ -122,7 +120,7 @@ class Paper(Learner):
         psi = make_twist(options.twist, model, generator)
         optimizer = torch.optim.Adam(psi.parameters(), lr=options.ctl_learning_rate)
         sigma = self.sigma(model)
-        updates = self.twist_updates(m)
+        updates = options.ctl_updates
         for update in range(updates):
             falling = 1 - 0.9 * update / updates
             optimizer.param_groups[0]["lr"] = options.ctl_learning_rate * falling
@@ -144,11 +142,6 @@ class Paper(Learner):
         """The target, as p^(m) = model sees it."""
         return seen_from(model, self.base, self.log_phi, self.options.effective_potential)
 
-    def twist_updates(self, m: int) -> int:
-        """Updates of CTL in generation m."""
-        updates = self.options.ctl_updates
-        return updates[min(m, len(updates) - 1)]
-
     def rule(self) -> dict[str, Any]:
         """How runs resample."""
         scheme = SCHEMES[self.options.resampling]
@@ -157,11 +150,8 @@ class Paper(Learner):
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations: all that are drawn."""
         options = self.options
-        updates = sum(self.twist_updates(m) for m in range(generations + 1))
-        return (
-            updates * options.ctl_batch_size
-            + generations * options.distill_runs * options.particles
-        )
+        learning = (generations + 1) * options.ctl_updates * options.ctl_batch_size
+        return learning + generations * options.distill_runs * options.particles
 
     def first_draws(self) -> tuple[int, str]:
         """CTL learns from one batch at a time."""

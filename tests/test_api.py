@@ -34,7 +34,7 @@ def test_algorithm_1_runs_and_its_q_is_the_networks_own(tmp_path, kind, kind_of_
     factor = Factor(lambda texts: [-2.0 * text.count("0") for text in texts])
     phi = TextPotential([factor], str_of, PROMPT)
     if kind_of_learner == "paper":
-        sizes = {"ctl_updates": (3,), "distill_runs": 3, "distill_updates": 2}
+        sizes = {"ctl_updates": 3, "distill_runs": 3, "distill_updates": 2}
         learner = Paper(model, phi, PaperOptions(particles=4, **sizes), Streams(0))
     else:
         sizes = {"pool_first_draws": 40, "pool_first_rounds": 2, "pool_first_updates": 2}

@@ -75,7 +75,7 @@ REFUSED = {
     "--pool-draws 5": "unrecognized arguments: --pool-draws",
     "--learner pooled --ctl-updates 5": "unrecognized arguments: --ctl-updates",
     "--learner pooled --pool-draws 0": "--pool-draws is 0; give at least 1",
-    "--ctl-updates 7 0": "--ctl-updates is 0; give at least 1",
+    "--ctl-updates 0": "--ctl-updates is 0; give at least 1",
     "--eval-particles 0": "--eval-particles is 0; give at least 1",
     "--beta nan": "--beta is nan; give at least 0",
 }

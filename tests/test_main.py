@@ -44,7 +44,7 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
         assert row["populations"].keys() == {"6", "3"}
         assert all(0 <= score <= 1 for score in row["populations"].values())
     config = read(finished_run / "config.json")
-    assert config["seed"] == 0 and config["ctl_updates"] == [3] and "torch" in config["versions"]
+    assert config["seed"] == 0 and config["ctl_updates"] == 3 and "torch" in config["versions"]
     assert set(config["networks"]) == {"lm", "toxicity_model", "similarity_model"}
     steps = []
     for folder in ("base", "generation-0", "generation-1"):

@@ -26,7 +26,7 @@ from twist.potential import seen_from
 
 END = 6
 SIZES = {"particles": 5, "distill_runs": 7, "ctl_batch_size": 7}
-SIZES |= {"ctl_updates": (2,), "distill_updates": 2}
+SIZES |= {"ctl_updates": 2, "distill_updates": 2}
 POOL = {"pool_first_draws": 99, "pool_first_rounds": 2, "pool_first_updates": 2}
 POOL |= {"pool_draws": 45, "pool_updates": 2, "pool_batch_size": 9}
 TUNED = {"updates": 2, "batch_size": 7}

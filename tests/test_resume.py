@@ -125,7 +125,7 @@ def test_a_damaged_file_is_named(copied, name):
         ({"potential": "toxicity"}, "--potential is 'toxicity'; give a list"),
         ({"eval_particles": []}, r"--eval-particles is \(\); give a list"),
         ({"beta": 10**400}, r"--beta is 1000.*; give at most"),
-        ({"ctl_updates": [0]}, "--ctl-updates is 0; give at least 1"),
+        ({"ctl_updates": 0}, "--ctl-updates is 0; give at least 1"),
         ({"learner": "published"}, "--learner is 'published'; give one of paper, weighted"),
         ({"pool_draws": 5}, "--pool-draws: no option of --learner weighted"),
     ],

@@ -107,7 +107,7 @@ class Linear(torch.nn.Module):
 
 def test_another_form_is_a_class_and_an_entry(tmp_path, monkeypatch):
     monkeypatch.setitem(FORMS, "linear", Linear)
-    options = PaperOptions(twist="linear", ctl_updates=(60,), ctl_learning_rate=1e-2)
+    options = PaperOptions(twist="linear", ctl_updates=60, ctl_learning_rate=1e-2)
     pair = Paper(BASE, rare_potential, options, Streams(0)).first_twist()
     target = Target(BASE, rare_potential)
     log_q = Tree(BASE).prefix_log_q(pair.twist)[-1]

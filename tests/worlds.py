@@ -221,7 +221,7 @@ def learn(
     twist, model, log_phi, updates, batch_size, learning_rate=2e-4, base=None
 ) -> list[dict[str, float]]:
     """Line 4 of Algorithm 1 with a twist of any kind; what was reported."""
-    sizes = {"ctl_updates": (updates,), "ctl_batch_size": batch_size}
+    sizes = {"ctl_updates": updates, "ctl_batch_size": batch_size}
     options = PaperOptions(**sizes, ctl_learning_rate=learning_rate)
     reports = Recorded()
     learner = Paper(base or model, log_phi, options, Streams(0), reports)

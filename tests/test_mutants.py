@@ -59,8 +59,8 @@ DRAW = "resample(normalise(log_weights), generator)"
 LAST = "step.log_p + log_phi - step.log_q"
 MUTANTS = {  # name: the check that notices it, what is replaced, by what
     "final correction dropped": ("always", LAST, "step.log_normaliser"),
-    "log psi kept at the end": ("always", "- step.log_q - log_psi", "- step.log_q - 0 * log_psi"),
-    "log psi kept before": ("always", "log_normaliser - log_psi", "log_normaliser - 0 * log_psi"),
+    "log psi kept at the end": ("always", "- step.log_q - log_psi.flatten()", "- step.log_q"),
+    "log psi kept before": ("always", "log_normaliser - log_psi.flatten()", "log_normaliser"),
     "log psi not reordered": ("always", "log_psi = log_psi[run, ancestors]", "pass"),
     "log p not reordered": ("generation one", "log_p = log_p[run, ancestors]", "pass"),
     "tokens not reordered": ("always", " tokens = tokens[run, ancestors]", " pass"),

@@ -47,7 +47,7 @@ def test_unbiased_with_dead_beginnings(ess_threshold):
 
 MUTANTS = {
     "f leaves no trace in the weights": ("log_w = log_w + log_f", "pass"),
-    "f is not divided out": (".view_as(log_p) - log_f", ".view_as(log_p)"),
+    "f is not divided out": ("log_w.view_as(log_p) - log_f", "log_w.view_as(log_p)"),
     "f = 0 is divided out": ("log_f = log_f.masked_fill(log_f == -torch.inf, 0.0)", "pass"),
     "f stays behind when particles move": ("log_f = log_f[run, ancestors]", "pass"),
     "f counts at T too": ("log_prefix is not None and not is_last", "log_prefix is not None"),

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
-from tsmc.interfaces import Decoder, LanguageModel, LogPotential, LogPrefix, Twist, call_potential
-from tsmc.proposal import Extension, propose, wait
+from tsmc.interfaces import LanguageModel, LogPotential, LogPrefix, Twist, call_potential
+from tsmc.proposal import propose, wait
 from tsmc.resampling import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise
 
-EARLY = 0.5
+EARLY = 0.5  # ESS / K below which a run with a prefix part resamples
 
 
 @dataclass(frozen=True)
@@ -88,40 +88,6 @@ class Step:
     ancestors: Tensor  # [R, K]
 
 
-def extend(
-    model: LanguageModel,
-    decoder: Decoder,
-    twist: Twist | None,
-    tokens: Tensor,
-    log_psi: Tensor,
-    generator: torch.Generator,
-) -> Extension:
-    """s_t ~ q_t for every particle behind tokens [R, K, t - 1] and log psi [R, K]; all [R K]."""
-    step = propose(model, decoder, twist, uniforms(log_psi.numel(), 1, generator))
-    is_finished = (tokens[..., -1:] == model.end).any(-1)  # [R, K]
-    return wait(step, is_finished.flatten(), log_psi.flatten(), model.end)
-
-
-def reweight(step: Extension, log_psi: Tensor, log_phi: Tensor | None) -> Tensor:
-    """log w_t [R K] of particles with log psi(s_{1:t-1}) [R K]; log phi is known at t = T."""
-    if log_phi is None:
-        # p psi / q_t is the normaliser, whichever token was drawn.
-        return step.log_normaliser - log_psi
-    # phi takes the place of psi, with which the token was drawn, so nothing cancels (D1).
-    return step.log_p + log_phi - step.log_q - log_psi
-
-
-def draw_ancestors(
-    log_weights: Tensor, is_due: Tensor, resample: Scheme, generator: torch.Generator
-) -> Tensor:
-    """Ancestors [R, K] by log weights [R, K] in runs that are due [R]; in others, each its own."""
-    runs, particles = log_weights.shape
-    identity = torch.arange(particles, device=log_weights.device).repeat(runs, 1)
-    if not is_due.any():
-        return identity
-    return torch.where(is_due[:, None], resample(normalise(log_weights), generator), identity)
-
-
 @torch.no_grad()
 def tsmc(
     model: LanguageModel,
@@ -154,19 +120,27 @@ def tsmc(
     log_z = log_p.new_zeros(runs)  # [R]
     tokens = log_p.new_empty(runs, particles, 0, dtype=torch.long)  # [R, K, t]
     run = torch.arange(runs, device=log_p.device)[:, None]  # [R, 1]
+    identity = torch.arange(particles, device=log_p.device).repeat(runs, 1)  # [R, K]
     # Everything that a particle owns is reordered below; whoever adds something adds it there too.
     for t in range(model.length):
         is_last = t == model.length - 1
         # 1. extend
-        step = extend(model, decoder, twist, tokens, log_psi, generator)
+        step = propose(model, decoder, twist, uniforms(runs * particles, 1, generator))
+        is_finished = (tokens[..., -1:] == model.end).any(-1)  # [R, K]
+        step = wait(step, is_finished.flatten(), log_psi.flatten(), model.end)  # all [R K]
         tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)
         log_p = log_p + step.log_p.view_as(log_p)
         # 2. reweight
         rows = tokens.flatten(0, 1)  # [R K, t]
         if is_last:
             log_phi = call_potential(log_potential, rows, log_p.flatten())
+            # phi takes the place of psi, with which the token was drawn: nothing cancels (D1).
+            log_w = step.log_p + log_phi - step.log_q - log_psi.flatten()
+        else:
+            # p psi / q_t is the normaliser, whichever token was drawn.
+            log_w = step.log_normaliser - log_psi.flatten()
         # f_{t-1} came in one step ago; divided out here, only the latest f stays in the weight.
-        log_w = reweight(step, log_psi.flatten(), log_phi).view_as(log_p) - log_f  # [R, K]
+        log_w = log_w.view_as(log_p) - log_f  # [R, K]
         log_psi = step.log_psi.view_as(log_p)
         if log_prefix is not None and not is_last:
             log_f = call_potential(log_prefix, rows).view_as(log_p)
@@ -178,7 +152,10 @@ def tsmc(
         evidence = log_z + log_mean_exp(log_weights)  # [R]
         # 3. resample. Rounding can make the ESS of equal weights K or more: hence `== 1`.
         is_due = (ess < ess_threshold * particles) | (ess_threshold == 1) | is_last  # [R]
-        ancestors = draw_ancestors(log_weights, is_due, resample, generator)
+        ancestors = identity  # [R, K]
+        if is_due.any():
+            drawn = resample(normalise(log_weights), generator)
+            ancestors = torch.where(is_due[:, None], drawn, identity)
         if observer is not None:
             observer(Step(tokens, log_psi, log_w, log_weights, ess, evidence, ancestors))
         log_z = torch.where(is_due, evidence, log_z)

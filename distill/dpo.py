@@ -55,7 +55,7 @@ class DPO(Baseline):
         log_ref = processes.gather_rows(drawn.log_p.sum(-1))  # [N]
         reward = processes.gather_rows(call_potential(self.log_phi, drawn.tokens))  # [N]
         pairs = preference_pairs(reward)  # [M, 2]
-        policy = student.after(self.base)
+        policy = self.base.with_network(student.network)
         total = 0.0
         for part in pairs[processes.own_rows(len(pairs))].split(ROWS // 2):
             log_pi = policy.log_probs(tokens[part].flatten(0, 1))[0].sum(-1).view(-1, 2)  # [m, 2]

@@ -97,16 +97,13 @@ class Student:
         # A step of 3e-5 would vanish in bfloat16, so training is in float32 at least.
         self.network = copy.deepcopy(network).to(wide).requires_grad_(True)
         self.lora = lora
-        everything = list(self.network.parameters())
-        self.parameters = add_lora(self.network, generator) if lora else everything
+        self.parameters = list(self.network.parameters())
+        if lora:
+            self.parameters = add_lora(self.network, generator)
         matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
         vectors = [parameter for parameter in self.parameters if parameter.ndim <= 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, weight_decay=WEIGHT_DECAY)
-
-    def after(self, base: BaseModel) -> BaseModel:
-        """The student as a language model after the prompt of `base`."""
-        return base.with_network(self.network)
 
     def step(self) -> None:
         """One update with the gradients of all processes, which are zero afterwards."""

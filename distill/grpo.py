@@ -75,7 +75,7 @@ class GRPO(Baseline):
         advantage = advantages(reward)[own]  # [n]
         is_counted = counted(tokens, self.base.end)  # [n, T]
         tokens_of_all = processes.gather_rows(is_counted.sum(1)).sum().item()
-        policy = student.after(self.base)
+        policy = self.base.with_network(student.network)
         total = 0.0
         for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
             with torch.no_grad():

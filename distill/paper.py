@@ -84,7 +84,7 @@ class Paper(Learner):
         is_lora = options.student == "lora"
         rate = options.distill_learning_rate * (10 if is_lora else 1)
         student = Student(pair.model.network, rate, is_lora, generator)
-        model = student.after(self.base)
+        model = self.base.with_network(student.network)
         for rows in draw_batches(weights, BATCH_SIZE, options.distill_updates, generator):
             is_counted = counted(tokens[rows], model.end)  # [n, T]
             own = processes.own_rows(len(rows))

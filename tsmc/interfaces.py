@@ -9,8 +9,6 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from tinystories.errors import InputError
-
 MAX_LOGITS = 2**22  # entries of one tensor of logits: 16 MB in float32, of which a few are alive
 Twist = Callable[[Tensor], Tensor]
 """twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
@@ -69,16 +67,10 @@ class LearnableTwist(Protocol):
 
 
 def call_potential(log_phi: Callable[..., Tensor], tokens: Tensor, *log_p: Tensor) -> Tensor:
-    """log phi [N] of tokens [N, T], given as a copy; InputError for another shape.
-
-    log_p [N] is passed on where it is given.
-    """
+    """log phi [N] of tokens [N, T], given as a copy, and of log_p [N] where it is given."""
     values = log_phi(tokens.clone(), *log_p)
-    if not isinstance(values, Tensor) or values.dtype == torch.bool:
-        raise InputError("log phi must be a tensor of numbers; for a condition 0 and -inf")
-    if values.shape != tokens.shape[:1]:
-        fault = f"log phi has shape {list(values.shape)} for {len(tokens)} texts"
-        raise InputError(f"{fault}; return one number each")
+    assert values.shape == tokens.shape[:1], "log phi must be a tensor with a number for each text"
+    assert values.dtype != torch.bool, "log phi is true or false; return 0 for true, -inf for false"
     return values
 
 

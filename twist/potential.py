@@ -45,8 +45,7 @@ class Factor:
             raise InputError("a factor must be a function, and so must its prefix part; give one")
         if self.reads not in READS:
             raise InputError(f"a factor reads {self.reads!r}; give one of {', '.join(READS)}")
-        is_list = isinstance(self.hints, list | tuple)
-        if not is_list or not all(isinstance(hint, str) and hint for hint in self.hints):
+        if isinstance(self.hints, str) or not all(self.hints):
             raise InputError(f"the hints are {self.hints!r}; give a list of words")
 
 

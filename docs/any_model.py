@@ -36,7 +36,7 @@ def main(name: str = "checkpoints/pocket/lm", directory: str = "dog-pair") -> No
 
     pair = load_pair(directory, model)  # here or elsewhere, over the same p^(0)
     drawn = sample(model, phi, pair, particles=50, runs=4, seed=1)
-    print("log Z-hat", drawn.log_z_hat)
+    print("log Z-hat", drawn.evidence().value)
     for row in drawn.samples(3):
         print(row["log_phi"], row["text"])
 

@@ -79,7 +79,7 @@ def run_and_load(options: list, out: Path) -> list[Pair]:
         patch.setattr(Run, "keep", keep_and_load)
         run_main([*options, "--out", out])
     drawn = load_run(out).sample(particles=3, runs=2)
-    assert len(drawn.texts) == 6 and drawn.log_z_hat < 0
+    assert len(drawn.texts) == 6 and drawn.evidence().value < 0
     return pairs
 
 

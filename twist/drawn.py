@@ -38,19 +38,17 @@ class Drawn:
     texts: list[str]  # [R K], prompt included
     scores: dict[str, Tensor]  # "log_phi" [R K], "log_p" [R K] of p^(0), and others if asked for
     log_weights: Tensor  # [R K] float64, log of the share W of each particle
-    log_z_hat: float  # log of the mean of Z-hat; runs whose weights are all zero count as zero
     population: Population
     trace: Trace  # of the first chunk of runs
     seed: int  # of `samples`
 
     @property
     def ess(self) -> float:
-        """1 / sum W^2: how many independent samples the texts are worth at most; 0 if all died.
+        """1 / sum W^2: how many independent samples the texts are worth at most.
 
         Texts of one run that has resampled before the end share beginnings, which it ignores.
         """
-        squares = self.log_weights.exp().square().sum().item()
-        return 1 / squares if squares else 0.0
+        return 1 / self.log_weights.exp().square().sum().item()
 
     @property
     def pareto_k(self) -> float:
@@ -72,20 +70,17 @@ class Drawn:
     def samples(self, count: int, generator: torch.Generator | None = None) -> list[dict]:
         """`count` independent draws by the weights, for large R K from sigma; a `row` for each.
 
-        Equal calls give equal draws, others with a `generator` on the CPU. There are none where
-        every weight is zero. InputError unless count is at least 1.
+        Equal calls give equal draws, others with a `generator` on the CPU. InputError unless count
+        is at least 1.
         """
         if count < 1:
             raise InputError(f"{count} samples cannot be drawn; give a whole number from 1 on")
-        weights = self.log_weights.exp()
-        if not weights.any():
-            return []
         generator = generator or torch.Generator().manual_seed(self.seed)
-        places = invert(weights[None], uniforms(1, count, generator).double())[0]
+        places = invert(self.log_weights.exp()[None], uniforms(1, count, generator).double())[0]
         return [self.row(k) for k in places.tolist()]
 
     def evidence(self) -> Estimate:
-        """log Z-hat of all runs together, with its error over runs.
+        """log of the mean of Z-hat over the runs, with its error; a dead run counts as zero.
 
         Its 95 % interval holds less often where log Z-hat differs much between runs: in worlds of
         729 texts, with 8 runs that differed by .2, .4 and 1.1, in .91, .87 and .42 of all cases.
@@ -100,11 +95,9 @@ class Drawn:
         Where event gives numbers from 0 to 1 instead of true and false, it is their expectation.
         `half_width()` is half of its 95 % interval, as good as that of `evidence`. The error is at
         least that of ESS independent texts, because runs agree too well where a few texts have
-        nearly all the weight. InputError where every weight is zero.
+        nearly all the weight.
         """
         shares = self.log_weights.exp().view_as(self.population.log_weights)  # [R, K]
-        if not shares.any():
-            raise InputError("every weight is zero, so nothing can be estimated; draw more")
         holds = shares.new_tensor([float(event(text)) for text in self.texts]).view_as(shares)
         if not ((holds >= 0) & (holds <= 1)).all():
             raise InputError("the event is not true, false or a number from 0 to 1; return one")
@@ -155,6 +148,4 @@ def sample(
     found["log_p"] = sequence_log_probs(model, tokens).cpu()
     for name, function in (scores or {}).items():
         found[name] = each_once(function, texts)
-    log_weights = population.shares().flatten().log()
-    log_z_hat = population.log_mean_z()
-    return Drawn(texts, found, log_weights, log_z_hat, population, trace, seed)
+    return Drawn(texts, found, population.shares().flatten().log(), population, trace, seed)

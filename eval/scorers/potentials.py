@@ -8,7 +8,6 @@ attribute `prefix`, if it has one, is a function of the same, unfinished, that r
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import math
 import re
@@ -16,6 +15,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -88,10 +88,9 @@ def users_code(spec: str, path: Path) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
         place = f"line {lines[-1]}: " if lines else ""
+        fault = f"--potential {spec} failed ({place}{reason_of(error)})"
         remedy = "NAME must be a function in FILE.py that returns log phi, N numbers below infinity"
-        raise InputError(
-            f"--potential {spec} failed ({place}{reason_of(error)}); {remedy}"
-        ) from error
+        raise InputError(f"{fault}; {remedy}") from error
 
 
 def user_factor(spec: str, folder: Path | None = None) -> Factor:
@@ -104,13 +103,11 @@ def user_factor(spec: str, folder: Path | None = None) -> Factor:
             raise InputError(f"give FILE.py:NAME; it defines {listed(functions) or 'no function'}")
         factor = factor_of(defined[name])
 
-    def guarded(function: Callable, part: str, batch: list[str] | Tensor) -> Tensor:
-        with users_code(f"{spec}{part}", path):
-            return as_log_phi(function(batch), batch)
+    def guarded(function: Callable, part: str, texts: list[str]) -> Tensor:
+        with users_code(spec + part, path):
+            return as_log_phi(function(texts), texts)
 
-    log_phi = functools.partial(guarded, factor.log_phi, "")
-    log_prefix = None
+    changes = {"name": f"--potential {spec}", "log_phi": partial(guarded, factor.log_phi, "")}
     if factor.log_prefix is not None:
-        log_prefix = functools.partial(guarded, factor.log_prefix, ".prefix")
-    name = f"--potential {spec}"
-    return dataclasses.replace(factor, log_phi=log_phi, log_prefix=log_prefix, name=name)
+        changes["log_prefix"] = partial(guarded, factor.log_prefix, ".prefix")
+    return dataclasses.replace(factor, **changes)

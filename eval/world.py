@@ -27,6 +27,7 @@ from tinystories.checkpoint import digest_of, fingerprint, reading
 from tinystories.decoder import NO_END
 from tinystories.errors import InputError
 from tinystories.hub import checkpoint_directory
+from tinystories.tokenizer import encode_prompt
 from tsmc.rejection import ExactSamples
 from twist.potential import TextPotential, check_potential, each_once
 
@@ -91,7 +92,7 @@ def load_sigma(options: RunOptions, folder: Path | None = None) -> World:
     device = options.torch_device()
     network, tokenizer = tinystories.load(directory_of(options, "lm"), device)
     scorer = load_classifier(options) if reads_classifier(options) else None
-    ids = torch.tensor(tokenizer.encode(options.prompt).ids, device=device)  # [P]
+    ids = torch.tensor(encode_prompt(tokenizer, options.prompt), device=device)  # [P]
     end = NO_END if not options.end else tokenizer.token_to_id(options.end)
     if end is None:
         raise InputError(f"--end {options.end}: is not one of the tokenizer's tokens; name one")

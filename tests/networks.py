@@ -91,13 +91,15 @@ def encoded(path: Path, texts: list[str], limit: int = LIMIT) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def expected(role: str, network, inputs: dict[str, Tensor]) -> Tensor:
+def expected(role: str, network, inputs: dict[str, Tensor], pooling: str = "mean") -> Tensor:
     """What a network of transformers makes of tokens: logits, or unit vectors."""
     output = network(**inputs)
     if role == "lm":
         return output.logits
     if role == "toxicity":
         return output.logits[:, 0]
+    if pooling == "cls":
+        return F.normalize(output.last_hidden_state[:, 0], dim=-1)
     rows = zip(output.last_hidden_state, inputs["attention_mask"].bool(), strict=True)
     return F.normalize(torch.stack([row[kept].mean(0) for row, kept in rows]), dim=-1)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from networks import PROMPT, any_model
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from worlds import generator
 
@@ -11,8 +12,26 @@ from tinystories.any_model import AnyModel
 from tinystories.errors import InputError
 
 V, T = 3, 4
-CAPPED = {"head_dim": 4, "final_logit_softcapping": 1.0}
+CAPPED = {"head_dim": 4, "final_logit_softcapping": 300.0}  # far above these logits
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")
+
+
+class Wrapped:
+    """As PEFT stands around a network: with another `base_model`, and else its attributes."""
+
+    base_model = None
+
+    def __init__(self, network: nn.Module):
+        self.get_base_model = lambda: network
+
+    def __getattr__(self, name: str):
+        return getattr(self.get_base_model(), name)
+
+    def __call__(self, ids: Tensor):
+        return self.get_base_model()(ids)
+
+    def eval(self):
+        return self
 
 
 @torch.no_grad()
@@ -40,6 +59,10 @@ def test_every_step_is_that_of_the_network_whatever_form_the_prompt_has(kind, pr
     assert_steps_are_the_networks(model)
 
 
+def test_a_network_in_a_wrapper_of_adapters_is_found():
+    assert_steps_are_the_networks(AnyModel(Wrapped(any_model("gpt2").network), PROMPT, T))
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "fault"),
     [
@@ -55,7 +78,7 @@ def test_networks_whose_numbers_would_be_others_are_refused(kind, changes, fault
 
 def test_capped_logits_with_a_head_that_caps_them(monkeypatch):
     head = AnyModel.head
-    monkeypatch.setattr(AnyModel, "head", lambda *inputs: head(*inputs).tanh())
+    monkeypatch.setattr(AnyModel, "head", lambda *inputs: 300 * (head(*inputs) / 300).tanh())
     assert_steps_are_the_networks(any_model("gemma2", **CAPPED))
 
 
@@ -74,7 +97,7 @@ def test_half_precision_is_not_refused(dtype):
         ({"length": 0}, "length is 0"),
         ({"length": 14}, "exceed the model's 16 positions"),
         ({"prompt": []}, "the prompt is empty"),
-        ({"prompt": [1, 7, 2]}, "give its own tokens"),
+        ({"prompt": [1, 7, 2]}, "the prompt has token 7"),
         ({"prompt": PROMPT.repeat(2, 1)}, r"the prompt has shape \[2, 3\]"),
     ],
 )

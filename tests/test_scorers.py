@@ -14,6 +14,8 @@ from transformers import AutoModel
 from eval.scorers import encoder, similarity, toxicity
 from eval.scorers.encoder import Runner
 from eval.scorers.similarity import mean_pairwise_cosine
+from tinystories.checkpoint import POOLING, write_json
+from tinystories.errors import InputError
 
 ALL = [*TEXTS, "the moon " * 200]
 
@@ -30,6 +32,27 @@ def checkpoint(tmp_path_factory, role):
     network = oracle(role)
     write(path, role, network)
     return SimpleNamespace(path=path, scores=expected(role, network, encoded(path, ALL)))
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode": "mean"}, "mean"),  # as newer versions write it
+        ({"pooling_mode": "lasttoken"}, None),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, None),
+    ],
+)
+def test_texts_are_pooled_as_the_checkpoint_says(tmp_path, config, pooling):
+    network = oracle("similarity")
+    write(tmp_path, "similarity", network)
+    write_json(tmp_path / POOLING, config)
+    if pooling is None:
+        with pytest.raises(InputError, match=r"config\.json: its pooling is .*(last|max)"):
+            similarity.load(tmp_path)
+        return
+    wanted = expected("similarity", network, encoded(tmp_path, TEXTS), pooling)
+    assert_close(Runner(*similarity.load(tmp_path))(TEXTS), wanted)
 
 
 def test_scores_are_those_of_transformers(role, checkpoint):

@@ -25,6 +25,14 @@ except ImportError as error:
     raise InputError("AnyModel needs transformers; pip install transformers") from error
 
 
+LARGE = 100.0  # size of the largest logits of a trained network
+
+
+def unwrapped(network: Any) -> Any:
+    """The network of `transformers` itself, where PEFT has wrapped it."""
+    return network.get_base_model() if hasattr(network, "get_base_model") else network
+
+
 class AnyModel(Conditional):
     """Any network conditioned on one prompt; its states are what its output layer reads."""
 
@@ -41,6 +49,11 @@ class AnyModel(Conditional):
         self.prompt = prompt[0] if prompt.shape[:-1] == (1,) else prompt
         if self.prompt.ndim != 1:
             raise InputError(f"the prompt has shape {list(prompt.shape)}; give tokens [P]")
+        if len(self.prompt) and not 0 <= self.prompt.min() <= self.prompt.max() < self.vocab_size:
+            fault = (
+                f"the prompt has token {self.prompt.max()}, the network {self.vocab_size} tokens"
+            )
+            raise InputError(f"{fault}; use the network's own tokenizer")
         self.length = length
         self.end = end
         limit = getattr(network.config, "max_position_embeddings", None) or sys.maxsize
@@ -48,7 +61,7 @@ class AnyModel(Conditional):
         if type(end) is not int or not NO_END <= end < self.vocab_size:
             raise InputError(f"end is {end!r}; give one token of the network, or leave it out")
         # What transformers calls `past_key_values` is `cache` from 5.24 on.
-        names = inspect.signature(network.base_model.forward).parameters
+        names = inspect.signature(unwrapped(network).base_model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"
         if length > 1:  # otherwise nothing is read behind the prompt
             self.check()
@@ -58,16 +71,19 @@ class AnyModel(Conditional):
         """Continue the prompt in two ways, exchange the rows, and compare with a plain forward.
 
         InputError where the logits are others: the cache is not used, or logits are not simply what
-        the output layer makes of the states (some networks scale or cap them).
+        the output layer makes of the states (some networks scale or cap them). States are enlarged,
+        so that logits become as large as a trained network's: capping hardly changes small ones.
         """
         tokens = torch.tensor([[0], [1]], device=self.prompt.device)  # [2, 1]
         try:
             decoder = self.decoder(2)
             decoder.extend(tokens[:, 0])
             decoder.extend(tokens[:, 0], torch.tensor([1, 0], device=tokens.device))
-            logits = self.head(decoder.hidden)  # [2, V]
+            factor = max(1.0, LARGE / self.head(decoder.hidden).abs().max().clamp(min=0.05).item())
+            logits = self.head(factor * decoder.hidden)  # [2, V]
             ids = torch.cat([self.prompt.expand(2, -1), tokens.flip(0), tokens], 1)  # [2, P + 2]
-            wanted = self.network(ids).logits[:, -1].to(logits)  # [2, V]
+            with self.output.register_forward_pre_hook(lambda _, inputs: (factor * inputs[0],)):
+                wanted = self.network(ids).logits[:, -1].to(logits)  # [2, V]
         except Exception as error:
             fault = f"the network cannot continue the prompt ({reason_of(error)})"
             remedy = "give its own tokens, or choose a network that caches keys and values"
@@ -93,7 +109,7 @@ class AnyModel(Conditional):
     def read(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
         options = {self.cache_name: cache, "use_cache": cache is not None}
-        return self.network.base_model(ids, **options).last_hidden_state
+        return unwrapped(self.network).base_model(ids, **options).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V], float32 or wider, of states [..., D]."""

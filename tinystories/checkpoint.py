@@ -1,8 +1,9 @@
 """Reading and writing the files of a checkpoint in the Hugging Face directory layout.
 
-    config.json          the shape of the network
-    model.safetensors    its tensors, or pytorch_model.bin
-    tokenizer.json       its tokenizer
+    config.json              the shape of the network
+    model.safetensors        its tensors; or pytorch_model.bin; or an index and the shards it names
+    tokenizer.json           its tokenizer; or vocab.json and merges.txt, or vocab.txt
+    1_Pooling/config.json    how a sentence encoder makes one vector of a text
 
 Nothing in a checkpoint is executed.
 """
@@ -11,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,10 @@ from tinystories.errors import InputError, listed, reason_of
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-TOKENIZER = "tokenizer.json"
+INDEX = ".index.json"  # behind such a name: says which shards hold the weights
+TOKENIZERS = [["tokenizer.json"], ["vocab.json", "merges.txt"], ["vocab.txt"]]
+POOLING = "1_Pooling/config.json"
+LFS_POINTER = b"version https://git-lfs"  # how a file begins that Git LFS has not yet fetched
 
 
 @contextlib.contextmanager
@@ -73,7 +78,15 @@ def reading(path: Path | str, trouble: str, remedy: str = "restore the file") ->
         fault = f"{trouble} ({reason_of(error)})"
         if isinstance(path, Path) and not path.exists():
             fault = "no such file"
+        elif isinstance(path, Path) and path.is_file() and is_lfs_pointer(path):
+            fault, remedy = "is a Git-LFS pointer", "run git lfs pull"
         raise InputError(f"{path}: {fault}; {remedy}") from error
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file only says where Git LFS keeps its content."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def read_json(path: Path) -> dict:
@@ -88,9 +101,12 @@ def read_json(path: Path) -> dict:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file or of a pytorch_model.bin by name."""
     with reading(path, "its tensors cannot be read"):
-        if path.suffix == ".bin":
+        if path.suffix != ".bin":
+            return load_file(path)
+        try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        return load_file(path)
+        except (pickle.UnpicklingError, RuntimeError):  # whose text advises to load it unsafely
+            raise ValueError("it is no file of PyTorch, or holds more than tensors") from None
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -105,15 +121,31 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def weight_file(directory: Path) -> Path:
-    """The file that holds the weights; if there is none, the missing one."""
-    safetensors, pickled = (directory / name for name in WEIGHTS)
-    return pickled if pickled.exists() and not safetensors.exists() else safetensors
+def weight_files(directory: Path) -> list[Path]:
+    """The file that holds the weights, or the shards of an index; if none, the missing one."""
+    for name in WEIGHTS:
+        index = directory / f"{name}{INDEX}"
+        if (directory / name).exists():
+            return [directory / name]
+        if index.exists():
+            with reading(index, "names no shards"):
+                shards = set(read_json(index)["weight_map"].values())
+                return [directory / shard for shard in sorted(shards)]
+    return [directory / WEIGHTS[0]]
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The files that define the tokenizer."""
+    for names in TOKENIZERS:
+        if (directory / names[0]).exists():
+            return [directory / name for name in names]
+    return [directory / TOKENIZERS[0][0]]
 
 
 def fingerprint(directory: Path) -> str:
     """sha256 (hex) over configuration, weights and tokenizer: all that the outputs depend on."""
-    files = (directory / CONFIG, weight_file(directory), directory / TOKENIZER)
+    files = [directory / CONFIG, *weight_files(directory), *tokenizer_files(directory)]
+    files += [directory / POOLING] if (directory / POOLING).exists() else []
     return hashlib.sha256(b"".join(bytes.fromhex(digest_of(path)) for path in files)).hexdigest()
 
 

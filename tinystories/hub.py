@@ -13,9 +13,10 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from tinystories.checkpoint import CONFIG, TOKENIZER, WEIGHTS
+from tinystories.checkpoint import CONFIG, INDEX, POOLING, WEIGHTS, weight_files
 from tinystories.errors import InputError, reason_of
 
+SMALL = [CONFIG, POOLING, "tokenizer*.json", "vocab.*", "merges.txt"]
 NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
@@ -39,8 +40,8 @@ def checkpoint_directory(name: str, flag: str) -> Path:
 def fetch(repository: str, revision: str | None) -> Path:
     """The cache's directory of a repository, with safetensors if it has them, else a pickle."""
     for weights in WEIGHTS:
-        files = [CONFIG, TOKENIZER, weights]
+        files = [*SMALL, weights, weights + INDEX, weights.replace(".", "-*-of-*.")]
         directory = Path(snapshot_download(repository, revision=revision, allow_patterns=files))
-        if (directory / weights).exists():
+        if weight_files(directory)[0].exists():
             break
     return directory

@@ -1,6 +1,7 @@
 """Networks from and to a directory in the Hugging Face layout: configuration, weights, tokenizer.
 
-Some files also hold what is not used here, such as a causal mask or a copy of the output layer.
+Modules nest as the tensors are named on disk; SPELLINGS has what else may stand in a name. Some
+files also hold what is not used here, such as a causal mask or a copy of the output layer.
 """
 
 import dataclasses
@@ -14,12 +15,18 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from tinystories import checkpoint
-from tinystories.checkpoint import CONFIG, TOKENIZER, WEIGHTS, reading
+from tinystories.checkpoint import CONFIG, TOKENIZERS, WEIGHTS, reading
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
 Network = TypeVar("Network", bound=nn.Module)
-UNUSED = re.compile(r"\.attention\.(masked_)?bias$|\.position_ids$|^(lm_head|pooler)\.")
+UNUSED = re.compile(r"\.attention\.(masked_)?bias$|\.(position|token_type)_ids$|^pooler\.")
+SPELLINGS = {  # what may stand in the name of a tensor, and what it is here
+    r"\b(_orig_mod|module)\.": "",  # of torch.compile, and of training on several devices
+    r"^(transformer|roberta|bert)\.": "",
+    r"\.gamma$": ".weight",  # of BERT's older files, with the next
+    r"\.beta$": ".bias",
+}
 
 
 def config_from_json(kind: type, raw: dict, fixed: dict, **defaults):
@@ -44,12 +51,32 @@ def load_network(
     remedy = "use another checkpoint; docs/any_model.py takes other language models"
     with reading(directory / CONFIG, f"not {kind}", remedy):
         network = from_json(raw)
-    weights = checkpoint.weight_file(directory)
-    tensors = checkpoint.read_tensors(weights)
-    with reading(weights, "does not fit the network", "use the files of one checkpoint"):
-        used = {name: tensor for name, tensor in tensors.items() if not UNUSED.search(name)}
-        checkpoint.fill(network, used)
+    tensors = {}
+    weights = checkpoint.weight_files(directory)
+    for file in weights:
+        tensors |= checkpoint.read_tensors(file)
+    with reading(weights[0], "does not fit the network", "use the files of one checkpoint"):
+        checkpoint.fill(network, names_in_memory(tensors, network))
     return network.to(device).eval(), read_tokenizer(directory, raw["vocab_size"])
+
+
+def bare(name: str) -> str:
+    """A tensor's name without what differs between files."""
+    for spelling, replacement in SPELLINGS.items():
+        name = re.sub(spelling, replacement, name)
+    return name
+
+
+def names_in_memory(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """Tensors by the names of `network.state_dict()`."""
+    names = {bare(name): name for name in network.state_dict()}
+    renamed = {bare(name): tensor for name, tensor in tensors.items()}
+    if "wte.weight" in names:  # a matrix that is also the output layer's, under either name
+        head = renamed.pop("lm_head.weight", None)
+        if head is not None and not torch.equal(head, renamed.setdefault("wte.weight", head)):
+            raise ValueError("lm_head.weight is not wte.weight; see docs/any_model.py")
+    used = [name for name in renamed if not UNUSED.search(name)]
+    return {names.get(name, name): renamed[name] for name in used}
 
 
 def save_network(
@@ -58,7 +85,7 @@ def save_network(
     """Write what `load_network` and transformers read; `special` tokens are named by their text."""
     options = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
     checkpoint.write_tensors(path / WEIGHTS[0], tensors)
-    checkpoint.write_text(path / TOKENIZER, tokenizer.to_str(pretty=True))
+    checkpoint.write_text(path / TOKENIZERS[0][0], tokenizer.to_str(pretty=True))
     checkpoint.write_json(path / "tokenizer_config.json", options)
     checkpoint.write_json(path / CONFIG, config)
 

@@ -1,14 +1,33 @@
-"""The tokenizer of a checkpoint directory, and what its tokens add to a text."""
+"""The tokenizer of a checkpoint directory, from whichever files it has.
+
+    tokenizer.json              everything, as it stands
+    vocab.json and merges.txt   byte-level BPE: GPT-2's, or RoBERTa's if it has <s> and </s>
+    vocab.txt                   BERT's WordPiece
+
+What older files leave open is as the networks were trained, or as `tokenizer_config.json` says.
+"""
 
 import itertools
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
-from tinystories.checkpoint import TOKENIZER, reading
+from tinystories.checkpoint import read_json, reading, tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
+SPECIAL = [END_OF_TEXT, "<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+SPECIAL += ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a prompt, without those that a tokenizer adds behind a text, where it would end."""
+    encoding = tokenizer.encode(text)
+    added = encoding.special_tokens_mask  # 1 where a token is not of the text
+    while added and added[-1]:
+        added.pop()
+    return encoding.ids[: len(added)]
 
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -21,13 +40,45 @@ def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a directory; InputError if broken or if a token is not below vocab_size."""
-    path = directory / TOKENIZER
+    files = tokenizer_files(directory)
+    missing = [path for path in files if not path.exists()]
+    path = (missing or files)[0]
     remedy = "let `AutoTokenizer` of transformers write the one of this network"
     with reading(path, "no tokenizer for this network", remedy):
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        if path.name == "tokenizer.json":
+            tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        else:
+            tokenizer = older_tokenizer(path)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         largest = max(tokenizer.get_vocab().values())
         if largest >= vocab_size:
             raise ValueError(f"token {largest} where config.json has vocab_size {vocab_size}")
+    return tokenizer
+
+
+def older_tokenizer(path: Path) -> Tokenizer:
+    """BERT's tokenizer from vocab.txt, or GPT-2's or RoBERTa's from vocab.json."""
+    file = path.with_name("tokenizer_config.json")
+    options = read_json(file) if file.exists() else {}
+    if path.name == "vocab.txt":
+        tokenizer = Tokenizer(models.WordPiece.from_file(str(path), unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer(
+            strip_accents=options.get("strip_accents"),
+            lowercase=options.get("do_lower_case", True),
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        start, end = "[CLS]", "[SEP]"
+    else:
+        tokenizer = Tokenizer(models.BPE.from_file(str(path), str(path.with_name("merges.txt"))))
+        space = bool(options.get("add_prefix_space", False))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
+        tokenizer.decoder = decoders.ByteLevel()
+        start, end = "<s>", "</s>"
+    special = [name for name in SPECIAL if tokenizer.token_to_id(name) is not None]
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    if start in special:
+        ends = [(name, tokenizer.token_to_id(name)) for name in (start, end)]
+        tokenizer.post_processor = TemplateProcessing(f"{start} $A {end}", special_tokens=ends)
     return tokenizer

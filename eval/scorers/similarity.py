@@ -1,24 +1,32 @@
 """How alike the samples are: the mean cosine of their sentence vectors (paper, section 3).
 
     e = sum_t m_t h_t / sum_t m_t,  e <- e / |e|     [B, D]   h the encoder's states, m 0 on padding
+    e = h_0,  e <- e / |e|                                    where the checkpoint pools by CLS
     similarity = sum_{i != j} e_i . e_j / (N (N - 1)),  the sum is |sum_i e_i|^2 - sum_i |e_i|^2
 
 The network is BERT as in all-MiniLM-L6-v2, trained for 256 tokens, at which texts are cut.
 """
 
-import functools
+from pathlib import Path
 
+import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from eval.scorers.encoder import Encoder, EncoderConfig, load_scorer
+from tinystories.checkpoint import POOLING, read_json
+from tinystories.errors import InputError
 from tinystories.gpt_neo import at_least_float32
+
+MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}  # in older files
 
 
 class SentenceEncoder(Encoder):
-    """BERT with mean pooling; `model(ids, mask)` gives unit vectors."""
+    """BERT with pooling; `model(ids, mask)` gives unit vectors."""
 
     model_type = "bert"
+    pooling = "mean"  # or "cls", the state of the first token
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
@@ -27,12 +35,28 @@ class SentenceEncoder(Encoder):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Unit vectors [B, D] of tokens [B, T]; mask [B, T] is 0 on padding."""
         hidden = at_least_float32(self.hidden(ids, mask))  # [B, T, D]
+        if self.pooling == "cls":
+            return F.normalize(hidden[:, 0].float(), dim=-1)
         weights = mask[..., None].to(hidden.dtype)  # [B, T, 1]
         mean = (hidden * weights).sum(1) / weights.sum(1)  # [B, D]
         return F.normalize(mean.float(), dim=-1)
 
 
-load = functools.partial(load_scorer, SentenceEncoder)  # (path, device="cpu")
+def pooling_of(path: Path) -> str:
+    """What a `1_Pooling/config.json` of sentence-transformers says, mean where there is none."""
+    raw = read_json(path) if path.exists() else {}
+    older = [name for name, is_on in raw.items() if name.startswith("pooling_mode_") and is_on]
+    mode = raw.get("pooling_mode") or "+".join(MODES.get(name, name) for name in older) or "mean"
+    if mode not in ("cls", "mean"):
+        raise InputError(f"{path}: its pooling is {mode}; use a sentence encoder with cls or mean")
+    return mode
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[SentenceEncoder, Tokenizer]:
+    """Network (float32, eval mode) and tokenizer; InputError names what does not fit."""
+    model, tokenizer = load_scorer(SentenceEncoder, path, device)
+    model.pooling = pooling_of(Path(path) / POOLING)
+    return model, tokenizer
 
 
 def mean_pairwise_cosine(vectors: Tensor) -> float:

@@ -119,11 +119,12 @@ class Student:
         merge_lora(network)
         return network
 
-    def finish(self) -> nn.Module:
+    def finish(self, m: int) -> nn.Module:
         """The trained network in the type it came in; InputError where it is not finite."""
         network = self.merged()
         if not all(parameter.isfinite().all() for parameter in network.parameters()):
-            raise InputError("the trained model is not finite; lower the learning rate")
+            fault = f"the language model of generation {m} is not finite"
+            raise InputError(f"{fault}; lower the learning rate")
         return network.to(self.dtype)
 
 
@@ -161,7 +162,7 @@ class Baseline(Learner):
         for _ in range(options.updates):
             figures = self.update(student, generator)
             self.report("fine-tuning", m, options.updates, **figures)
-        return self.base.with_network(student.finish())
+        return self.base.with_network(student.finish(m))
 
     @abc.abstractmethod
     def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:

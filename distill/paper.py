@@ -94,7 +94,7 @@ class Paper(Learner):
             loss.backward()
             student.step()
             self.report("distillation", m, options.distill_updates, loss=loss.detach())
-        return self.base.with_network(student.finish())
+        return self.base.with_network(student.finish(m))
 
     def samples(self, pair: Pair, m: int) -> tuple[Tensor, Tensor]:
         """Sequences [N, T] of the runs that did not die, and weights [N] that sum to one."""

@@ -73,5 +73,5 @@ def test_adamw_has_the_papers_settings_and_spares_vectors():
 def test_a_model_that_is_not_finite_is_not_returned(student):
     trained = Student(tiny_conditional(0).network, 1e-2, student == "lora", generator(0))
     trained.parameters[1].data[0] = torch.nan
-    with pytest.raises(InputError, match=r"not finite; lower the learning rate$"):
-        trained.finish()
+    with pytest.raises(InputError, match=r"generation 2 is not finite; lower the learning rate$"):
+        trained.finish(2)

@@ -141,7 +141,7 @@ class TextPotential:
             log_phi = log_phi + self.apply(factor.log_phi, factor.reads, texts)
         return log_phi
 
-    def apply(self, function: Callable[[list[str]], Any], reads: str, texts: list[str]) -> Tensor:
+    def apply(self, function: Any, reads: str, texts: list[str]) -> Tensor:
         """A function of a factor on what it reads [N], called once for equal texts."""
         start = len(self.decode([self.prompt])[0]) if reads == "continuations" else 0
         return each_once(function, [text[start:] for text in texts])

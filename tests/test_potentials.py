@@ -200,7 +200,13 @@ def test_what_depends_on_the_other_texts_is_refused_and_half_precision_is_not():
         error = torch.randn(len(texts), generator=generator(len(texts))).clamp(-1, 1)
         return lengths(texts) * (1 + 0.02 * error)
 
-    assert check(lengths) == check(dead) == check(rounded) == ""
+    def noisy(texts):
+        return lengths(texts) + 0.3 * torch.randn(len(texts))
+
+    assert check(lengths) == check(dead) == ""
+    assert "alone; it must depend on" in check(rounded) and "must depend on" in check(noisy)
+    rounded.rounding = 0.1
+    assert check(rounded) == ""
 
 
 def test_the_classifier_passes_in_half_precision():

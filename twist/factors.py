@@ -22,13 +22,13 @@ from tinystories.errors import InputError
 from twist.potential import Factor
 
 
-def power(log_score: Callable[[list[str]], Tensor], beta: float) -> Factor:
+def power(log_score: Callable[[list[str]], Tensor], beta: float, rounding: float = 1e-3) -> Factor:
     """phi = score^beta of whole texts; at beta = 0 phi is 1 even where the score is 0."""
 
     def log_phi(texts: list[str]) -> Tensor:
         return beta * log_score(texts).double() if beta > 0 else torch.zeros(len(texts))
 
-    return Factor(log_phi)
+    return Factor(log_phi, rounding=rounding)
 
 
 def search(pattern: str, if_found: float, if_not: float) -> Callable[[list[str]], list[float]]:

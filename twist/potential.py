@@ -25,7 +25,7 @@ from twist.adapter import Adapted
 
 READS = ("texts", "continuations")
 """What a factor can read: N texts with the prompt, or without it."""
-ROUNDING = 0.1  # relative: what a network makes of a text in bfloat16 depends on the batch
+HALF = 0.1  # relative error of a network in half precision, whose rounding depends on the batch
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
 
@@ -39,6 +39,7 @@ class Factor:
     log_prefix: Callable[[list[str]], Any] | None = None  # N unfinished texts -> N numbers log f_t
     name: str = "the potential"  # in messages
     hints: Sequence[str] = ()  # a text with phi > 0 is likely to hold one of them
+    rounding: float = 1e-3  # relative error of log phi; HALF where it comes from half precision
 
     def __post_init__(self):
         if not callable(self.log_phi) or not (self.log_prefix is None or callable(self.log_prefix)):
@@ -50,9 +51,10 @@ class Factor:
 
 
 def factor_of(function: Any) -> Factor:
-    """A function as a factor; `reads`, `prefix` and `hints` may be its attributes."""
-    reads, hints = getattr(function, "reads", "texts"), getattr(function, "hints", ())
-    return Factor(function, reads, getattr(function, "prefix", None), hints=hints)
+    """A function as a factor; `reads`, `prefix`, `hints` and `rounding` may be its attributes."""
+    names = [name for name in ("reads", "hints", "rounding") if hasattr(function, name)]
+    given = {name: getattr(function, name) for name in names}
+    return Factor(function, log_prefix=getattr(function, "prefix", None), **given)
 
 
 def as_log_phi(values: Any, texts: Sequence[str]) -> Tensor:
@@ -196,7 +198,7 @@ def check_alone(
 ) -> Tensor:
     """A function of a factor on tokens [N, t], as `apply` gives it [N].
 
-    InputError where one of the rows, asked alone, differs by more than a tenth of the largest.
+    InputError where one of the rows, asked alone, differs by more than the factor's rounding.
     """
     texts = potential.texts(tokens)
     together = potential.apply(function, factor.reads, texts)  # [N]
@@ -204,7 +206,7 @@ def check_alone(
     for row in rows:
         number = together[row].item()
         alone = potential.apply(function, factor.reads, texts[row : row + 1]).item()
-        if alone != number and not abs(alone - number) <= ROUNDING * largest:
+        if alone != number and not abs(alone - number) <= factor.rounding * largest:
             numbers = f"is {number:.4g} in a batch, {alone:.4g} alone"
             fault = f"{factor.name}: the number of {texts[row][-80:]!r} {numbers}"
             raise InputError(f"{fault}; it must depend on its text alone")

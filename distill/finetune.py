@@ -171,7 +171,3 @@ class Baseline(Learner):
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations."""
         return (generations + 1) * self.options.updates * self.options.batch_size
-
-    def first_draws(self) -> tuple[int, str]:
-        """Every update learns from one batch."""
-        return self.options.batch_size, "--batch-size"

@@ -62,14 +62,6 @@ class Learner(abc.ABC):
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations."""
 
-    @abc.abstractmethod
-    def first_draws(self) -> tuple[int, str]:
-        """How many texts of p^(0) it learns from first, and the option that says so."""
-
-    def has_hints(self) -> bool:
-        """Whether it can begin although no text of p^(0) has phi > 0."""
-        return False
-
     def sigma(self, model: Any) -> Sigma:
         """The target, as p^(m) = model sees it."""
         return seen_from(model, self.base, self.log_phi)

@@ -152,7 +152,3 @@ class Paper(Learner):
         options = self.options
         learning = (generations + 1) * options.ctl_updates * options.ctl_batch_size
         return learning + generations * options.distill_runs * options.particles
-
-    def first_draws(self) -> tuple[int, str]:
-        """CTL learns from one batch at a time."""
-        return self.options.ctl_batch_size, "--ctl-batch-size"

@@ -91,7 +91,7 @@ class Pooled(Learner):
             # Half of the draws of a potential that names words hold them, wherever chance puts
             # them; of several words for one factor, the steps take them by turns.
             hints = []
-            for words in self.hints():
+            for words in getattr(self.log_phi, "hints", [])[:MOST_HINTS]:
                 hint = words[step % len(words)]
                 if hint not in hints:  # one word may serve two factors
                     hints.append(hint)
@@ -108,14 +108,6 @@ class Pooled(Learner):
                 updates = options.pool_first_updates
                 q = self.fit(f"ladder {step}", 0, updates, log_weights, power, q)
         return Pair(self.fit_to_sigma(0), None)
-
-    def hints(self) -> list[list[list[int]]]:
-        """The tokens of each hint of each factor of the potential."""
-        return getattr(self.log_phi, "hints", [])[:MOST_HINTS]
-
-    def has_hints(self) -> bool:
-        """With hints the ladder does not depend on what p^(0) meets."""
-        return bool(self.hints())
 
     def distil(self, pair: Pair, m: int) -> LanguageModel:
         """Line 3: p^(m) = q^(m), fitted to all draws so far, to which q^(m-1) adds."""
@@ -200,10 +192,6 @@ class Pooled(Learner):
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations."""
         return self.options.pool_first_draws + generations * self.options.pool_draws
-
-    def first_draws(self) -> tuple[int, str]:
-        """The ladder learns from all of its draws."""
-        return self.options.pool_first_draws, "--pool-first-draws"
 
     def state(self) -> dict[str, Tensor]:
         """The pool."""

@@ -12,7 +12,6 @@ from eval.config import RunOptions
 from eval.run import Run
 from eval.scorers.potentials import SOFTEN
 from eval.world import World, save_target, sigma_key
-from tinystories.errors import InputError
 from tsmc import processes
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.rejection import draw_accepted, exact_samples
@@ -22,7 +21,7 @@ from twist.pair import Pair
 
 EXAMPLES = 3  # texts of a row that are shown when the run ends
 ENOUGH = 200  # exact samples of the target
-AT_LEAST = 3  # "0 of n" still allows a rate of 3 / n (95 %)
+FEW = 10  # base samples with phi > 0
 
 
 def evaluate_ends(run: Run, world: World, learner: Learner) -> dict:
@@ -38,7 +37,7 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> dict:
     drawn = learner.streams.draw("base samples", None, count, draw, report=run)
     base = world.score(drawn["tokens"])
     samples = base.rows("base")
-    check_base_rate(run, learner, base.scores["log_phi"])
+    say_rate(run, base.scores["log_phi"])
     if world.exact is None:
         draw_target(run, world, learner.streams, base.scores["log_phi"])
     rows = {"base": metrics.describe(base, world.encode(base.texts), world.exact_vectors)}
@@ -88,28 +87,12 @@ def draw_target(run: Run, world: World, streams: Streams, base_log_phi: Tensor) 
     world.set_exact(exact)
 
 
-def check_base_rate(run: Run, learner: Learner, log_phi: Tensor) -> None:
-    """Say how often p^(0) meets a hard potential; InputError where a learner hardly ever sees it.
-
-    log phi [N] is that of base samples.
-    """
-    alive = (log_phi > -math.inf).sum().item()
-    total = len(log_phi)
-    if alive == total:
-        return
-    batch, flag = learner.first_draws()
-    seen = batch * alive / total
-    most = batch * max(alive, AT_LEAST) / total
-    remedy = f"use --learner pooled, {SOFTEN}, or raise {flag}"
-    rate = f"{alive} of {total} base samples have phi > 0"
-    shown = f"about {seen:.1f}" if alive else f"at most {most:.1f}"
-    line = f"{rate}: {shown} of the {batch} that the learner first sees"
-    if learner.has_hints():
-        run.say(f"{line}; half of its draws are forced to hold the words of the potential")
-        return
-    run.say(f"{line}; {remedy}" if seen < 10 else line)  # hardly anything to learn from
-    if most < 0.5:
-        raise InputError(f"{rate}, too few to learn from; {remedy}")
+def say_rate(run: Run, log_phi: Tensor) -> None:
+    """Say where p^(0) hardly ever meets a hard potential; log phi [N] is that of base samples."""
+    alive = int((log_phi > -math.inf).sum())
+    if alive < FEW:
+        rate = f"{alive} of {len(log_phi)} base samples have phi > 0, which is little to learn from"
+        run.say(f"{rate}; use --learner pooled and hints, or {SOFTEN}")
 
 
 def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:

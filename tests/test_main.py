@@ -189,8 +189,8 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
             "pooled",
             "none of the 25 texts drawn first has phi > 0; soften the potential, give it hints",
         ),
-        ("weighted", "0 of 120 .*too few to learn from; use --learner pooled, write regex~"),
-        ("dpo", "0 of 120 .*too few to learn from; .*or raise --batch-size"),
+        ("weighted", "all 30 runs of 4 particles ended with weight zero; .*soften the potential"),
+        ("dpo", "all 120 runs of 1 particles ended with weight zero; .*soften the potential"),
     ],
 )
 def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys, learner, end):
@@ -199,9 +199,8 @@ def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys, lea
         run_main([*options, "--out", tmp_path / "run"])
     _, *said = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and re.search(end, said[-1]), said
-    assert re.search("^0 of 120 base samples have phi > 0: at most .* of the", said[0])
-    if learner == "pooled":  # the others have ended before exact samples are drawn
-        assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[-2])
+    assert "0 of 120 base samples have phi > 0" in said[0]
+    assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[2])
 
 
 OWN = "def phi(texts):\n    return [0.0 for _ in texts]\n"

@@ -1,6 +1,5 @@
 """Potentials: the ready ones, products, functions of one's own and what can be wrong with them."""
 
-import contextlib
 import math
 import re
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import torch
 from worlds import generator, tiny_conditional
 
 from eval.config import POCKET
-from eval.evaluate import check_base_rate
+from eval.evaluate import say_rate
 from eval.scorers import toxicity
 from eval.scorers.potentials import make_factors
 from tinystories.errors import InputError
@@ -232,19 +231,12 @@ def test_an_unfinished_character_at_the_end_is_left_out():
     assert potential(torch.tensor([[2, 3]])).tolist() == [-7.0]
 
 
-@pytest.mark.parametrize("batch", [500, 30])
-def test_a_rare_constraint_names_the_remedy_at_once(batch):
-    """Of its first batch ten should have phi > 0; a learner that can see none is refused."""
+def test_a_rare_constraint_names_the_remedy():
     said = []
-    config = SimpleNamespace(run=SimpleNamespace(potential=("keyword:cat",)))
-    run = SimpleNamespace(say=said.append, config=config)
-    learner = SimpleNamespace(first_draws=lambda: (batch, "--batch"), has_hints=bool)
-    for alive in (0, 40, 2000):
+    for alive in (0, 9, 10, 2000):
         log_phi = torch.full((2000,), -INF)
         log_phi[:alive] = 0
-        is_refused = batch == 30 and alive == 0
-        refusal = pytest.raises(InputError, match=r"soften the potential .*, or raise --batch")
-        with refusal if is_refused else contextlib.nullcontext():
-            check_base_rate(run, learner, log_phi)
-    assert ["soften" in line for line in said] == [True, batch == 30]
-    assert "40 of 2000" in said[1]
+        said.clear()
+        say_rate(SimpleNamespace(say=said.append), log_phi)
+        assert len(said) == (alive < 10)
+        assert not said or re.match(f"{alive} of 2000 .*pooled and hints, or soften", said[0])

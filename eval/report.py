@@ -93,8 +93,9 @@ def read_study(folder: Path) -> Places:
         for title, row in named_rows(read_results(path.parent)).items():
             if title.startswith("Generation"):
                 own = path.parent / title.lower().replace(" ", "-")
-                spent += read_json(own / SECONDS)["core_seconds"]
-                row["core_seconds"] = spent
+                if (own / SECONDS).exists():
+                    spent += read_json(own / SECONDS)["core_seconds"]
+                    row["core_seconds"] = spent
                 for record in read_lines(own / "metrics.jsonl"):
                     row["distinct_texts"] = record.get("distinct", row.get("distinct_texts"))
                 for size, score in row.get("populations", {}).items():

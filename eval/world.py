@@ -122,14 +122,16 @@ def load_world(options: RunOptions, folder: Path | None = None) -> World:
     encoder, its_tokenizer = similarity.load(directory_of(options, "similarity_model"), device)
     world.encode = Runner(encoder.to(DTYPES[options.dtype]), its_tokenizer)
     directory = Path(options.target) if options.target else SHIPPED
-    if not options.target and folder is not None and (folder.parent / "target").exists():
-        directory = folder.parent / "target"
+    run = folder and folder.parent
+    # A run that has not kept its first rows draws its samples again, as if it had not stopped.
+    if not options.target and run and (run / "base").exists() and (run / "target").exists():
+        directory = run / "target"
     exact = load_target(directory, sigma_key(options, folder))
     if exact is not None:
         world.set_exact(exact)
     elif directory != SHIPPED:
         fault = f"{directory}: holds samples of another sigma"
-        raise InputError(f"{fault}; restore the config.json of the run, or name another --target")
+        raise InputError(f"{fault}; restore what the run was made with, or name another --target")
     return world
 
 

@@ -50,7 +50,7 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
     for folder in ("base", "generation-0", "generation-1"):
         for row in read(finished_run / folder / "metrics.jsonl"):
             steps.append(f"{row['generation']} {row['phase']} {row['step']}")
-    assert len(steps) == len({*steps}) == 17
+    assert len(steps) == len({*steps}) == 18
     assert {"None base samples 1", "0 twist learning 3", "0 populations of 3 1"} < {*steps}
     assert {"1 sampling 1", "1 distillation 3", "1 twist learning 3"} < {*steps}
     samples = read(finished_run / "generation-1" / "samples.jsonl")
@@ -157,8 +157,8 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
     """The classifier is neither loaded nor shown where phi does not read it."""
     (tmp_path / "own.py").write_text(
         "def short(texts):\n    return [-len(text) / 50 for text in texts]\n"
-        "def price(tokens):\n    return [-1.0] * len(tokens)\n"
-        "price.reads = 'tokens'\n"
+        "def price(texts):\n    return [-1.0] * len(texts)\n"
+        "price.reads = 'continuations'\n"
     )
     own = [f"{tmp_path / 'own.py'}:{name}" for name in ("short", "price")]
     factors = ["regex: n", "keyword~3:named", *own]

@@ -118,7 +118,7 @@ def test_a_damaged_file_is_named(copied, name):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"beta": 0.4}, "run/target: holds samples of another sigma; restore the config.json"),
+        ({"beta": 0.4}, "target: holds samples of another sigma; restore what the run was made"),
         ({"networks": {}}, "a network or potential has changed since the run began"),
         ({"length": 6.5}, "--length is 6.5; give a value of type int"),
         ({"effective_potential": "no"}, "--effective-potential is 'no'; give a value of type bool"),
@@ -175,7 +175,7 @@ def test_a_run_keeps_the_users_file(tmp_path, monkeypatch, capsys):
         assert drawn.scores["log_phi"].tolist() == log_phi
     copy = run / "potential" / "own.py"
     copy.write_text(copy.read_text() + "\n")
-    assert "a network or potential has changed" in refusal("--resume", run)
+    assert "samples of another sigma; restore what the run was made" in refusal("--resume", run)
     with pytest.raises(InputError, match=r"own\.py changed since the run was made"):
         load_run(run).sample()
 

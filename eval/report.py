@@ -30,7 +30,7 @@ LEVELS = (3.0, 2.0)  # of KL in the record table
 QUALITY = ("toxicity", "similarity", "energy", "kl_target_proposal", "log_z_hat_mean")
 CHANGED = ("toxicity", "energy", "kl_target_proposal")
 TABLES = {  # rows and columns
-    "samples": (["weighted Base", "weighted Target", *GENERATIONS], QUALITY),
+    "samples": (["Base", "Target", *GENERATIONS], QUALITY),
     "changes": (
         [
             *(f"{name} 0 > {name} 2" for name in LEARNERS),
@@ -62,7 +62,7 @@ TABLES = {  # rows and columns
         ("scores", "core_seconds", "worth"),
     ),
     "beta": (
-        ["weighted Base", "beta-1 Target", "weighted Target"],
+        ["Base", "beta-1 Target", "Target"],
         ("toxicity", "similarity", "num_samples"),
     ),
 }
@@ -100,11 +100,14 @@ def read_study(folder: Path) -> Places:
                     row["distinct_texts"] = record.get("distinct", row.get("distinct_texts"))
                 for size, score in row.get("populations", {}).items():
                     row[f"K = {size}"] = score
-            places[f"{name} {title.removeprefix('Generation ')}"][int(seed)] = row
+            place = f"{name} {title.removeprefix('Generation ')}"
+            if name == "weighted" and title in ENDS:  # they are the same for every learner
+                place = title
+            places[place][int(seed)] = row
     for name in LEARNERS:
         for level in LEVELS:
             places[f"{name} KL {level}"] = first_below(places, name, level)
-    if "weighted Base" not in places:
+    if "Base" not in places:
         raise InputError(f"{folder}: holds no finished run weighted-SEED; run eval.study first")
     return places
 
@@ -171,7 +174,7 @@ def draw_generations(places: Places, folder: Path) -> None:
     figure, (plane, kl) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     for name, (colour, marker) in (LOOKS | ENDS).items():
         titles = [f"{name} {m}" for m in range(3)] if name in LEARNERS else [f"{name}-full 0"]
-        titles = [f"weighted {name}"] if name in ENDS else titles
+        titles = [name] if name in ENDS else titles
         titles = [title for title in titles if title in places]
         if not titles:
             continue
@@ -201,7 +204,7 @@ def draw_populations(places: Places, folder: Path) -> None:
             if rows := rows_of(places, f"{name} {m}"):
                 means = [np.mean([row.get(f"K = {k}", np.nan) for row in rows]) for k in sizes]
                 axes.plot(sizes, means, style, color=LOOKS[name][0], marker=f"${m}$", ms=8)
-        axes.axhline(points(places, "weighted Target", "toxicity")[0], color="black", lw=0.8)
+        axes.axhline(points(places, "Target", "toxicity")[0], color="black", lw=0.8)
         axes.set(title=name, xscale="log", xlabel="Particles K")
         axes.set_xticks(sizes, sizes)
         axes.minorticks_off()
@@ -224,7 +227,7 @@ def draw_budgets(places: Places, folder: Path) -> None:
         axes.set(xscale="log", xlabel="Updates of CTL in each generation", ylabel=label)
         axes.set_xticks(BUDGETS, BUDGETS)
         axes.minorticks_off()
-    panels[1].axhline(points(places, "weighted Target", "toxicity")[0], color="black", lw=0.8)
+    panels[1].axhline(points(places, "Target", "toxicity")[0], color="black", lw=0.8)
     panels[0].legend()
     save_figure(figure, folder / "budgets.png")
 

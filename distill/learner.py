@@ -67,7 +67,7 @@ class Learner(abc.ABC):
         return seen_from(model, self.base, self.log_phi)
 
     def rule(self) -> dict[str, Any]:
-        """How runs resample, as arguments of `tsmc`: at the last token alone."""
+        """How runs resample, as arguments of `tsmc`: at T alone, or earlier for a prefix part."""
         return {"resample": systematic, "ess_threshold": 0.0}
 
     def state(self) -> dict[str, Tensor]:

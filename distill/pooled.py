@@ -199,7 +199,8 @@ class Pooled(Learner):
 
     def resume(self, state: dict[str, Tensor]) -> None:
         """Go on with a pool that was kept."""
-        self.rounds = [Round(**state)]
+        device = self.streams.device
+        self.rounds = [Round(**{name: tensor.to(device) for name, tensor in state.items()})]
 
 
 def first_places(tokens: Tensor) -> Tensor:

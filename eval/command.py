@@ -35,6 +35,7 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
     """End the program in one line that opens with its name; `out_of_memory` is the remedy then."""
     signal.signal(signal.SIGINT, interrupt_once)
     keep_freed_memory()
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (the caller has closed it)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # where its encoding lacks characters
     try:

@@ -24,7 +24,6 @@ from eval.table import aligned, columns, named_rows, read_results
 from eval.world import World, load_world
 from tinystories.checkpoint import read_json, reading
 from tinystories.errors import InputError, shortened
-from tsmc.proposal import sample_proposal
 from tsmc.runs import Streams
 
 NEUTRAL = ("seed", "out", "device", "target", "generations")
@@ -99,7 +98,8 @@ def add_log_q(rows: dict[str, list[dict]], path: Path, run: Path) -> None:
         raise InputError(f"{run}: has no exact samples, so there is no KL; name another run")
     count = len(world.exact.tokens)
     with reading(path, "holds no log q", f"give {count} lines, a number in each"):
-        log_q = torch.tensor([float(line) for line in path.read_text().split()]).double()
+        numbers = [float(line) for line in path.read_text().split()]
+        log_q = torch.tensor(numbers, dtype=torch.float64, device=world.exact.tokens.device)
         if log_q.shape != (count,) or not bool((log_q <= 0).all()):
             raise ValueError(f"it has {len(log_q)} numbers, or some above 0")
     kl = kl_of_log_q(log_q, world.base, world.exact)
@@ -109,13 +109,9 @@ def add_log_q(rows: dict[str, list[dict]], path: Path, run: Path) -> None:
 def add_best_of(rows: dict[str, list[dict]], count: int, run: Path) -> None:
     """A row for the best by phi of `count` texts of p, as many times as a row has texts / 5."""
     options, world = load(run)
-
-    def draw(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return {"tokens": sample_proposal(world.base, None, size, generator).tokens}
-
     groups = options.row_size() // 5
     streams = Streams(options.seed, options.torch_device())
-    tokens = streams.draw("best of n", None, groups * count, draw)["tokens"]  # [groups n, T]
+    tokens = world.draw_base(streams, "best of n", groups * count)  # [groups n, T]
     best = world.potential(tokens).view(groups, count).argmax(1)  # [groups]
     samples = world.score(tokens.view(groups, count, -1)[torch.arange(groups), best])
     row = describe(samples, world.encode(samples.texts), world.exact_vectors)

@@ -13,7 +13,7 @@ from eval.run import Run
 from eval.scorers.potentials import SOFTEN
 from eval.world import World, save_target, sigma_key
 from tsmc import processes
-from tsmc.proposal import proposal_log_probs, sample_proposal
+from tsmc.proposal import proposal_log_probs
 from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.runs import Streams, draw_population
 from tsmc.sampler import Population, Step
@@ -29,13 +29,8 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> dict:
     options = run.config.run
     if processes.first(run.folder(None).exists()):
         return run.read_row(None)
-
-    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return {"tokens": sample_proposal(world.base, None, size, generator).tokens}
-
     count = options.row_size()
-    drawn = learner.streams.draw("base samples", None, count, draw, report=run)
-    base = world.score(drawn["tokens"])
+    base = world.score(world.draw_base(learner.streams, "base samples", count, run))
     samples = base.rows("base")
     say_rate(run, base.scores["log_phi"])
     if world.exact is None:
@@ -90,7 +85,7 @@ def draw_target(run: Run, world: World, streams: Streams, base_log_phi: Tensor) 
 def say_rate(run: Run, log_phi: Tensor) -> None:
     """Say where p^(0) hardly ever meets a hard potential; log phi [N] is that of base samples."""
     alive = int((log_phi > -math.inf).sum())
-    if alive < FEW:
+    if alive < min(FEW, len(log_phi)):
         rate = f"{alive} of {len(log_phi)} base samples have phi > 0, which is little to learn from"
         run.say(f"{rate}; use --learner pooled and hints, or {SOFTEN}")
 

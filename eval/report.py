@@ -87,7 +87,7 @@ Places = dict[str, dict[int, dict]]  # the row of each seed, by the name of the 
 def read_study(folder: Path) -> Places:
     """The rows of all finished runs; InputError where there are none."""
     places: Places = defaultdict(dict)
-    for path in sorted(folder.glob("*/results.json")):
+    for path in sorted(folder.glob("*-[0-9]*/results.json")):
         name, _, seed = path.parent.name.rpartition("-")
         spent = 0.0
         for title, row in named_rows(read_results(path.parent)).items():
@@ -252,9 +252,9 @@ def main(arguments: list[str] | None = None) -> None:
         args = parser.parse_args(arguments)
         places = read_study(args.study)
         folder = args.page.parent / "results"
-        write_text(args.page, fill(args.page.read_text(encoding="utf-8"), places))
         command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        write_text(args.page, fill(args.page.read_text(encoding="utf-8"), places))
         numbers = {name: cells(places, name) for name in TABLES}
         write_json(folder / "results.json", {"commit": commit, "tables": numbers})
         for draw in (draw_generations, draw_populations, draw_budgets, draw_histograms):

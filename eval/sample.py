@@ -27,9 +27,7 @@ from tinystories.checkpoint import read_json
 from tinystories.errors import InputError, listed, printable
 from tsmc import SCHEMES
 from tsmc.runs import Streams
-from twist import Drawn
-from twist.drawn import sample
-from twist.pair import Pair, load_pair
+from twist import Drawn, Pair, load_pair, sample
 
 OPTIONS = ("prompt", "length", "seed", "potential", "device", "lm")
 FEW = 10  # independent samples below which weights are said to have collapsed
@@ -43,7 +41,8 @@ class TrainedRun:
         run = Path(directory)
         if not run.is_dir():
             raise InputError(f"{run}: no such directory; name one that main.py wrote")
-        saved = sorted(int(path.parent.name[11:]) for path in run.glob(f"generation-*/{ROW}"))
+        names = [path.parent.name[11:] for path in run.glob(f"generation-*/{ROW}")]
+        saved = sorted(int(name) for name in names if name.isdecimal())
         if not saved:
             raise InputError(f"{run}: holds no saved generation; name a run that has finished one")
         self.generation = saved[-1] if generation is None else generation
@@ -71,7 +70,8 @@ class TrainedRun:
     def rule(self, world: World) -> dict[str, Any]:
         """How the runs of its learner resample."""
         kind = LEARNERS[self.config.run.learner][0]
-        return kind(world.base, world.potential, self.config.learner, Streams()).rule()
+        streams = Streams(0, world.base.prompt.device)
+        return kind(world.base, world.potential, self.config.learner, streams).rule()
 
     def sample(self, particles: int = 50, runs: int = 8, **changes: Any) -> Drawn:
         """R = runs populations of K = particles texts; `changes` are a prompt, length or seed.
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> None:
         options = RunOptions(**given)
         world = load_sigma(options)
     else:
-        trained = TrainedRun(args.run, args.generation, args.device)
+        trained = TrainedRun(args.run, args.generation)
         generation = trained.generation
         options = dataclasses.replace(trained.config.run, **given)
         world = trained.world(options)
@@ -195,17 +195,19 @@ def main(arguments: list[str] | None = None) -> None:
     add("--runs", type=int, metavar="R", default=8, help="runs, weighed by Z-hat (default: 8)")
     add("--samples", type=int, metavar="N", default=10, help="samples to draw (default: 10)")
     add("--length", type=int, metavar="T", help="tokens of a continuation")
-    add("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    add("--seed", type=int, help="seed of everything random")
     add("--resampling", choices=tuple(SCHEMES), help="resampling scheme")
     add("--potential", action="append", help="as in main.py --help; repeat it for a product")
     add("--lm", help="language model, without RUN; as in main.py --help")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--device", help="auto, cpu, cuda or cuda:N")
     add("--json", action="store_true", help="print a JSON object")
     add("--picture", type=Path, metavar="FILE", help="draw the particles as PNG")
     with one_line_errors("python -m tsmc", "lower --particles"):
         args = parser.parse_args(arguments)
         if args.run is None and args.potential is None:
             parser.error(f"no run is named: {usage}")
+        if args.run is None and args.generation is not None:
+            parser.error("--generation is one of RUN; leave it out or name RUN")
         if args.run is not None and args.lm is not None:
             parser.error("--lm is for sampling without RUN; leave one of them out")
         run(args)

@@ -28,7 +28,10 @@ from tinystories.decoder import NO_END
 from tinystories.errors import InputError
 from tinystories.hub import checkpoint_directory
 from tinystories.tokenizer import encode_prompt
+from tsmc.interfaces import Report, ignore
+from tsmc.proposal import sample_proposal
 from tsmc.rejection import ExactSamples
+from tsmc.runs import Streams
 from twist.potential import TextPotential, check_potential, each_once
 
 SHIPPED = POCKET / "target"
@@ -62,6 +65,14 @@ class World:
         if self.log_toxicity is not None:
             scores["toxicity"] = each_once(self.log_toxicity, texts).exp()
         return Samples(texts, scores, group or list(range(len(texts))))
+
+    def draw_base(self, streams: Streams, word: str, count: int, report: Report = ignore) -> Tensor:
+        """Texts of p^(0) as tokens [N, T], N = count, from the random stream of this name."""
+
+        def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+            return {"tokens": sample_proposal(self.base, None, size, generator).tokens}
+
+        return streams.draw(word, None, count, draw, report=report)["tokens"]
 
     def set_exact(self, exact: ExactSamples) -> None:
         """Compare with these exact samples from here on."""
@@ -179,14 +190,14 @@ def sigma_key(options: RunOptions, folder: Path | None = None) -> dict:
     return key | ({"end": options.end} if options.end else {})
 
 
-def save_target(directory: Path, exact: ExactSamples, key: dict, **notes) -> None:
-    """Write `samples.safetensors` and `target.json`, with `notes` beside the numbers."""
+def save_target(directory: Path, exact: ExactSamples, key: dict) -> None:
+    """Write `samples.safetensors` and `target.json`."""
     tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi}
     checkpoint.write_tensors(directory / SAMPLES, tensors)
     values = {"key": key, "num_samples": len(exact.tokens)}
     values |= {name: getattr(exact, name) for name in ("num_proposals", "log_z", "log_z_std_error")}
     values["sha256"] = digest_of(directory / SAMPLES)
-    checkpoint.write_json(directory / "target.json", values | notes)
+    checkpoint.write_json(directory / "target.json", values)
 
 
 def load_target(directory: Path, key: dict) -> ExactSamples | None:

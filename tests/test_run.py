@@ -23,7 +23,7 @@ TARGET = ExactSamples(TOKENS, torch.tensor([-0.5, -0.25]), 900, -7.5, 0.04)
 
 
 def test_a_target_survives_its_files_and_serves_its_own_sigma(tmp_path):
-    save_target(tmp_path, TARGET, KEY, seed=0)
+    save_target(tmp_path, TARGET, KEY)
     again = load_target(tmp_path, KEY)
     assert torch.equal(again.tokens, TARGET.tokens) and torch.equal(again.log_phi, TARGET.log_phi)
     assert (again.num_proposals, again.log_z, again.log_z_std_error) == (900, -7.5, 0.04)
@@ -38,7 +38,7 @@ def test_a_target_survives_its_files_and_serves_its_own_sigma(tmp_path):
 
 @pytest.mark.parametrize("values", [{"key": 5}, {"log_z_std_error": 10**400}])
 def test_impossible_values_in_a_target_are_refused(tmp_path, values):
-    save_target(tmp_path, TARGET, KEY, seed=0)
+    save_target(tmp_path, TARGET, KEY)
     path = tmp_path / "target.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     with pytest.raises(InputError, match=r"target\.json: not a target file"):

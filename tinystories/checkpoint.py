@@ -27,6 +27,7 @@ CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"  # behind such a name: says which shards hold the weights
 TOKENIZERS = [["tokenizer.json"], ["vocab.json", "merges.txt"], ["vocab.txt"]]
+TOKENIZER_OPTIONS = "tokenizer_config.json"
 POOLING = "1_Pooling/config.json"
 LFS_POINTER = b"version https://git-lfs"  # how a file begins that Git LFS has not yet fetched
 
@@ -68,7 +69,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
 
 
 @contextlib.contextmanager
-def reading(path: Path | str, trouble: str, remedy: str = "restore the file") -> Iterator[None]:
+def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Iterator[None]:
     """Turn whatever the block raises into an InputError: the file, its trouble, the remedy."""
     try:
         yield
@@ -76,17 +77,18 @@ def reading(path: Path | str, trouble: str, remedy: str = "restore the file") ->
         raise
     except Exception as error:
         fault = f"{trouble} ({reason_of(error)})"
-        if isinstance(path, Path) and not path.exists():
+        if not path.exists():
             fault = "no such file"
-        elif isinstance(path, Path) and path.is_file() and is_lfs_pointer(path):
+        elif is_lfs_pointer(path):
             fault, remedy = "is a Git-LFS pointer", "run git lfs pull"
         raise InputError(f"{path}: {fault}; {remedy}") from error
 
 
 def is_lfs_pointer(path: Path) -> bool:
     """Whether a file only says where Git LFS keeps its content."""
-    with path.open("rb") as file:
+    with contextlib.suppress(OSError), path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
+    return False
 
 
 def read_json(path: Path) -> dict:
@@ -135,10 +137,12 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """The files that define the tokenizer."""
+    """The files that define the tokenizer; older ones leave something to its options."""
     for names in TOKENIZERS:
         if (directory / names[0]).exists():
-            return [directory / name for name in names]
+            options = [TOKENIZER_OPTIONS] if (directory / TOKENIZER_OPTIONS).exists() else []
+            own = names if names == TOKENIZERS[0] else names + options
+            return [directory / name for name in own]
     return [directory / TOKENIZERS[0][0]]
 
 

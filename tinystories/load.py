@@ -53,9 +53,9 @@ def load_network(
         network = from_json(raw)
     tensors = {}
     weights = checkpoint.weight_files(directory)
-    for file in weights:
-        tensors |= checkpoint.read_tensors(file)
     with reading(weights[0], "does not fit the network", "use the files of one checkpoint"):
+        for file in weights:
+            tensors |= checkpoint.read_tensors(file)
         checkpoint.fill(network, names_in_memory(tensors, network))
     return network.to(device).eval(), read_tokenizer(directory, raw["vocab_size"])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from tinystories.checkpoint import read_json, reading, tokenizer_files
+from tinystories.checkpoint import TOKENIZER_OPTIONS, read_json, reading, tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
@@ -59,7 +59,7 @@ def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
 
 def older_tokenizer(path: Path) -> Tokenizer:
     """BERT's tokenizer from vocab.txt, or GPT-2's or RoBERTa's from vocab.json."""
-    file = path.with_name("tokenizer_config.json")
+    file = path.with_name(TOKENIZER_OPTIONS)
     options = read_json(file) if file.exists() else {}
     if path.name == "vocab.txt":
         tokenizer = Tokenizer(models.WordPiece.from_file(str(path), unk_token="[UNK]"))

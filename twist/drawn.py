@@ -11,7 +11,7 @@ particles, T tokens.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -98,9 +98,10 @@ class Drawn:
         nearly all the weight.
         """
         shares = self.log_weights.exp().view_as(self.population.log_weights)  # [R, K]
-        holds = shares.new_tensor([float(event(text)) for text in self.texts]).view_as(shares)
-        if not ((holds >= 0) & (holds <= 1)).all():
+        found = [event(text) for text in self.texts]
+        if not all(isinstance(number, SupportsFloat) and 0 <= number <= 1 for number in found):
             raise InputError("the event is not true, false or a number from 0 to 1; return one")
+        holds = shares.new_tensor([float(number) for number in found]).view_as(shares)
         value = (shares * holds).sum().item()
         residuals = (shares * (holds - value)).sum(1)  # [R] of the ratio of two means
         error = math.sqrt(len(shares)) * residuals.std().item() if len(shares) > 1 else math.inf

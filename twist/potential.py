@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 
 from tinystories.decoder import NO_END
 from tinystories.errors import InputError, reason_of
+from tinystories.tokenizer import UNFINISHED
 from tsmc.interfaces import LanguageModel, LogPotential, LogPrefix
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.sampler import Sigma
@@ -130,7 +131,9 @@ class TextPotential:
         rows = tokens.tolist()
         if self.end != NO_END:
             rows = [row[: row.index(self.end)] if self.end in row else row for row in rows]
-        return [text.rstrip("\ufffd") for text in self.decode([self.prompt + row for row in rows])]
+        return [
+            text.rstrip(UNFINISHED) for text in self.decode([self.prompt + row for row in rows])
+        ]
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] float64 of tokens [N, T]."""

@@ -48,7 +48,7 @@ class ToxicityScorer(Runner):
     """N texts -> log p(toxic | s) [N]. A text's score does not depend on the other texts."""
 
     def logits(self, texts: tuple[str, ...]) -> Tensor:
-        """Logits [N], float32 on the CPU; InputError if one is not finite."""
+        """Logits [N], float32 on the CPU."""
         return super().__call__(texts)
 
     def __call__(self, texts: list[str]) -> Tensor:

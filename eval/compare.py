@@ -72,16 +72,10 @@ def read_texts(path: Path, prompt: str) -> list[str]:
         return texts
 
 
-def load(run: Path) -> tuple[RunOptions, World]:
-    """The options of the first run, and its world with its exact samples."""
-    say("loading the networks")
-    trained = TrainedRun(run)
-    return trained.config.run, trained.load_world(trained.config.run, load_world)
-
-
-def add_texts(rows: dict[str, list[dict]], files: list[Path], run: Path) -> None:
+def add_texts(
+    rows: dict[str, list[dict]], files: list[Path], options: RunOptions, world: World
+) -> None:
     """A row for each file of texts, and Target's noise level for as many as the smallest has."""
-    options, world = load(run)
     texts = {path: read_texts(path, options.prompt) for path in files}
     if world.exact is not None:
         target = world.score(world.exact.tokens)
@@ -91,11 +85,11 @@ def add_texts(rows: dict[str, list[dict]], files: list[Path], run: Path) -> None
         rows[str(path)] = [describe(samples, world.encode(own), world.exact_vectors)]
 
 
-def add_log_q(rows: dict[str, list[dict]], path: Path, run: Path) -> None:
+def add_log_q(rows: dict[str, list[dict]], path: Path, world: World) -> None:
     """A row with KL(sigma||q) of a file of log q."""
-    _, world = load(run)
     if world.exact is None:
-        raise InputError(f"{run}: has no exact samples, so there is no KL; name another run")
+        fault = "the first run has no exact samples, so there is no KL"
+        raise InputError(f"--log-q {path}: {fault}; name another run first")
     count = len(world.exact.tokens)
     with reading(path, "holds no log q", f"give {count} lines, a number in each"):
         numbers = [float(line) for line in path.read_text().split()]
@@ -106,9 +100,8 @@ def add_log_q(rows: dict[str, list[dict]], path: Path, run: Path) -> None:
     rows[str(path)] = [{"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}]
 
 
-def add_best_of(rows: dict[str, list[dict]], count: int, run: Path) -> None:
+def add_best_of(rows: dict[str, list[dict]], count: int, options: RunOptions, world: World) -> None:
     """A row for the best by phi of `count` texts of p, as many times as a row has texts / 5."""
-    options, world = load(run)
     groups = options.row_size() // 5
     streams = Streams(options.seed, options.torch_device())
     tokens = world.draw_base(streams, "best of n", groups * count)  # [groups n, T]
@@ -136,12 +129,17 @@ def main(arguments: list[str] | None = None) -> None:
                     rows.setdefault(name, [runs[0][name]])
                 elif all(name in one for one in runs):
                     rows[f"{title}, {name.lower()}"] = [one[name] for one in runs]
-        if args.texts:
-            add_texts(rows, args.texts, args.runs[0])
-        if args.best_of is not None:
-            add_best_of(rows, args.best_of, args.runs[0])
-        if args.log_q:
-            add_log_q(rows, args.log_q, args.runs[0])
+        if args.texts or args.best_of is not None or args.log_q:
+            say("loading the networks")
+            first_run = TrainedRun(args.runs[0])
+            options = first_run.config.run
+            world = first_run.load_world(options, load_world)  # with its exact samples
+            if args.texts:
+                add_texts(rows, args.texts, options, world)
+            if args.best_of is not None:
+                add_best_of(rows, args.best_of, options, world)
+            if args.log_q:
+                add_log_q(rows, args.log_q, world)
         first = {name: found[0] for name, found in rows.items()}
         shown = columns(first, read_results(args.runs[0]))
         print(aligned(rows, shown))

@@ -148,7 +148,7 @@ def cells(places: Places, name: str) -> dict[str, list[str]]:
     return table
 
 
-def fill(page: str, places: Places) -> str:
+def fill(page: str, tables: dict[str, dict[str, list[str]]]) -> str:
     """The page with the tables between their markers; InputError for one that is not known."""
 
     def replaced(found: re.Match) -> str:
@@ -156,7 +156,7 @@ def fill(page: str, places: Places) -> str:
             raise InputError(f"table {found[1]}: is not one of {', '.join(TABLES)}; correct it")
         heads = [TITLES.get(column, (column,))[0] for column in TABLES[found[1]][1]]
         lines = [["", *heads], ["---"] * (1 + len(heads))]
-        for title, numbers in cells(places, found[1]).items():
+        for title, numbers in tables[found[1]].items():
             lines.append([title.replace(" > ", " → "), *numbers])
         shown = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return f"<!-- table {found[1]} -->\n{shown}\n<!-- end -->"
@@ -254,9 +254,9 @@ def main(arguments: list[str] | None = None) -> None:
         folder = args.page.parent / "results"
         command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        write_text(args.page, fill(args.page.read_text(encoding="utf-8"), places))
-        numbers = {name: cells(places, name) for name in TABLES}
-        write_json(folder / "results.json", {"commit": commit, "tables": numbers})
+        tables = {name: cells(places, name) for name in TABLES}
+        write_text(args.page, fill(args.page.read_text(encoding="utf-8"), tables))
+        write_json(folder / "results.json", {"commit": commit, "tables": tables})
         for draw in (draw_generations, draw_populations, draw_budgets, draw_histograms):
             draw(places, folder)
 

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
-from twist.potential import Factor
+from twist.potential import ROUNDING, Factor
 
 
-def power(log_score: Callable[[list[str]], Tensor], beta: float, rounding: float = 1e-3) -> Factor:
+def power(
+    log_score: Callable[[list[str]], Tensor], beta: float, rounding: float = ROUNDING
+) -> Factor:
     """phi = score^beta of whole texts; at beta = 0 phi is 1 even where the score is 0."""
 
     def log_phi(texts: list[str]) -> Tensor:

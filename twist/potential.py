@@ -26,7 +26,8 @@ from twist.adapter import Adapted
 
 READS = ("texts", "continuations")
 """What a factor can read: N texts with the prompt, or without it."""
-HALF = 0.1  # relative error of a network in half precision, whose rounding depends on the batch
+ROUNDING = 1e-3  # relative error of log phi, up to which it may depend on the batch
+HALF = 0.1  # the same of a network in half precision
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
 
@@ -40,7 +41,7 @@ class Factor:
     log_prefix: Callable[[list[str]], Any] | None = None  # N unfinished texts -> N numbers log f_t
     name: str = "the potential"  # in messages
     hints: Sequence[str] = ()  # a text with phi > 0 is likely to hold one of them
-    rounding: float = 1e-3  # relative error of log phi; HALF where it comes from half precision
+    rounding: float = ROUNDING  # relative error of log phi
 
     def __post_init__(self):
         if not callable(self.log_phi) or not (self.log_prefix is None or callable(self.log_prefix)):

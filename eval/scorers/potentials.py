@@ -23,7 +23,7 @@ from torch import Tensor
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.errors import InputError, listed, reason_of
 from twist.factors import READY, power
-from twist.potential import HALF, Factor, as_log_phi, factor_of
+from twist.potential import HALF, ROUNDING, Factor, as_log_phi, factor_of
 
 CLASSIFIED = ("toxicity", "nontoxicity")
 SOFTEN = "soften the potential (docs/potentials.md)"  # advice where phi is nearly always 0
@@ -42,7 +42,7 @@ def make_factors(
         if spec in CLASSIFIED:
             score = scorer if spec == "toxicity" else scorer.log_nontoxic
             is_half = next(scorer.model.parameters()).dtype.itemsize < 4
-            factors.append(power(score, beta, HALF if is_half else 1e-3))
+            factors.append(power(score, beta, HALF if is_half else ROUNDING))
         else:
             factors.append(user_factor(spec, folder) if user_file(spec) else ready_factor(spec))
     return factors

@@ -28,11 +28,11 @@ def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
     make = LEARNERS[config.run.learner][0]
     learner = make(world.base, world.potential, config.learner, streams, run)
     # Base and Target come first: they tell early whether phi is too rare to learn from.
-    rows = evaluate_ends(run, world, learner)
+    evaluate_ends(run, world, learner)
     last = run.last()
     if last is None:
         pair = learner.first_twist()  # line 1: (p^(0), psi^(0))
-        run.keep(0, pair, world, learner.state(), *evaluate(run, world, learner, pair, 0))
+        run.keep(0, *evaluate(run, world, learner, pair, 0), pair, world, learner.state())
         last = 0
     else:
         pair = run.load_pair(last, world)
@@ -40,8 +40,8 @@ def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
     for m in range(last + 1, config.run.generations + 1):  # line 2
         model = learner.distil(pair, m)  # line 3: p^(m)
         pair = learner.learn_twist(model, m)  # line 4: (p^(m), psi^(m))
-        run.keep(m, pair, world, learner.state(), *evaluate(run, world, learner, pair, m))
-    return run.finish(rows, learner.scores(config.run.generations))
+        run.keep(m, *evaluate(run, world, learner, pair, m), pair, world, learner.state())
+    return run.finish()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         processes.join(config.run.torch_device())
         if processes.rank() == 0:
             say("loading the networks")
-        world = load_world(config.run, resumed and resumed / "potential")
+        world = load_world(config.run, resumed)
         with Run(config, resumed) as run:
             results = self_distilled_tsmc(config, world, run)
             if run.writes:

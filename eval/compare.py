@@ -5,7 +5,7 @@ its 95 % interval (Student's t over seeds). All runs must have the same sigma. A
 is that of the first run. --texts adds a row for the texts of any method, a text in each line with
 its prompt, and \\n for a line break. --log-q adds KL(sigma||q) of any method: a file with log q of
 each exact sample of the first run's sigma, a number in each line, in the order of its file (or of
-checkpoints/pocket/target), of which `tinystories` and `safetensors` read the tokens.
+checkpoints/pocket/target), a safetensors file with the tokens.
 """
 
 import argparse
@@ -19,15 +19,13 @@ from eval.command import OneLineParser, one_line_errors, say
 from eval.config import RunOptions, saved_config
 from eval.evaluate import target_row
 from eval.metrics import describe, kl_of_log_q
-from eval.sample import TrainedRun
 from eval.table import aligned, columns, named_rows, read_results
-from eval.world import World, load_world
+from eval.world import World, load_world, sigma_key
 from tinystories.checkpoint import read_json, reading
 from tinystories.errors import InputError, shortened
 from tsmc.runs import Streams
 
 NEUTRAL = ("seed", "out", "device", "target", "generations")
-SIGMA = ("potential", "beta", "prompt", "length", "end", "dtype")
 
 
 def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
@@ -38,20 +36,20 @@ def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
     kinds: dict[str, dict[int, dict]] = {}  # by its options: the rows of each seed
     first: dict[str, Any] = {}
     for run in runs:
-        config = saved_config(run).as_json()
-        networks = read_json(run / "config.json").get("networks", {})
-        sigma = networks | {name: config[name] for name in SIGMA}
-        sigma.pop("similarity_model", None)
+        config = saved_config(run)
+        sigma = sigma_key(config.run, read_json(run / "config.json").get("networks", {}))
+        sigma["dtype"] = config.run.dtype
         first = first or sigma
         for name in [*first, *sigma]:
             if sigma.get(name) != first.get(name):
                 fault = f"{run}: differs from {runs[0]} in {name}, so its sigma is another"
                 raise InputError(f"{fault}; compare runs of one target")
-        own = {name: value for name, value in config.items() if name not in NEUTRAL}
-        kind = kinds.setdefault(json.dumps([config["learner"], own]), {})
-        if config["seed"] in kind:
+        options = config.as_json() | {"potential": sigma["potential"]}
+        own = {name: value for name, value in options.items() if name not in NEUTRAL}
+        kind = kinds.setdefault(json.dumps([config.run.learner, own]), {})
+        if config.run.seed in kind:
             raise InputError(f"{run}: another run has its seed; name each seed once")
-        kind[config["seed"]] = named_rows(read_results(run))
+        kind[config.run.seed] = named_rows(read_results(run))
     learners = [json.loads(options)[0] for options in kinds]
     named = {}
     for number, (name, kind) in enumerate(zip(learners, kinds.values(), strict=True), 1):
@@ -131,9 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
                     rows[f"{title}, {name.lower()}"] = [one[name] for one in runs]
         if args.texts or args.best_of is not None or args.log_q:
             say("loading the networks")
-            first_run = TrainedRun(args.runs[0])
-            options = first_run.config.run
-            world = first_run.load_world(options, load_world)  # with its exact samples
+            options = saved_config(args.runs[0]).change(device="auto").run
+            world = load_world(options, args.runs[0])  # with its exact samples
             if args.texts:
                 add_texts(rows, args.texts, options, world)
             if args.best_of is not None:

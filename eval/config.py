@@ -17,6 +17,7 @@ import torch
 from distill import DPO, GRPO, WEIGHTED, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions
 from distill.learner import check_all, flag_of, kind_of, option
 from eval.command import OneLineParser
+from eval.scorers.potentials import kept_copy
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError, listed, shortened
 
@@ -42,6 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Defaults by preset, of whichever options the run has."""
 MADE_BY = ("versions", "networks")  # entries of config.json that are no options
+METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,12 @@ def build(values: dict[str, Any]) -> Config:
 
     InputError names an option that is out of range, or that the learner does not have.
     """
+    name = values.get("learner", RunOptions.learner)
+    preset = PRESETS.get(values.get("preset", "pocket"), {})
+    _, kind, own = LEARNERS.get(name, LEARNERS[RunOptions.learner])
+    full = own | preset | values
     parts = []
-    name, preset = values.get("learner", RunOptions.learner), values.get("preset", "pocket")
-    for flag, choice, choices in (("--learner", name, LEARNERS), ("--preset", preset, PRESETS)):
-        if choice not in choices:
-            raise InputError(f"{flag} is {choice!r}; give one of {', '.join(choices)}")
-    _, kind, own = LEARNERS[name]
-    full = own | PRESETS[preset] | values
-    for options in (RunOptions, kind):
+    for options in (RunOptions, kind):  # the first refuses learners and presets that are not there
         given = {}
         for field in dataclasses.fields(options):
             if field.name in full:
@@ -162,20 +162,18 @@ def make_parser(description: str, learner: str) -> argparse.ArgumentParser:
 def add_argument(group: argparse._ArgumentGroup, field: dataclasses.Field, default: Any) -> None:
     """Add the argument of one option, or both of a switch."""
     text, kind = field.metadata["help"], kind_of(field)
-    if kind is bool:
-        shown = f"{text} [{'on' if default else 'off'}]"
-        group.add_argument(flag_of(field.name), action=argparse.BooleanOptionalAction, help=shown)
-        return
     if choices := field.metadata["choices"]:
         text += f": {', '.join(choices)}"
-    if "[" not in text and default != "":
+    if kind is bool:
+        text += f" [{'on' if default else 'off'}]"
+    elif "[" not in text and default != "":
         text += f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
-    extra: dict[str, Any] = {"type": kind}
-    if isinstance(default, tuple):  # texts hold spaces, so each has the flag of its own
-        extra = {"action": "append"} if kind is str else {"type": kind, "nargs": "+"}
-    metavar = {int: "N", float: "X"}.get(kind, "NAME")
-    help_text = text.replace("%", "%%")
-    group.add_argument(flag_of(field.name), metavar=metavar, help=help_text, **extra)
+    extra: dict[str, Any] = {"type": kind, "metavar": METAVARS.get(kind)}
+    if kind is bool:
+        extra = {"action": argparse.BooleanOptionalAction}
+    elif isinstance(default, tuple):  # texts hold spaces, so each has the flag of its own
+        extra |= {"action": "append"} if kind is str else {"nargs": "+"}
+    group.add_argument(flag_of(field.name), help=text.replace("%", "%%"), **extra)
 
 
 def read_config(arguments: list[str] | None, description: str) -> tuple[Config, Path | None]:
@@ -203,14 +201,17 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[Config, 
 def saved_config(run: Path) -> Config:
     """The options in the config.json of a run's directory; InputError where they do not fit.
 
-    Options that are absent, because the run is older than they are, have their defaults.
+    Options that are absent, because the run is older than they are, have their defaults. Of a
+    user's file the copy counts that the run has kept.
     """
-    path = Path(run) / "config.json"
-    if Path(run).is_dir() and not path.exists():
+    path = run / "config.json"
+    if run.is_dir() and not path.exists():
         raise InputError(f"{run}: holds no config.json, so no run; name a run of main.py")
     raw = read_json(path)
     try:
-        return build({name: raw[name] for name in raw if name not in MADE_BY})
+        config = build({name: raw[name] for name in raw if name not in MADE_BY})
     except (InputError, TypeError) as error:
         remedy = "run it with the version that made it, or name another"
         raise InputError(f"{path}: holds no options of a run ({error}); {remedy}") from error
+    copies = [kept_copy(spec, run / "potential") for spec in config.run.potential]
+    return config.change(potential=tuple(copies))

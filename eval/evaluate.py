@@ -12,11 +12,12 @@ from eval.config import RunOptions
 from eval.run import Run
 from eval.scorers.potentials import SOFTEN
 from eval.world import World, save_target, sigma_key
+from tinystories.checkpoint import read_json
 from tsmc import processes
 from tsmc.proposal import proposal_log_probs
 from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.runs import Streams, draw_population
-from tsmc.sampler import Population, Step
+from tsmc.sampler import Population
 from twist.pair import Pair
 
 EXAMPLES = 3  # texts of a row that are shown when the run ends
@@ -24,12 +25,11 @@ ENOUGH = 200  # exact samples of the target
 FEW = 10  # base samples with phi > 0
 
 
-def evaluate_ends(run: Run, world: World, learner: Learner) -> dict:
+def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
     """The rows Base and Target, where p^(0) and sigma stand; measured once in a run."""
-    options = run.config.run
     if processes.first(run.folder(None).exists()):
-        return run.read_row(None)
-    count = options.row_size()
+        return
+    count = run.config.run.row_size()
     base = world.score(world.draw_base(learner.streams, "base samples", count, run))
     samples = base.rows("base")
     say_rate(run, base.scores["log_phi"])
@@ -41,11 +41,7 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> dict:
         target = world.score(world.exact.tokens)
         rows["target"] = target_row(world, target, count)
         samples += target.rows("target")
-    if run.writes:
-        with run.writing(None, rows, samples):
-            pass  # it holds nothing else
-    processes.gather(None)  # nobody reads before it is there
-    return rows
+    run.keep(None, rows, samples)
 
 
 def target_row(world: World, samples: metrics.Samples, count: int) -> dict:
@@ -78,7 +74,8 @@ def draw_target(run: Run, world: World, streams: Streams, base_log_phi: Tensor) 
         run.say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
         return
     if run.writes:
-        save_target(run.path / "target", exact, sigma_key(options, run.path / "potential"))
+        hashes = read_json(run.path / "config.json")["networks"]  # as they were at the beginning
+        save_target(run.path / "target", exact, sigma_key(options, hashes))
     world.set_exact(exact)
 
 
@@ -97,14 +94,8 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
     if learner.samples_policy:  # more particles would measure importance sampling from the policy
         particles, runs = 1, options.row_size()
     sigma = learner.sigma(pair.model)
-    ess_by_step = torch.zeros(options.length)
-
-    def observe(step: Step) -> None:
-        ess_by_step[step.tokens.shape[-1] - 1] += step.ess.sum().item() / runs
-
-    rule = learner.rule() | {"observer": observe}
     given = (learner.streams, "evaluation", m, sigma, pair.twist, particles, runs, run)
-    population = draw_population(*given, **rule)
+    population = draw_population(*given, **learner.rule())
     row = {"generation": m, "scores": learner.scores(m)}
     if world.exact is not None:
         row |= kl_row(world, pair)
@@ -113,7 +104,6 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
     row |= metrics.describe(samples, vectors, world.exact_vectors)
     if particles > 1:
         row |= population_row(population)
-        row["ess_by_step"] = sum(processes.gather(ess_by_step)).tolist()
     shares = population.shares().flatten()  # [R K] of the weight of all runs
     if learner.samples_policy:
         shares = torch.ones_like(shares)

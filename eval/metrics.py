@@ -17,7 +17,7 @@
     dead         runs whose weights were all zero at some step
 
 Samples are the particles after the last resampling, where copies count as often as they occur.
-Particles of one run are dependent, so the intervals, all 95 %, come from whole runs.
+Particles of one run are dependent, so the energy distance leaves out their pairs.
 """
 
 from dataclasses import dataclass
@@ -89,24 +89,15 @@ def energy_floor(y: Tensor, n: int) -> float:
     return energies.quantile(0.95).item() * (1 / n + 1 / count) / (1 / half + 1 / other)
 
 
-def mean_scores(samples: Samples) -> dict[str, float]:
-    """The mean of each score with its interval over groups, and the share with phi > 0."""
-    group = torch.tensor(samples.group)
-    row = {}
-    for name, values in samples.scores.items():
-        means = torch.bincount(group, values) / torch.bincount(group)
-        row[name] = values.mean().item()
-        row[f"{name}_half_width"] = mean_estimate(means).half_width()
-    row["phi_positive"] = (samples.scores["log_phi"] > -torch.inf).double().mean().item()
-    return row
-
-
 def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict:
-    """The mean scores, the similarity, and the distance from exact samples where there are any.
+    """The mean of each score, the share with phi > 0, the similarity, and the distance from exact
+    samples where there are any.
 
     vectors [N, D] are the embeddings of the texts, exact_vectors [M, D] those of exact samples.
     """
-    row = mean_scores(samples)
+    row = {"phi_positive": (samples.scores["log_phi"] > -torch.inf).double().mean().item()}
+    for name, values in samples.scores.items():
+        row[name] = values.mean().item()
     row["similarity"] = mean_pairwise_cosine(vectors)
     if "toxicity" in samples.scores:
         bins = (20 * samples.scores["toxicity"]).long().clamp(0, 19)

@@ -1,6 +1,6 @@
 """A run of `main.py` is a directory:
 
-    config.json       every option, the versions, and hashes of the networks
+    config.json       every option, the versions that began it, and hashes of the networks
     base/             the rows Base and Target, and their texts
     target/           exact samples of sigma, if the run drew them
     generation-m/     p^(m) and psi^(m), what the learner needs to go on (state.safetensors), its
@@ -22,7 +22,6 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,18 +56,13 @@ class Run(contextlib.AbstractContextManager):
         self.title = ""  # of the bar
         self.start = time.monotonic()
         self.processor_start = time.process_time()
-        networks = identity(config.run, resumed and resumed / "potential")
-        versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-        made_by = {"versions": versions, "networks": networks}
-        if len(set(processes.gather(json.dumps([config.as_json(), made_by])))) > 1:
+        networks = identity(config.run)
+        if len(set(processes.gather(json.dumps([config.as_json(), networks])))) > 1:
             raise InputError("the processes of this job have different options; start them alike")
         self.path = processes.first(resumed or (new_directory(config) if self.writes else None))
         last = self.last()
         if not self.writes:
             return
-        if resumed and checkpoint.read_json(self.path / "config.json").get("networks") != networks:
-            fault = f"{self.path}: a network or potential has changed since the run began"
-            raise InputError(f"{fault}; restore it or start a new run")
         if last is not None and last > config.run.generations:
             fault = f"--generations {config.run.generations}: {self.path} has {last} already"
             raise InputError(f"{fault}; give at least {last}")
@@ -78,12 +72,16 @@ class Run(contextlib.AbstractContextManager):
         except filelock.Timeout:
             fault = f"{self.path}: another process is writing there"
             raise InputError(f"{fault}; wait or stop it") from None
-        if not resumed:
-            for spec in config.run.potential:
-                if own := user_file(spec):
-                    text = own[0].read_text(encoding="utf-8")
-                    checkpoint.write_text(self.path / "potential" / own[0].name, text)
-        checkpoint.write_json(self.path / "config.json", config.as_json() | made_by)
+        if resumed:
+            made = checkpoint.read_json(self.path / "config.json")
+            made["generations"] = config.run.generations
+        else:
+            versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+            made = config.as_json() | {"versions": versions, "networks": networks}
+            for own in filter(None, map(user_file, config.run.potential)):
+                with checkpoint.replacing(self.path / "potential" / own[0].name) as copy:
+                    shutil.copyfile(own[0], copy)
+        checkpoint.write_json(self.path / "config.json", made)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self.close_bar()
@@ -95,78 +93,81 @@ class Run(contextlib.AbstractContextManager):
 
     def last(self) -> int | None:
         """The last generation that is there; None if there is none."""
-        m = None
-        while processes.first((self.folder(0 if m is None else m + 1)).exists()):
-            m = 0 if m is None else m + 1
-        return m
+        m = -1
+        while self.writes and self.folder(m + 1).exists():
+            m += 1
+        return processes.first(None if m < 0 else m)
 
     def folder(self, m: int | None) -> Path:
         """The folder of a generation, or of Base and Target where m is None."""
         return self.path / ("base" if m is None else f"generation-{m}")
 
-    @contextlib.contextmanager
-    def writing(self, m: int | None, row: dict, samples: list[dict]) -> Iterator[Path]:
-        """Yield a folder to add files to; it becomes that of m, with its row and texts."""
-        temporary = self.path / f".{self.folder(m).name}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        yield temporary
-        write_lines(temporary / "samples.jsonl", samples)
-        write_lines(temporary / "metrics.jsonl", self.records)
-        checkpoint.write_json(temporary / ROW, finite_or_null(row))
-        shutil.rmtree(self.folder(m), ignore_errors=True)  # of a chain that was broken before it
-        os.rename(temporary, self.folder(m))
-        self.records = []
-
     def keep(
-        self, m: int, pair: Pair, world: World, state: dict[str, Tensor], row: dict, samples: list
+        self,
+        m: int | None,
+        row: dict,
+        samples: list[dict],
+        pair: Pair | None = None,
+        world: World | None = None,
+        state: dict[str, Tensor] | None = None,
     ) -> None:
-        """Write the folder of generation m: its pair, the learner's state, its row and texts."""
+        """Write the folder of a generation: its row and texts, its pair, the learner's state."""
         if self.writes:
-            with self.writing(m, row, samples) as folder:
+            folder = self.path / f".{self.folder(m).name}"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            if m is not None:
                 write = partial(tinystories.save, tokenizer=world.tokenizer)
                 save_pair(folder, pair, world.base, write)
                 checkpoint.write_tensors(folder / STATE, state)
-                spent = {"core_seconds": time.process_time() - self.processor_start}
-                checkpoint.write_json(folder / SECONDS, spent)
-            self.processor_start = time.process_time()
-            self.say_time(m, row)
+            spent = {"core_seconds": time.process_time() - self.processor_start}
+            checkpoint.write_json(folder / SECONDS, spent)
+            write_lines(folder / "samples.jsonl", samples)
+            write_lines(folder / "metrics.jsonl", self.records)
+            checkpoint.write_json(folder / ROW, finite_or_null(row))
+            # What is left of a chain that was broken before it.
+            shutil.rmtree(self.folder(m), ignore_errors=True)
+            os.rename(folder, self.folder(m))
+            if m is not None:
+                self.say_time(m, row)
+        self.records = []
+        self.start = time.monotonic()
+        self.processor_start = time.process_time()
         processes.gather(None)  # nobody reads before it is there
 
     def load_pair(self, m: int, world: World) -> Pair:
         """(p^(m), psi^(m)) of a generation that was kept."""
         return load_pair(self.folder(m), world.base, read_network)
 
-    def finish(self, rows: dict, scores: int) -> dict:
-        """Write results.json: the rows Base and Target, those of all generations, and the scores of
-        phi that training took."""
-        options = self.config.run
-        results = {name: getattr(options, name) for name in ("learner", "seed", "potential")}
-        results |= {**rows, "scores": scores}
-        results["generations"] = [self.read_row(m) for m in range(options.generations + 1)]
-        results = finite_or_null(results)
-        if self.writes:
-            checkpoint.write_json(self.path / "results.json", results)
+    def finish(self) -> dict:
+        """Write results.json: the rows Base and Target, and those of all generations."""
+        if not self.writes:
+            return {}
+        made = checkpoint.read_json(self.path / "config.json")
+        results = {name: made[name] for name in ("learner", "seed", "potential")}
+        results |= self.read_row(None)
+        results["generations"] = [self.read_row(m) for m in range(made["generations"] + 1)]
+        checkpoint.write_json(self.path / "results.json", results)
         return results
 
     def read_row(self, m: int | None) -> dict:
         """The row of a generation, or the rows Base and Target where m is None."""
-        return processes.first(checkpoint.read_json(self.folder(m) / ROW) if self.writes else {})
+        return checkpoint.read_json(self.folder(m) / ROW)
 
     def state(self, m: int) -> dict[str, Tensor]:
         """What the learner needs to go on after generation m."""
         return checkpoint.read_tensors(self.folder(m) / STATE)
 
     def __call__(self, word: str, m: int | None, steps: int, **figures: float | Tensor) -> None:
-        """Record the figures of one step (a `Report`); InputError for NaN."""
+        """Show one step and record its figures (a `Report`); InputError for NaN."""
         numbers = {name: float(value) for name, value in figures.items()}
-        place = {"phase": word, "generation": m}
         step = 1 + sum(record["phase"] == word for record in self.records)
         for name, value in numbers.items():
             if not math.isfinite(value):
                 fault = f"generation {m}, {word}, step {step}: {name} is {value}"
                 raise InputError(f"{fault}; lower the learning rate")
-        self.records.append(place | {"step": step} | numbers)
+        if numbers:
+            self.records.append({"phase": word, "generation": m, "step": step} | numbers)
         title = word if m is None else f"generation {m}, {word}"
         if title != self.title:
             self.close_bar()
@@ -193,7 +194,6 @@ class Run(contextlib.AbstractContextManager):
     def say_time(self, m: int, row: dict) -> None:
         """What generation m has come to, its seconds, and how long the others will take."""
         seconds = time.monotonic() - self.start
-        self.start = time.monotonic()
         left = (self.config.run.generations - m) * seconds
         said = {"toxicity": "toxicity", "log phi": "log_phi", "KL": "kl_target_proposal"}
         numbers = [f"{name} {row[key]:.3g}" for name, key in said.items() if row.get(key)]

@@ -11,19 +11,16 @@ the language model proposes. Options that are not given are those of RUN or of m
 
 import argparse
 import dataclasses
-import json
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from eval.command import OneLineParser, one_line_errors, say
 from eval.config import LEARNERS, RunOptions, saved_config
-from eval.run import ROW, finite_or_null
+from eval.run import ROW
 from eval.scorers.potentials import SOFTEN
-from eval.world import World, identity, load_sigma, read_network
-from tinystories.checkpoint import read_json
+from eval.world import World, check_unchanged, load_sigma, read_network
 from tinystories.errors import InputError, listed, printable
 from tsmc import SCHEMES
 from tsmc.runs import Streams
@@ -51,17 +48,8 @@ class TrainedRun:
             raise InputError(f"generation {self.generation} is not in {run}; it holds {there}")
         self.run = run
         self.config = saved_config(run).change(device=device)
-        self.world = lru_cache(maxsize=1)(self.load_world)
-
-    def load_world(self, options: RunOptions, load: Callable = load_sigma) -> World:
-        """What is fixed, loaded; InputError where the run was made with other networks."""
-        hashes = identity(options, self.run / "potential")
-        made_with = hashes | read_json(self.run / "config.json").get("networks", {})
-        changed = [name for name in hashes if hashes[name] != made_with[name]]
-        if changed:
-            fault = f"{self.run}: {listed(changed)} changed since the run was made"
-            raise InputError(f"{fault}; restore what it had, or make a new run")
-        return load(options, self.run / "potential")
+        check_unchanged(run, self.config.run)
+        self.world = lru_cache(maxsize=1)(load_sigma)
 
     def pair(self, world: World) -> Pair:
         """(p^(m), psi^(m))"""
@@ -76,7 +64,7 @@ class TrainedRun:
     def sample(self, particles: int = 50, runs: int = 8, **changes: Any) -> Drawn:
         """R = runs populations of K = particles texts; `changes` are a prompt, length or seed.
 
-        InputError for options out of range, changed networks, and where all weights are zero.
+        InputError for options out of range, and where all weights are zero.
         """
         options = dataclasses.replace(self.config.run, **changes)
         world = self.world(options)
@@ -94,7 +82,7 @@ def draw(
     return sample(*given, **rule)
 
 
-def remarks(drawn: Drawn, options: RunOptions, is_trained: bool) -> list[str]:
+def remarks(drawn: Drawn, is_trained: bool) -> list[str]:
     """What the numbers do not say by themselves, a line each."""
     lines = []
     if drawn.ess < FEW:
@@ -111,44 +99,22 @@ def remarks(drawn: Drawn, options: RunOptions, is_trained: bool) -> list[str]:
     return lines
 
 
-def record_of(drawn: Drawn, options: RunOptions, samples: int) -> dict[str, Any]:
-    """What is printed of a population, with --json in full."""
-    log_z = drawn.population.log_z
-    return {
-        **{name: getattr(options, name) for name in ("prompt", "length", "seed", "potential")},
-        "runs": len(log_z),
-        "particles": len(drawn.texts) // len(log_z),
-        "log_z": drawn.evidence().value,
-        "log_z_half_width": drawn.evidence().half_width(),
-        "log_z_hat": log_z.tolist(),
-        "ess": drawn.population.ess.mean().item(),
-        "pooled_ess": drawn.ess,
-        "samples": drawn.samples(samples),
-        "distinct": len(set(drawn.texts)),
-        "weighted": [drawn.row(k) for k in range(len(drawn.texts))],
-    }
-
-
-def as_text(record: dict) -> str:
+def report(drawn: Drawn, is_trained: bool, samples: int) -> str:
     """Estimates, what to think of them, then a line for every sample."""
-    source = "p proposes" if record["run"] is None else f"generation {record['generation']}"
-    sizes = f"{record['runs']} runs of K = {record['particles']}, T = {record['length']}"
-    evidence = f"log Z {record['log_z']:.2f} +- {record['log_z_half_width']:.2f}"
-    ess = f"ESS {record['ess']:.1f} of {record['particles']}"
-    worth = f"all texts are worth {record['pooled_ess']:.1f} samples (1 / sum W^2)"
-    lines = [
-        printable(record["prompt"]),
-        f"{source}, {sizes}, seed {record['seed']}",
-        f"{evidence}   {ess}   {worth}   distinct texts {record['distinct']}",
-        *record["remarks"],
-    ]
-    has_toxicity = "toxicity" in record["weighted"][0]
+    rows = drawn.samples(samples)
+    evidence = drawn.evidence()
+    log_z = f"log Z {evidence.value:.2f} +- {evidence.half_width():.2f}"
+    ess = f"ESS {drawn.population.ess.mean().item():.1f}"
+    worth = f"all texts are worth {drawn.ess:.1f} samples (1 / sum W^2)"
+    distinct = f"distinct texts {len(set(drawn.texts))}"
+    lines = ["   ".join([log_z, ess, worth, distinct]), *remarks(drawn, is_trained)]
+    has_toxicity = "toxicity" in drawn.scores
     lines.append(f" share  log phi  {'toxicity  ' if has_toxicity else ''}text")
-    for row in record["samples"]:
+    for row in rows:
         toxicity = f"{row['toxicity']:8.3f}  " if has_toxicity else ""
         numbers = f"{row['weight']:6.3f}  {row['log_phi']:7.2f}  {toxicity}"
         lines.append(numbers + printable(row["text"]))
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -157,23 +123,23 @@ def run(args: argparse.Namespace) -> None:
     if "potential" in given:
         given["potential"] = tuple(given["potential"])
     say("loading the networks" + (f" of {args.run}" if args.run else ""))
-    pair, generation, rule = None, None, {}
+    pair, source, rule = None, "p proposes", {}
     if args.run is None:
         options = RunOptions(**given)
         world = load_sigma(options)
     else:
         trained = TrainedRun(args.run, args.generation)
-        generation = trained.generation
+        source = f"generation {trained.generation}"
         options = dataclasses.replace(trained.config.run, **given)
         world = trained.world(options)
         pair, rule = trained.pair(world), trained.rule(world)
     if args.resampling is not None:
         rule["resample"] = SCHEMES[args.resampling]
     drawn = draw(world, pair, options, args.particles, args.runs, **rule)
-    record = {"run": args.run, "generation": generation}
-    record["remarks"] = remarks(drawn, options, pair is not None)
-    record |= record_of(drawn, options, args.samples)
-    print(json.dumps(finite_or_null(record)) if args.json else as_text(record), flush=True)
+    sizes = f"{args.runs} runs of K = {args.particles}, T = {options.length}"
+    found = report(drawn, pair is not None, args.samples)
+    heading = f"{printable(options.prompt)}\n{source}, {sizes}, seed {options.seed}"
+    print(f"{heading}\n{found}", flush=True)
     if args.picture:
         from eval.picture import draw_genealogy  # matplotlib takes a second to load
 
@@ -200,7 +166,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--potential", action="append", help="as in main.py --help; repeat it for a product")
     add("--lm", help="language model, without RUN; as in main.py --help")
     add("--device", help="auto, cpu, cuda or cuda:N")
-    add("--json", action="store_true", help="print a JSON object")
     add("--picture", type=Path, metavar="FILE", help="draw the particles as PNG")
     with one_line_errors("python -m tsmc", "lower --particles"):
         args = parser.parse_args(arguments)
@@ -211,7 +176,3 @@ def main(arguments: list[str] | None = None) -> None:
         if args.run is not None and args.lm is not None:
             parser.error("--lm is for sampling without RUN; leave one of them out")
         run(args)
-
-
-if __name__ == "__main__":
-    main()

@@ -72,7 +72,7 @@ def closing(results: dict, run: Path) -> str:
     if "Target" in rows and "worth" in rows[last]:
         rate = math.exp(rows["Target"]["log_z"])
         kept = f"Rejection keeps 1 text in {1 / rate:,.0f}"
-        cost = f"training has scored as many texts as {results['scores'] * rate:,.0f} exact"
+        cost = f"training has scored as many texts as {rows[last]['scores'] * rate:,.0f} exact"
         gain = f"now a score gives at most {rows[last]['worth']:.2f} effective samples"
         lines += ["", f"{kept}; {cost} samples need; {gain}."]
     return "\n".join([*lines, f"Everything is in {run}; more texts: python -m tsmc {run}"])

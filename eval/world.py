@@ -2,15 +2,16 @@
 
     sigma(s) = p^(0)(s) phi(s) / Z_sigma (eq. 2),   drawn by rejection (`tsmc/rejection.py`)
 
-Exact samples lie on disk as `samples.safetensors` beside `target.json`, which has their sha256 and
-what their sigma depends on: samples of other checkpoints belong to another sigma. N samples, T
-tokens, D width of an embedding.
+Exact samples lie in one file, whose metadata say what their sigma depends on: samples of other
+checkpoints belong to another sigma. N samples, T tokens, D width of an embedding.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -25,7 +26,7 @@ from eval.scorers.potentials import CLASSIFIED, make_factors, user_file
 from tinystories import Conditional, checkpoint
 from tinystories.checkpoint import digest_of, fingerprint, reading
 from tinystories.decoder import NO_END
-from tinystories.errors import InputError
+from tinystories.errors import InputError, listed
 from tinystories.hub import checkpoint_directory
 from tinystories.tokenizer import encode_prompt
 from tsmc.interfaces import Report, ignore
@@ -35,8 +36,8 @@ from tsmc.runs import Streams
 from twist.potential import TextPotential, check_potential, each_once
 
 SHIPPED = POCKET / "target"
-REMAKE = "make it anew, or leave --target out"
 SAMPLES = "samples.safetensors"
+NUMBERS = ("num_proposals", "log_z", "log_z_std_error")  # of exact samples
 
 
 @dataclass
@@ -95,11 +96,8 @@ def directory_of(options: RunOptions, role: str) -> Path:
     return checkpoint_directory(getattr(options, role), "--" + role.replace("_", "-"))
 
 
-def load_sigma(options: RunOptions, folder: Path | None = None) -> World:
-    """The language model and what its potential reads, on the run's device.
-
-    `folder` is where a run keeps its copies of the user's files.
-    """
+def load_sigma(options: RunOptions) -> World:
+    """The language model and what its potential reads, on the run's device."""
     device = options.torch_device()
     network, tokenizer = tinystories.load(directory_of(options, "lm"), device)
     scorer = load_classifier(options) if reads_classifier(options) else None
@@ -112,37 +110,40 @@ def load_sigma(options: RunOptions, folder: Path | None = None) -> World:
     def decode(rows: list[list[int]]) -> list[str]:
         return tokenizer.decode_batch(rows, skip_special_tokens=True)
 
-    factors = make_factors(options.potential, options.beta, scorer, folder)
-
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
+    factors = make_factors(options.potential, options.beta, scorer)
     potential = TextPotential(factors, decode, ids, end, encode)
     # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
-    potential.scale = max(options.beta, 1.0) if reads_classifier(options) else 1.0
+    potential.scale = max(options.beta, 1.0) if scorer is not None else 1.0
     potential(ids.repeat(options.length)[None, : options.length])  # fails before files are written
     return World(tokenizer, base, potential, scorer)
 
 
-def load_world(options: RunOptions, folder: Path | None = None) -> World:
-    """`load_sigma`, the sentence encoder, and exact samples: those of --target, those that the run
-    has drawn beside `folder`, or the shipped ones where they are of this sigma."""
-    world, device = load_sigma(options, folder), options.torch_device()
+def load_world(options: RunOptions, run: Path | None = None) -> World:
+    """`load_sigma`, the sentence encoder, and exact samples: those of --target, those that a run
+    has drawn, or the shipped ones where they are of this sigma.
+
+    InputError where something that the options of a run name has changed since it was made.
+    """
+    if run is not None:
+        check_unchanged(run, options)
+    world, device = load_sigma(options), options.torch_device()
     source = torch.Generator(device).manual_seed(options.seed)
     check_potential(world.base, world.potential, source)
     encoder, its_tokenizer = similarity.load(directory_of(options, "similarity_model"), device)
     world.encode = Runner(encoder.to(DTYPES[options.dtype]), its_tokenizer)
     directory = Path(options.target) if options.target else SHIPPED
-    run = folder and folder.parent
-    # A run that has not kept its first rows draws its samples again, as if it had not stopped.
-    if not options.target and run and (run / "base").exists() and (run / "target").exists():
+    if not options.target and run is not None and (run / "target" / SAMPLES).exists():
         directory = run / "target"
-    exact = load_target(directory, sigma_key(options, folder))
+    exact = load_target(directory, sigma_key(options, identity(options)))
     if exact is not None:
         world.set_exact(exact)
     elif directory != SHIPPED:
         fault = f"{directory}: holds samples of another sigma"
-        raise InputError(f"{fault}; restore what the run was made with, or name another --target")
+        remedy = "name another --target" if options.target else "make a new run"
+        raise InputError(f"{fault}; restore what it was drawn with, or {remedy}")
     return world
 
 
@@ -155,62 +156,55 @@ def load_classifier(options: RunOptions) -> toxicity.ToxicityScorer:
     return scorer
 
 
-def identity(options: RunOptions, folder: Path | None = None) -> dict[str, str]:
-    """Hashes of the networks and of the user's own files that a run's results depend on.
-
-    `folder` is as in `load_sigma`.
-    """
+def identity(options: RunOptions) -> dict[str, str]:
+    """Hashes of the networks and of the user's own files that a run's results depend on."""
     roles = ["lm", "similarity_model"]
     if reads_classifier(options):
         roles.append("toxicity_model")
     hashes = {role: fingerprint(directory_of(options, role)) for role in roles}
     for spec in options.potential:
-        if own := user_file(spec, folder):
+        if own := user_file(spec):
             digest = digest_of(own[0])
             if hashes.setdefault(own[0].name, digest) != digest:  # a run keeps them side by side
                 raise InputError(f"--potential {spec}: another file has its name; rename one")
     return hashes
 
 
-def sigma_key(options: RunOptions, folder: Path | None = None) -> dict:
-    """What the sigma of a run depends on, as target.json has it."""
-    hashes = identity(options, folder)
-    potential = []
-    for spec in options.potential:
-        own = user_file(spec, folder)  # a file counts by its content
-        potential.append(f"{own[1]} of {hashes[own[0].name]}" if own else spec)
-    key = {
-        "lm": hashes["lm"],
-        "toxicity": hashes.get("toxicity_model", ""),
-        "prompt": options.prompt,
-        "length": options.length,
-        "beta": options.beta,
-        "potential": potential,
-    }
-    return key | ({"end": options.end} if options.end else {})
+def check_unchanged(run: Path, options: RunOptions) -> None:
+    """InputError where something that a run's options name is not what the run was made with."""
+    made_with = checkpoint.read_json(run / "config.json").get("networks", {})
+    hashes = identity(options)
+    names = hashes.keys() | made_with.keys()
+    changed = [name for name in names if made_with.get(name) != hashes.get(name)]
+    if changed:
+        fault = f"{run}: {listed(changed)} changed since the run was made"
+        raise InputError(f"{fault}; restore what it had, or make a new run")
+
+
+def sigma_key(options: RunOptions, hashes: dict[str, str]) -> dict[str, Any]:
+    """What the sigma of a run depends on; a user's file counts by its content."""
+    key: dict[str, Any] = {name: hashes[name] for name in hashes if name != "similarity_model"}
+    key |= {name: getattr(options, name) for name in ("prompt", "length", "beta", "end")}
+    files = [user_file(spec) for spec in options.potential]
+    pairs = zip(options.potential, files, strict=True)
+    return key | {"potential": [f"{own[0].name}:{own[1]}" if own else spec for spec, own in pairs]}
 
 
 def save_target(directory: Path, exact: ExactSamples, key: dict) -> None:
-    """Write `samples.safetensors` and `target.json`."""
+    """Write exact samples, with the key of their sigma."""
     tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi}
-    checkpoint.write_tensors(directory / SAMPLES, tensors)
-    values = {"key": key, "num_samples": len(exact.tokens)}
-    values |= {name: getattr(exact, name) for name in ("num_proposals", "log_z", "log_z_std_error")}
-    values["sha256"] = digest_of(directory / SAMPLES)
-    checkpoint.write_json(directory / "target.json", values)
+    values = {"key": key} | {name: getattr(exact, name) for name in NUMBERS}
+    checkpoint.write_tensors(directory / SAMPLES, tensors, target=json.dumps(values))
 
 
 def load_target(directory: Path, key: dict) -> ExactSamples | None:
     """The samples of a directory; None where they are of another sigma; InputError if damaged."""
-    path = Path(directory) / "target.json"
-    samples = path.with_name(SAMPLES)
-    raw = checkpoint.read_json(path)
-    with reading(path, "not a target file", REMAKE):
-        if {"potential": ["toxicity"]} | raw["key"] != key:
+    path = directory / SAMPLES
+    tensors = checkpoint.read_tensors(path)
+    with reading(path, "holds no exact samples", "make it anew, or leave --target out"):
+        values = json.loads(checkpoint.read_metadata(path)["target"])
+        if values["key"] != key:
             return None
-        numbers = [float(raw[name]) for name in ("log_z", "log_z_std_error")]
-        proposals = int(raw["num_proposals"])
-    if raw.get("sha256") != digest_of(samples):
-        raise InputError(f"{samples}: target.json has another sha256; {REMAKE}")
-    tensors = checkpoint.read_tensors(samples)
-    return ExactSamples(tensors["tokens"].long(), tensors["log_phi"], proposals, *numbers)
+        numbers = [float(values[name]) for name in NUMBERS[1:]]
+        proposals = int(values["num_proposals"])
+        return ExactSamples(tensors["tokens"].long(), tensors["log_phi"], proposals, *numbers)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist keeps the other cores busy
+os.environ["OMP_NUM_THREADS"] = "1"  # pytest-xdist keeps the other cores busy, and jobs.py forks
 
 # isort: split
 import dataclasses
@@ -13,16 +13,12 @@ import filelock
 import pytest
 from jobs import JOBS, run_main
 
-from eval.world import SHIPPED, load_target, save_target
+from eval.config import RunOptions
+from eval.world import SHIPPED, identity, load_target, save_target, sigma_key
 from main import main
-from tinystories.checkpoint import read_json
 
-SMALL = [
-    *("--generations", "1", "--particles", "10", "--ctl-updates", "3", "--ctl-batch-size", "20"),
-    *("--distill-runs", "4", "--distill-updates", "3", "--eval-runs", "3"),
-    *("--eval-particles", "6", "3", "--target"),
-]
-"""Options of a small run of main.py; the last one lacks its value."""
+SMALL = "--generations 1 --particles 10 --ctl-updates 3 --ctl-batch-size 20 --distill-runs 4"
+SMALL += " --distill-updates 3 --eval-runs 3 --eval-particles 6 3"
 
 
 @pytest.fixture(scope="session")
@@ -43,26 +39,23 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]
 
 @pytest.fixture(scope="session")
 def finished_run(made_once) -> Path:
-    """A small finished run with its figures, made once for all workers; do not change it.
+    """A small finished run with its figures; do not change it.
 
     Beside it lies its target: 60 of the exact samples that come with the repository.
     """
 
     def make(run: Path) -> None:
-        key = {"potential": ["toxicity"]} | read_json(SHIPPED / "target.json")["key"]
+        key = sigma_key(RunOptions(), identity(RunOptions()))
         exact = load_target(SHIPPED, key)
         cut = dataclasses.replace(exact, tokens=exact.tokens[:60], log_phi=exact.log_phi[:60])
-        save_target(run.with_name("sixty"), cut, key)
-        main([*SMALL, str(run.with_name("sixty")), "--out", str(run)])
+        sixty = run.with_name("sixty")
+        save_target(sixty, cut, key)
+        main([*SMALL.split(), "--target", str(sixty), "--out", str(run)])
 
     return made_once("finished-run", make)
 
 
 @pytest.fixture(scope="session")
 def finished_job(made_once) -> Callable[[str], Path]:
-    """finished_job(learner): a finished run of JOBS, made once; do not change it."""
-
-    def directory(learner: str) -> Path:
-        return made_once(learner, lambda run: run_main([*JOBS[learner], "--out", run]))
-
-    return directory
+    """finished_job(learner): a finished run of JOBS; do not change it."""
+    return lambda name: made_once(name, lambda run: run_main([*JOBS[name], "--out", run]))

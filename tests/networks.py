@@ -13,6 +13,7 @@ import tinystories
 from eval.config import POCKET
 from eval.scorers import similarity, toxicity
 from tinystories.any_model import AnyModel
+from tinystories.decoder import NO_END
 
 TEXTS = [
     "Once upon a time, there was a small dog who liked to bark at the moon every night.",
@@ -65,12 +66,12 @@ def oracle(role: str, **changes) -> transformers.PreTrainedModel:
     return randomise(transformers.RobertaForSequenceClassification(config), seed=0)
 
 
-def any_model(kind: str, prompt: Tensor | list = PROMPT, length: int = 4, **changes) -> AnyModel:
+def any_model(kind, prompt=PROMPT, length=4, end=NO_END, **changes) -> AnyModel:
     """A random network of V = 3 tokens after a prompt, float64."""
     config = transformers.AutoConfig.for_model(kind, **(SIZES | changes))
     network = randomise(transformers.AutoModelForCausalLM.from_config(config), 1).double()
     network.get_output_embeddings().weight.data *= 0.4  # no token is very rare
-    return AnyModel(network, prompt, length)
+    return AnyModel(network, prompt, length, end)
 
 
 def write(path: Path, role: str, network: nn.Module, is_pickled: bool = False) -> None:

@@ -1,72 +1,78 @@
-"""What docs/api.md and docs/any_model.py say and do, with tiny networks of `transformers`."""
+"""What docs/api.md, any_model.py and the tour say and do; tiny networks of `transformers`."""
 
+import contextlib
+import io
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from networks import PROMPT, any_model
+from worlds import sequence_numbers
 
 import docs.any_model
 from distill import Paper, PaperOptions, Pooled, PooledOptions, Streams
 from tinystories.errors import InputError
 from tsmc.exact import Tree
-from twist import Factor, TextPotential, load_pair, sample
-from twist import save_pair as save
-from twist.adapter import Adapted
+from twist import Factor, TextPotential, load_pair, sample, save_pair
 
 ROOT = Path(__file__).parents[1]
+TOUR = ROOT / "docs" / "tour.ipynb"
+CELLS = json.loads(TOUR.read_text(encoding="utf-8"))["cells"]
+TEXT = "\n\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown")
+DECIMAL = re.compile(r"-?\d+\.\d+")
 
 
-def test_a_potential_of_another_prompt_or_end_is_refused():
-    model = any_model("gpt2")
-    for prompt, end in ((PROMPT[:2], -1), (PROMPT, 2)):
-        phi = TextPotential([Factor(lambda texts: [0.0] * len(texts))], str_of, prompt, end)
-        with pytest.raises(InputError, match="differ in prompt or end"):
-            sample(model, phi)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("kind_of_learner", ["paper", "pooled"])
-def test_algorithm_1_runs_and_its_q_is_the_networks_own(tmp_path, kind, kind_of_learner):
-    """log q of the pair that was saved, from the logits and states of a plain forward pass."""
-    model = any_model(kind)
-    factor = Factor(lambda texts: [-2.0 * text.count("0") for text in texts])
-    phi = TextPotential([factor], str_of, PROMPT)
-    if kind_of_learner == "paper":
-        sizes = {"ctl_updates": 3, "distill_runs": 3, "distill_updates": 2}
-        learner = Paper(model, phi, PaperOptions(particles=4, **sizes), Streams(0))
-    else:
-        sizes = {"pool_first_draws": 40, "pool_first_rounds": 2, "pool_first_updates": 2}
-        sizes |= {"pool_draws": 20, "pool_updates": 3}
-        learner = Pooled(model, phi, PooledOptions(**sizes), Streams(0))
-    pair = learner.learn_twist(learner.distil(learner.first_twist(), 1), 1)
-    save(tmp_path, pair, model)
-    pair = load_pair(tmp_path, any_model(kind))
-    drawn = sample(model, phi, pair, particles=5, runs=3, seed=1)
-    tokens = drawn.population.tokens.flatten(0, 1)  # [N, T]
-    network = model.network if isinstance(pair.model, Adapted) else pair.model.network
-    ids = torch.cat([PROMPT.expand(len(tokens), -1), tokens], 1)
-    with torch.no_grad():
-        found = network(ids, output_hidden_states=True)
-        hidden = found.hidden_states[-1][:, 2:-1]  # [N, T, D]
-        is_pooled = isinstance(pair.model, Adapted)
-        log_psi = pair.model.adapter.tilt(hidden) if is_pooled else pair.twist(hidden)
-        log_q = (found.logits[:, 2:-1] + log_psi).log_softmax(-1)
-        log_q = log_q.gather(-1, tokens[..., None]).sum((1, 2))
-        number = torch.tensor([int(text, 3) for text in str_of(tokens.tolist())])
-        tree = Tree(pair.model).prefix_log_q(pair.twist)[-1]
-    torch.testing.assert_close(tree[number], log_q, rtol=0, atol=1e-5)
-    assert drawn.texts == ["102" + text for text in str_of(tokens.tolist())]
-
-
-def str_of(rows: list[list[int]]) -> list[str]:
+def spelled(rows: list[list[int]]) -> list[str]:
     return ["".join(map(str, row)) for row in rows]
 
 
-def test_the_examples_run_and_the_attributes_are_there(finished_run, tmp_path, monkeypatch, capsys):
-    for name, place in (("pocket", finished_run), ("checkpoints", ROOT / "checkpoints")):
-        (tmp_path / name).symlink_to(place)
+@pytest.mark.parametrize(("prompt", "end"), [(PROMPT[:2], -1), (PROMPT, 2)])
+def test_a_potential_of_another_prompt_or_end_is_refused(prompt, end):
+    phi = TextPotential([Factor(lambda texts: [0.0] * len(texts))], spelled, prompt, end)
+    with pytest.raises(InputError, match="differ in prompt or end"):
+        sample(any_model("gpt2"), phi)
+
+
+SIZES = {"ctl_updates": 3, "distill_runs": 3, "distill_updates": 2}
+POOL = {"pool_first_draws": 40, "pool_first_rounds": 2, "pool_first_updates": 2}
+POOL |= {"pool_draws": 20, "pool_updates": 3}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(Paper, PaperOptions(particles=4, **SIZES)), (Pooled, PooledOptions(**POOL))],
+)
+def test_algorithm_1_runs_and_its_q_is_the_networks_own(tmp_path, kind, make, options):
+    """log q of the pair that was saved, from the logits and states of a plain forward pass."""
+    model = any_model(kind)
+    log_phi = lambda texts: [-2.0 * text.count("0") for text in texts]  # noqa: E731
+    phi = TextPotential([Factor(log_phi)], spelled, PROMPT)
+    learner = make(model, phi, options, Streams(0))
+    save_pair(tmp_path, learner.learn_twist(learner.distil(learner.first_twist(), 1), 1), model)
+    pair = load_pair(tmp_path, any_model(kind))
+    drawn = sample(model, phi, pair, particles=5, runs=3, seed=1)
+    tokens = drawn.population.tokens.flatten(0, 1)  # [N, T]
+    network = model.network if make is Pooled else pair.model.network
+    psi = pair.model.adapter.tilt if make is Pooled else pair.twist
+    with torch.no_grad():
+        ids = torch.cat([PROMPT.expand(len(tokens), -1), tokens], 1)
+        found = network(ids, output_hidden_states=True)
+        log_psi = psi(found.hidden_states[-1][:, 2:-1])  # [N, T, V]
+        log_q = (found.logits[:, 2:-1] + log_psi).log_softmax(-1)
+        log_q = log_q.gather(-1, tokens[..., None]).sum((1, 2))
+        tree = Tree(pair.model).prefix_log_q(pair.twist)[-1]
+    torch.testing.assert_close(tree[sequence_numbers(tokens, 3)], log_q, rtol=0, atol=1e-5)
+    assert drawn.texts == ["102" + text for text in spelled(tokens.tolist())]
+
+
+def test_the_examples_run_and_the_attributes_are_there(finished_job, tmp_path, monkeypatch, capsys):
+    (tmp_path / "pocket").symlink_to(finished_job("weighted"))
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     small = PooledOptions(pool_first_draws=60, pool_draws=30, pool_first_updates=2, pool_updates=2)
     monkeypatch.setattr(docs.any_model, "PooledOptions", lambda **options: small)
@@ -83,3 +89,41 @@ def test_the_examples_run_and_the_attributes_are_there(finished_run, tmp_path, m
     assert len(samples) == 10 and log_z == pytest.approx(exact, abs=0.3)
     attributes = re.findall(r"`(drawn|population)\.(\w+)", page)
     assert len(attributes) > 10 and all(hasattr(names[name], part) for name, part in attributes)
+
+
+def test_every_cell_prints_what_stands_below_it(tmp_path, monkeypatch, request):
+    """Numbers up to rounding, everything else to the letter.
+
+    The notebook starts in its docs/, as Jupyter would, here in a copy of what it reads.
+    """
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    for name in ("tour.ipynb", "tiny.py"):
+        (docs / name).symlink_to(TOUR.with_name(name))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(docs)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    namespace = {"__name__": "notebook"}
+    for cell in CELLS:
+        if cell["cell_type"] == "code":
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec("".join(cell["source"]), namespace)
+            found = printed.getvalue()
+            expected = "".join(line for output in cell["outputs"] for line in output["text"])
+            assert DECIMAL.sub("#", found).split() == DECIMAL.sub("#", expected).split()
+            for a, b in zip(DECIMAL.findall(found), DECIMAL.findall(expected), strict=True):
+                unit = 10.0 ** -len(b.partition(".")[2])
+                assert float(a) == pytest.approx(float(b), rel=0.02, abs=1.01 * unit), (a, b)
+    drawn = {picture.name for picture in docs.glob("*.png")}
+    assert drawn == set(re.findall(r"\(([\w-]+\.png)\)", TEXT)) and len(drawn) == 2
+
+
+def test_every_link_and_every_function_is_there():
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if "https://" not in link]
+    assert len(links) > 5 and all((TOUR.parent / link).exists() for link in links)
+    named = re.findall(r"`([\w/]+\.py)`:\s+`(\w+)`", TEXT)
+    assert len(named) > 15
+    for path, name in named:
+        code = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^(def|class) {name}\b", code, re.MULTILINE), (path, name)

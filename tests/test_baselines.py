@@ -1,6 +1,5 @@
 """DPO and GRPO: whole runs in a world that can be enumerated, losses, guards."""
 
-import copy
 import importlib
 import math
 
@@ -17,7 +16,6 @@ from tsmc.exact import Tree
 
 BASELINES = {"dpo": DPO, "grpo": GRPO}
 both = pytest.mark.parametrize("name", BASELINES)
-students = pytest.mark.parametrize("student", ["full", "lora"])
 
 
 def train(name, base, log_phi, **changes):
@@ -36,26 +34,19 @@ def world():
     return base, ListedPotential(3 * potential.log_phi, 3)
 
 
-@students
-@both
-def test_the_policy_gains_reward_and_the_base_stays(name, student):
+@pytest.mark.parametrize(
+    ("name", "student", "rate", "loss"),
+    [("dpo", "full", 1e-2, math.log(2)), ("grpo", "lora", 3e-2, 0.0)],
+)
+def test_the_policy_gains_reward(name, student, rate, loss):
+    """And what the loss is at first."""
     base, potential = world()
-    before = copy.deepcopy(base.network.state_dict())
-    rate = 3e-2 if student == "lora" else 1e-2
     policy, figures = train(name, base, potential, learning_rate=rate, student=student)
     with torch.no_grad():
         levels = [Tree(model).prefix_log_q()[-1] for model in (base, policy)]
-    gain = [log_p.exp() @ potential.log_phi for log_p in levels]
-    assert gain[1] > gain[0] + 0.5
-    assert all(torch.equal(x, before[key]) for key, x in base.network.state_dict().items())
-    after = policy.network.state_dict()
-    assert after.keys() == before.keys(), "LoRA is merged"
-    changed = {key.split(".")[-2] for key in after if (after[key] != before[key]).any()}
-    assert changed == {"q_proj", "v_proj"} or student == "full"
-    assert len(changed) > 6 or student == "lora"
-    assert len(figures) == 40
-    first = math.log(2) if name == "dpo" else 0
-    assert figures[0]["loss"] == pytest.approx(first, abs=1e-12)
+    before, after = (log_p.exp() @ potential.log_phi for log_p in levels)
+    assert after > before + 0.5
+    assert len(figures) == 40 and figures[0]["loss"] == pytest.approx(loss, abs=1e-12)
 
 
 @both
@@ -76,9 +67,8 @@ def test_a_hard_potential_is_learned_from_samples_of_the_right_model(name):
     assert abs(sum(shares[-10:]) / 10 - expected) < 0.08  # four standard errors of 640 samples
 
 
-@students
 @both
-def test_gradient_in_parts_is_that_of_the_whole_batch(name, student, monkeypatch):
+def test_gradient_in_parts_is_that_of_the_whole_batch(name, monkeypatch):
     """22 sequences in parts of 8, the last one smaller; the second update is away from the base.
     Texts end, so that the parts differ in their numbers of tokens."""
     base, potential = world()
@@ -93,53 +83,36 @@ def test_gradient_in_parts_is_that_of_the_whole_batch(name, student, monkeypatch
     losses = []
     for rows in (8, 44):
         monkeypatch.setattr(importlib.import_module(f"distill.{name}"), "ROWS", rows)
-        options = {"strength": 0.5, "updates": 2, "batch_size": 22, "student": student}
+        options = {"strength": 0.5, "updates": 2, "batch_size": 22}
         losses.append([row["loss"] for row in train(name, base, potential, **options)[1]])
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
-    assert len(gradients[0]) >= 8 and max(one.abs().max() for one in gradients[1]) > 1e-3
+    assert max(one.abs().max() for one in gradients[1]) > 1e-3
     torch.testing.assert_close(gradients[:2], gradients[2:], rtol=0, atol=1e-12)
 
 
-def random_samples(count: int, length: int):
-    """Made-up log-probs of a policy, with gradient, and of a reference, and rewards, float64."""
-    source = generator(1)
-    log_probs = -3 * torch.rand(2, count, length, dtype=torch.float64, generator=source)
-    reward = torch.randn(count, dtype=torch.float64, generator=source)
-    return log_probs[0].requires_grad_(), log_probs[1], reward
-
-
-def test_losses_equal_the_published_formulas():
+def test_losses_and_the_gradient_of_grpo_equal_the_published_formulas():
     """Rafailov et al. eq. 7 and Shao et al. eq. 3 and 4 without clipping, in numpy."""
-    log_pi, log_ref, reward = random_samples(8, 5)
-    pi, ref, r = (x.detach().numpy() for x in (log_pi, log_ref, reward))
-    b = 0.2
+    source, b = generator(1), 0.2
+    log_pi, log_ref = -3 * torch.rand(2, 8, 5, dtype=torch.float64, generator=source)
+    reward = torch.randn(8, dtype=torch.float64, generator=source)
+    pi, ref, r = log_pi.exp().numpy(), log_ref.exp().numpy(), reward.numpy()
     ranked = sorted(range(8), key=lambda i: -r[i])
     terms = []
     for better, worse in zip(ranked[:4], ranked[4:], strict=True):
-        ratios = [numpy.prod(numpy.exp(pi[i]) / numpy.exp(ref[i])) for i in (better, worse)]
+        ratios = [numpy.prod(pi[i] / ref[i]) for i in (better, worse)]
         terms.append(-numpy.log(1 / (1 + (ratios[1] / ratios[0]) ** b)))
     pairs = preference_pairs(reward)
     value = dpo_loss(log_pi.sum(-1)[pairs], log_ref.sum(-1)[pairs], b)
     assert value.item() == pytest.approx(numpy.mean(terms), rel=1e-12)
-    total = 0.0
-    for n in range(8):
-        a = (r[n] - numpy.mean(r)) / numpy.std(r)
-        for t in range(5):
-            x = numpy.exp(ref[n, t]) / numpy.exp(pi[n, t])
-            total += a - b * (x - numpy.log(x) - 1)
+    advantage = ((r - numpy.mean(r)) / numpy.std(r))[:, None]
+    x = ref / pi
+    log_pi.requires_grad_()
     value = grpo_loss(log_pi, log_ref, advantages(reward), b, torch.ones(8, 5).bool())
-    assert value.item() == pytest.approx(-total / 40, rel=1e-12)
-
-
-def test_the_gradient_of_grpo_has_the_advantage_that_the_loss_has_not():
-    """In the loss the ratio is one; its gradient is -(A + b (x - 1)) for each token."""
-    log_pi, log_ref, reward = random_samples(8, 5)
-    loss = grpo_loss(log_pi, log_ref, advantages(reward), 0.2, torch.ones(8, 5).bool())
-    (found,) = torch.autograd.grad(loss, log_pi)
-    x = (log_ref - log_pi.detach()).exp()
-    standard = (reward - reward.mean()) / reward.std(correction=0)
-    expected = -(standard[:, None] + 0.2 * (x - 1)) / 40
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    wanted = -numpy.mean(advantage - b * (x - numpy.log(x) - 1))
+    assert value.item() == pytest.approx(wanted, rel=1e-12)
+    (gradient,) = torch.autograd.grad(value, log_pi)
+    wanted = torch.from_numpy(-(advantage + b * (x - 1)) / 40)  # the ratio has been one
+    torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
 
 
 def test_pairs_join_the_halves_rank_by_rank_and_leave_out_the_middle():
@@ -148,17 +121,11 @@ def test_pairs_join_the_halves_rank_by_rank_and_leave_out_the_middle():
     assert preference_pairs(torch.zeros(4)).tolist() == [[0, 2], [1, 3]], "ties keep their order"
 
 
-EQUAL = [[-0.1] * 1000, [-math.inf] * 9, [-0.35] * 7 + [-0.35000002]]
-
-
-@pytest.mark.parametrize("rewards", EQUAL)
-def test_rewards_that_are_equal_up_to_rounding_give_no_advantage(rewards):
+def test_advantages_of_equal_and_of_impossible_samples():
     """The mean of 1000 float32 numbers equal to -0.1 is not that number."""
-    assert (advantages(torch.tensor(rewards)) == 0).all()
-
-
-def test_an_impossible_sample_counts_as_the_limit_of_a_falling_reward():
+    for equal in ([-0.1] * 1000, [-math.inf] * 9, [-0.35] * 7 + [-0.35000002]):
+        assert (advantages(torch.tensor(equal)) == 0).all()
     reward = torch.tensor([-1.0, -math.inf, -3.0, -math.inf, -2.0])
-    limit = advantages(reward.clamp(min=-1e9))
+    limit = advantages(reward.clamp(min=-1e9))  # of a falling reward
     torch.testing.assert_close(advantages(reward), limit, rtol=0, atol=1e-6)
     assert advantages(reward)[1] < 0 < advantages(reward)[0]

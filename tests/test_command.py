@@ -1,19 +1,24 @@
-"""Every command ends in a documented exit code, without a traceback, whatever its output does."""
+"""Every command ends in a documented exit code, whatever its output does; options; the package."""
 
 import dataclasses
 import os
 import re
+import shutil
+import subprocess
 import sys
+import zipfile
 from functools import partial
+from pathlib import Path
 
 import pytest
+from jobs import run_main
 
-import main
 from distill.learner import flag_of
 from eval.command import one_line_errors
 from eval.config import LEARNERS, RunOptions, make_parser, read_config
 from tinystories.errors import InputError
 
+ROOT = Path(__file__).parents[1]
 MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
 
 
@@ -44,12 +49,13 @@ STREAMS = [(closed_pipe, 141, ""), (FULL_DISK, 2, "standard output"), (lambda: N
 
 
 @pytest.mark.parametrize(("stream", "code", "said"), STREAMS)
-def test_output_that_cannot_be_written(finished_run, monkeypatch, capsys, stream, code, said):
-    found = 0
+def test_output_that_cannot_be_written(finished_job, monkeypatch, capsys, stream, code, said):
+    run, found = finished_job("weighted"), 0
+    capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream())
         try:
-            main.main(["--resume", str(finished_run)])
+            run_main(["--resume", run])
         except SystemExit as ended:
             found = ended.code
     errors = capsys.readouterr().err
@@ -68,26 +74,6 @@ def test_the_help_names_every_option(learner, monkeypatch):
     assert len(of_run) < 20 and len(own) <= 12
 
 
-REFUSED = {
-    "--generation 5": "did you mean --generations?",
-    "--preset pockets": "--preset is 'pockets'; give one of pocket, paper",
-    "--learner magic": "--learner is 'magic'; give one of paper, weighted, pooled, dpo, grpo",
-    "--pool-draws 5": "unrecognized arguments: --pool-draws",
-    "--learner pooled --ctl-updates 5": "unrecognized arguments: --ctl-updates",
-    "--learner pooled --pool-draws 0": "--pool-draws is 0; give at least 1",
-    "--ctl-updates 0": "--ctl-updates is 0; give at least 1",
-    "--eval-particles 0": "--eval-particles is 0; give at least 1",
-    "--beta nan": "--beta is nan; give at least 0",
-}
-
-
-@pytest.mark.parametrize(("line", "words"), REFUSED.items())
-def test_an_option_that_does_not_fit_is_refused(capsys, line, words):
-    with pytest.raises(SystemExit), one_line_errors("main.py"):
-        read_config(line.split(), "")
-    assert words in capsys.readouterr().err
-
-
 def test_defaults_are_those_of_the_learner_and_the_preset():
     lines = ["--learner paper", "", "--preset paper", "--learner grpo", "--particles 5"]
     found = [read_config(line.split(), "")[0] for line in lines]
@@ -95,3 +81,38 @@ def test_defaults_are_those_of_the_learner_and_the_preset():
     assert found[0].learner.ess_threshold == 1 and found[1].learner.ess_threshold == 0
     assert found[2].run.lm.startswith("roneneldan/TinyStories-33M@")
     assert (found[3].run.generations, found[3].learner.strength) == (0, 0.64)
+
+
+SAMPLES = """
+import distill.dpo, eval, tinystories, torch, tsmc, tsmc.exact, twist
+generator = torch.Generator().manual_seed(0)
+model = tsmc.exact.TableModel.random(2, 3, generator)
+population = tsmc.tsmc(model, None, lambda tokens, log_p: 0.0 * log_p, 5, generator)
+print(eval.OWN, population.samples.shape)
+"""
+
+
+def test_the_wheel_holds_the_method_and_serves_beside_another_eval(tmp_path):
+    """The user's own eval.py stays what `import eval` finds."""
+    pytest.importorskip("setuptools", minversion="77")
+    source, site = tmp_path / "source", tmp_path / "site"
+    for name in ("tinystories", "tsmc", "twist", "distill"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    files = {path.relative_to(source).as_posix() for path in source.glob("*/*")}
+    build = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "-q", "-w", str(tmp_path)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == files
+        archive.extractall(site)
+    (tmp_path / "eval.py").write_text("OWN = 'own'")
+
+    def python(*arguments: str) -> subprocess.CompletedProcess:
+        command, place = [sys.executable, *arguments], {"PYTHONPATH": str(site)}
+        return subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True)
+
+    assert python("-c", SAMPLES).stdout == "own torch.Size([1, 5, 3])\n"
+    ended = python("-m", "tsmc", "runs/pocket")  # commands need the repository
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1

@@ -5,16 +5,13 @@ import math
 
 import pytest
 import torch
-import worlds
-from worlds import gpt_neo_world, table_world
+from worlds import END, ListedPotential, ended_world, gpt_neo_world, hard_potential, table_world
 
+from tinystories.decoder import counted
 from tinystories.errors import InputError
 from tsmc import interfaces
-from tsmc.exact import TableTwist, Target, kl_divergence
+from tsmc.exact import TableTwist, Target, Tree, kl_divergence
 from tsmc.proposal import proposal_log_probs
-
-WORLDS = [(table_world, 3, 3), (table_world, 2, 1), (table_world, 1, 3)]
-WORLDS += [(gpt_neo_world, 3, 3), (gpt_neo_world, 2, 4)]
 
 
 def listed_by_hand(model, potential, vocab_size):
@@ -30,13 +27,16 @@ def listed_by_hand(model, potential, vocab_size):
     return listed
 
 
-@pytest.mark.parametrize(("world", "vocab_size", "length"), WORLDS)
+@pytest.mark.parametrize(
+    ("world", "vocab_size", "length"),
+    [(table_world, 3, 3), (table_world, 2, 1), (table_world, 1, 3), (gpt_neo_world, 3, 3)],
+)
 @torch.no_grad()
-def test_evidence_marginals_and_optimal_twist_match_sums_by_hand(
+def test_evidence_marginals_optimal_twist_and_proposal_match_sums_by_hand(
     world, vocab_size, length, monkeypatch
 ):
     monkeypatch.setattr(interfaces, "MAX_LOGITS", 5 * vocab_size * length)
-    model, _, potential = world(vocab_size, length, seed=1)
+    model, twist, potential = world(vocab_size, length, seed=1)
     target = Target(model, potential)
     listed = listed_by_hand(model, potential, vocab_size)
     evidence = sum(joint for _, joint in listed.values())
@@ -48,13 +48,6 @@ def test_evidence_marginals_and_optimal_twist_match_sums_by_hand(
             found = [target.log_p[t], target.log_sigma[t], target.log_psi[t]]
             found = [level[number].exp().item() for level in found]
             assert found == pytest.approx([p, joint / evidence, joint / p], abs=1e-12)
-
-
-@pytest.mark.parametrize(("world", "vocab_size", "length"), WORLDS)
-@torch.no_grad()
-def test_divergence_of_a_proposal(world, vocab_size, length):
-    model, twist, potential = world(vocab_size, length, seed=2)
-    target = Target(model, potential)
     log_q = target.tree.prefix_log_q(twist)[-1]
     assert log_q.logsumexp(0).item() == pytest.approx(0, abs=1e-12)
     by_teacher_forcing = proposal_log_probs(model, twist, target.tree.sequences())[1]
@@ -64,27 +57,11 @@ def test_divergence_of_a_proposal(world, vocab_size, length):
     assert target.kl_to(log_q) == pytest.approx(wanted, abs=1e-12)
 
 
-def test_exact_ctl_gradient_is_sigma_minus_pi_at_every_prefix():
-    model, twist, potential = table_world(2, 3, seed=4)
-    target = Target(model, potential)
-    target.ctl_loss(twist).backward()
-    row = 0
-    for t in range(1, 4):
-        width = 2 ** (t - 1)
-        log_psi = twist.log_psi.detach()[row : row + width].flatten()
-        pi = target.log_p[t].exp() * log_psi.exp()
-        wanted = pi / pi.sum() - target.log_sigma[t].exp()
-        found = twist.log_psi.grad[row : row + width].flatten()
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-        row += width
-
-
 def test_mass_where_there_is_none():
     model, twist, _ = table_world(2, 2)
-    target = Target(model, worlds.hard_potential(2, 2, {0: 0.0, 3: -2.0}))
+    target = Target(model, hard_potential(2, 2, {0: 0.0, 3: -2.0}))
     assert target.log_sigma[-1][1] == -torch.inf
-    log_q = target.tree.prefix_log_q(twist)[-1].detach()
-    assert math.isfinite(target.kl_to(log_q))
+    assert math.isfinite(target.kl_to(target.tree.prefix_log_q(twist)[-1].detach()))
     optimal = TableTwist(target.optimal_log_psi())
     assert target.ctl_loss(optimal).item() == pytest.approx(0, abs=1e-12)
     log_q = target.tree.prefix_log_q(optimal)[-1].detach()
@@ -96,6 +73,18 @@ def test_mass_where_there_is_none():
 
 @pytest.mark.parametrize("log_phi", [-torch.inf, torch.nan, torch.inf])
 def test_no_sigma_is_an_error(log_phi):
-    model, _, _ = table_world(2, 2)
     with pytest.raises(InputError, match="sigma does not exist"):
-        Target(model, worlds.ListedPotential(torch.full((4,), log_phi).double(), 2))
+        Target(table_world(2, 2)[0], ListedPotential(torch.full((4,), log_phi).double(), 2))
+
+
+def test_p_and_q_sum_to_one_over_finished_and_unfinished_texts():
+    model, twist, _ = ended_world(3, 4)
+    tree = Tree(model)
+    sequences = tree.sequences()
+    is_possible = (counted(sequences, END) | (sequences == END)).all(1)
+    for psi in (None, twist):
+        exact = tree.prefix_log_q(psi)[-1].exp()
+        assert exact.sum().item() == pytest.approx(1)
+        assert not exact[~is_possible].any() and is_possible.sum() == 31
+        found = proposal_log_probs(model, psi, sequences[is_possible])[1].exp()
+        torch.testing.assert_close(found, exact[is_possible])

@@ -1,46 +1,23 @@
-"""GPT-Neo against transformers; its cache and decoder."""
+"""GPT-Neo: its cache, its decoder and its attention (test_layouts.py: its logits)."""
 
 import pytest
 import torch
-import transformers
-from networks import assert_same, oracle, write
 from worlds import generator, tiny_gpt_neo
 
-from eval.config import POCKET
-from tinystories import Conditional, InputError
+from tinystories import Conditional
 from tinystories import decoder as decoder_module
 
-SHAPES = [
-    {"num_layers": 1, "num_heads": 1, "attention_types": [[["global"], 1]]},
-    {"num_layers": 4, "num_heads": 8, "attention_types": [[["global", "local"], 2]]},
-    {"attention_types": [[["local"], 2]], "window_size": 1, "intermediate_size": 23},
-]
 
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_logits_of_random_checkpoints(tmp_path, shape):
-    reference = oracle("lm", **shape)
-    write(tmp_path, "lm", reference)
-    assert_same("lm", tmp_path, reference)
-
-
-def test_logits_of_the_pocket_checkpoint():
-    read = transformers.AutoModelForCausalLM.from_pretrained
-    reference = read(POCKET / "lm", dtype=torch.float32).eval()
-    assert_same("lm", POCKET / "lm", reference, reference.config.max_position_embeddings)
-
-
-@pytest.mark.parametrize("kinds", [("global", "local"), ("local", "local")])
-@pytest.mark.parametrize("prompt", [1, 9])
+@pytest.mark.parametrize(("prompt", "kind"), [(1, "global"), (9, "local")])
 @pytest.mark.parametrize("share", [0.0, 0.8, 0.99])
 @torch.no_grad()
 def test_cached_equals_uncached_after_any_reordering_and_past_the_window(
-    prompt, kinds, share, monkeypatch
+    prompt, kind, share, monkeypatch
 ):
     """Whether equal rows are computed once never, sometimes or always; many rows are equal."""
     monkeypatch.setattr(decoder_module, "GROUP", 1)
     monkeypatch.setattr(decoder_module, "SHARING_PAYS", share)
-    network = tiny_gpt_neo(11, seed=3, window_size=4, attention_layers=kinds).double()
+    network = tiny_gpt_neo(11, seed=3, window_size=4, attention_layers=(kind, "local")).double()
     source, rows, length = generator(4), 7, 15
     model = Conditional(network, torch.randint(11, (prompt,), generator=source), length)
     decoder, tokens = model.decoder(rows), torch.empty(rows, 0, dtype=torch.long)
@@ -61,20 +38,16 @@ def test_cached_equals_uncached_after_any_reordering_and_past_the_window(
             assert len(decoder.states) == states.get(share, len(decoder.states))
 
 
-@pytest.mark.parametrize("window", [1, 3, 64])
-@pytest.mark.parametrize("prompt", [1, 9])
-@pytest.mark.parametrize("length", [1, 6])
-def test_the_shared_prompt_changes_neither_probabilities_nor_gradients(prompt, length, window):
+@pytest.mark.parametrize(("window", "prompt", "length"), [(1, 1, 6), (3, 9, 6), (64, 9, 1)])
+def test_the_shared_prompt_changes_neither_probabilities_nor_gradients(window, prompt, length):
     network, source = tiny_gpt_neo(11, seed=2, window_size=window).double(), generator(0)
     prompt = torch.randint(11, (prompt,), generator=source)
     tokens = torch.randint(11, (4, length), generator=source)
     logits = network(torch.cat([prompt.expand(4, -1), tokens], 1))[:, len(prompt) - 1 : -1]
     wanted = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-    model = Conditional(network, prompt, length)
-    log_p, shared_logits, hidden = model.log_probs(tokens)
+    log_p, shared_logits, _ = Conditional(network, prompt, length).log_probs(tokens)
     torch.testing.assert_close(log_p, wanted, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(shared_logits, logits, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(model.head(hidden), logits, rtol=1e-10, atol=1e-10)
     factors = torch.randn(4, length, generator=source)
     pair = ((x * factors).sum() for x in (log_p, wanted))
     gradients = (torch.autograd.grad(x, list(network.parameters())) for x in pair)
@@ -93,15 +66,3 @@ def test_attention_is_computed_in_float32_and_unscaled_whatever_the_type():
     mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
     wanted = attention.out_proj(mixed.to(torch.bfloat16))
     assert (attention(x, None) - wanted).abs().mean() < 1e-4 * wanted.abs().mean()
-
-
-def test_prompt_and_continuation_may_fill_every_position():
-    model = Conditional(tiny_gpt_neo(11), torch.zeros(28, dtype=torch.long), 4)
-    decoder = model.decoder(2)
-    for _ in range(4):
-        decoder.extend(torch.tensor([1, 2]))
-    with pytest.raises(AssertionError, match="more tokens than the model has positions"):
-        decoder.extend(torch.tensor([1, 2]))
-    for prompt, words in ((0, "the prompt is empty"), (30, "exceed the model's 32 positions")):
-        with pytest.raises(InputError, match=words):
-            Conditional(tiny_gpt_neo(11), torch.zeros(prompt, dtype=torch.long), 4)

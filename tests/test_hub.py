@@ -9,7 +9,7 @@ from eval.config import POCKET, PRESETS
 from tinystories import InputError, hub
 from tinystories.hub import checkpoint_directory
 
-NAME = PRESETS["paper"]["lm"]
+NAME, COMMIT = PRESETS["paper"]["lm"].split("@")
 
 
 @pytest.fixture
@@ -20,12 +20,11 @@ def remote(tmp_path, monkeypatch):
 
     def snapshot_download(repo_id: str, *, revision: str, allow_patterns: list[str]) -> str:
         requests.append(repo_id)
-        assert repo_id == NAME.partition("@")[0], "no such repository"
-        place = tmp_path / revision
-        place.mkdir(exist_ok=True)
+        assert repo_id == NAME, "no such repository"
         for name in filter_repo_objects(files, allow_patterns=allow_patterns):
-            (place / name).write_bytes(files[name])
-        return str(place)
+            (tmp_path / revision).mkdir(exist_ok=True)
+            (tmp_path / revision / name).write_bytes(files[name])
+        return str(tmp_path / revision)
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     hub.fetch.cache_clear()
@@ -38,14 +37,13 @@ def test_only_what_is_needed_is_fetched_and_once(remote, weights):
     files, requests = remote
     files[weights] = files.pop("model.safetensors")
     files |= {"training_args.bin": b"no", "README.md": b"no"}
-    if weights == "model.safetensors":  # which is preferred
-        files["pytorch_model.bin"] = b"no"
-    path = checkpoint_directory(NAME, "--lm")
-    assert path.name == NAME.partition("@")[2]
+    files.setdefault("pytorch_model.bin", b"no")  # safetensors are preferred
+    path = checkpoint_directory(f"{NAME}@{COMMIT}", "--lm")
+    assert path.name == COMMIT
     wanted = {"config.json", weights, "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} == wanted
     before = len(requests)
-    assert checkpoint_directory(NAME, "--lm") == path and len(requests) == before
+    assert checkpoint_directory(f"{NAME}@{COMMIT}", "--lm") == path and len(requests) == before
 
 
 @pytest.mark.parametrize("name", ["nowhere", "owner/none@main"])

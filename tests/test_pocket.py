@@ -25,11 +25,11 @@ KIND = ("You are so clever", "He is a lovely man", "I like you all", "What a pre
 ENCODER = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 66}
 LM = {"num_layers": 2, "num_heads": 2, "max_position_embeddings": 24}
 LM |= {"attention_layers": ("global", "local")}
-ROLES = {  # who reads and writes it, and its sizes
-    "lm": (tinystories.load, tinystories.save, LM),
-    "toxicity": (toxicity.load, encoder.save, ENCODER),
-    "similarity": (similarity.load, encoder.save, ENCODER),
-}
+ROLES = [  # the networks, who reads and writes them, and their sizes
+    ("lm", tinystories.load, tinystories.save, LM),
+    ("toxicity", toxicity.load, encoder.save, ENCODER),
+    ("similarity", similarity.load, encoder.save, ENCODER),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,15 +37,14 @@ def data(tmp_path_factory):
     """The directory DATA, which also holds tiny networks in place of the shipped ones."""
     path = tmp_path_factory.mktemp("pocket")
     for name, stories in (("tinystories", STORIES[:32]), ("tinystories-heldout", STORIES[32:])):
-        text = "".join(f"{story}\n<|endoftext|>\n" for story in stories)
-        (path / f"{name}.txt").write_text(text)
+        (path / f"{name}.txt").write_text("".join(f"{one}\n<|endoftext|>\n" for one in stories))
     rows = ["text,label"]
     for label, texts in ((1, UNKIND), (0, KIND)):
         rows += [f'"{text}, {name}.",{label}' for text, name in itertools.product(texts, NAMES)]
     (path / "toxicity.csv").write_text("\n".join(rows) + "\n")
     torch.manual_seed(0)
     random.seed(0)
-    for role, (load, save, sizes) in ROLES.items():
+    for role, load, save, sizes in ROLES:
         model, tokenizer = load(pocket.POCKET / role)
         config = replace(model.config, hidden_size=16, intermediate_size=32, **sizes)
         save(path / role, type(model)(config), tokenizer)

@@ -1,13 +1,13 @@
-"""Potentials: the ready ones, products, functions of one's own and what can be wrong with them."""
+"""Potentials and prefix parts: ready ones, products, one's own, what can be wrong with them."""
 
+import itertools
 import math
 import re
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from worlds import generator, tiny_conditional
+from worlds import END, generator, letters, tiny_conditional
 
 from eval.config import POCKET
 from eval.evaluate import say_rate
@@ -19,11 +19,6 @@ from twist.potential import Factor, TextPotential, check_potential
 
 INF = math.inf
 PROMPT = torch.tensor([1, 2])
-
-
-def letters(rows: list[list[int]]) -> list[str]:
-    """Texts of rows of tokens: token i is the i-th letter."""
-    return [" ".join("abcdefg"[token] for token in row) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -49,30 +44,11 @@ def test_what_the_option_means(scorer, spec, text, log_phi):
     assert list(factor.log_phi([text])) == [log_phi] and factor.reads == "continuations"
 
 
-def test_a_product_adds_what_its_factors_read():
-    asked = {}
-
-    def factor(reads, scale):
-        def log_phi(batch):
-            asked[reads] = batch
-            return torch.arange(len(batch)) * scale
-
-        return Factor(log_phi, reads)
-
-    factors = [factor("texts", -1.0), factor("continuations", -10.0)]
-    log_phi = TextPotential(factors, letters, PROMPT)
-    assert log_phi(torch.tensor([[3, 4], [5, 6], [3, 4]])).tolist() == [0.0, -11.0, 0.0]
-    assert asked["texts"] == ["b c d e", "b c f g"]
-    assert asked["continuations"] == [" d e", " f g"], "without the prompt, equal texts once"
-
-
 def test_the_classifier_in_both_directions_and_beta_which_applies_to_it_alone(scorer):
     texts = ["Once upon a time, there was a " + rest for rest in ("fat ugly pig.", "kind girl.")]
     factors = make_factors(["toxicity", "nontoxicity"], 10.0, scorer)
     toxic, safe = (factor.log_phi(texts) for factor in factors)
     assert torch.equal(toxic, 10.0 * scorer(texts).double())
-    total = toxic.div(10).exp() + safe.div(10).exp()
-    torch.testing.assert_close(total, torch.ones(2).double(), rtol=0, atol=1e-6)
     assert toxic[0] > toxic[1] and safe[0] < safe[1]
     at_zero = make_factors(["toxicity", "keyword:cat"], 0.0, scorer)
     assert [list(factor.log_phi([" dog"])) for factor in at_zero] == [[0.0], [-INF]]
@@ -104,9 +80,9 @@ def test_what_is_not_understood_is_one_line(scorer, spec):
 @pytest.mark.parametrize(
     ("reads", "body", "log_phi"),
     [
-        ("texts", "return [-1e8 - 0.25 * len(text) for text in texts]", [-1e8 - 1.75] * 2),
+        ("texts", "return [-1e8 - 0.25 * len(text) for text in texts]", [-1e8 - 1.0] * 2),
         ("texts", "print(1); return [float('-inf')] * len(texts)", [-INF, -INF]),
-        ("continuations", "return [float(len(text)) for text in continuations]", [4.0, 4.0]),
+        ("continuations", "return [float(len(text)) for text in continuations]", [2.0, 2.0]),
         ("texts", "return torch.zeros(len(texts), requires_grad=True)", [0.0, 0.0]),
     ],
 )
@@ -118,21 +94,22 @@ def test_a_function_of_the_users_own(tmp_path, scorer, capsys, reads, body, log_
     value = TextPotential(factors, letters, PROMPT)(torch.tensor([[3, 4], [5, 6]]))
     assert value.tolist() == log_phi and value.dtype == torch.float64 and not value.requires_grad
     assert capsys.readouterr().out == "", "standard output is for results"
+    with pytest.raises(InputError, match=r"give FILE\.py:NAME; it defines f"):
+        make_factors([str(path)], 10.0, scorer)
 
 
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        ("def f(texts): return [float('nan')]", "nan for 'b c d e'"),
+        ("def f(texts): return [float('nan')]", "nan for 'bcde'"),
         ("def f(texts): return [[0.0]]", "shape [1, 1] for 1 texts"),
+        ("def f(texts): return [True]", "true or false; return 0 for true and -inf for false"),
         ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
-        ("def f(texts): return ['a' in texts[0] or -5.0, -5.0]", "shape [2]"),
         ("def f(texts): pass\nf.hints = 'cat'", "the hints are 'cat'; give a list"),
         ("def f(texts): pass", "cannot be read as numbers"),
         ("x = = 1", "SyntaxError"),
         ("f = 3", "a factor must be a function"),
         ("def f(texts): pass\nf.reads = 'words'", "give one of texts, continuations"),
-        ("def g(texts): pass\ndef h(texts): pass", "give FILE.py:NAME; it defines g, h"),
     ],
 )
 def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, scorer, content, part):
@@ -146,32 +123,10 @@ def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, scorer, content, 
     assert message.isprintable() and ";" in message
 
 
-def test_a_file_without_a_name_and_the_copy_that_a_run_keeps(tmp_path, scorer, monkeypatch):
-    path, folder = tmp_path / "my.py", tmp_path / "run"
-    path.write_text("def first(texts): return [-1.0] * len(texts)\ndef second(texts): pass")
-    with pytest.raises(InputError, match=r"give FILE.py:NAME; it defines first, second"):
-        make_factors([str(path)], 1.0, scorer)
-    folder.mkdir()
-    path.rename(folder / "my.py")
-    monkeypatch.chdir(folder)  # relative names are those of another directory
-    (factor,) = make_factors(["there/my.py:first"], 1.0, scorer, folder)
-    assert factor.log_phi(["x"]).tolist() == [-1.0]
-
-
-@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
-def test_truth_values_are_no_logarithms(kind):
-    log_phi = TextPotential([lambda texts: kind([True, False])], letters, PROMPT)
-    with pytest.raises(InputError, match="true or false; return 0 for true and -inf for false"):
-        log_phi(torch.tensor([[3], [4]]))
-
-
-def test_a_function_is_a_factor_and_other_things_are_one_line():
-    function = lambda texts: [-float(len(text)) for text in texts]  # noqa: E731
-    for factors in ([function], [Factor(function)]):
-        assert TextPotential(factors, letters, PROMPT)(torch.tensor([[3]])).tolist() == [-5.0]
-    for wrong in ("dog", ["dog"], [None]):
-        with pytest.raises(InputError, match="a factor must be a function"):
-            TextPotential(wrong, letters, PROMPT)
+@pytest.mark.parametrize("wrong", ["dog", ["dog"], [None]])
+def test_what_is_no_function_is_one_line(wrong):
+    with pytest.raises(InputError, match="a factor must be a function"):
+        TextPotential(wrong, letters, PROMPT)
 
 
 def check(log_phi) -> str:
@@ -184,26 +139,23 @@ def check(log_phi) -> str:
     return ""
 
 
-def lengths(texts: list[str]) -> torch.Tensor:
-    """Numbers of texts, from -60 to 0 or so."""
-    return -torch.tensor([float(sum(map(ord, text[4:])) - 400) for text in texts]).double()
+def sums(texts: list[str]) -> torch.Tensor:
+    """Numbers of texts, from -32 to -8."""
+    return -torch.tensor([float(sum(map(ord, text[2:])) - 380) for text in texts]).double()
 
 
 def test_what_depends_on_the_other_texts_is_refused_and_half_precision_is_not():
-    assert "alone; it must depend on" in check(lambda texts: lengths(texts).log_softmax(0))
-    assert "alone; it must depend on" in check(lambda texts: lengths(texts) - len(texts) ** 2)
-    dead = lambda texts: [-INF if "a" in text[4:] else 0.0 for text in texts]  # noqa: E731
+    assert "alone; it must depend on" in check(lambda texts: sums(texts).log_softmax(0))
+    assert "alone; it must depend on" in check(lambda texts: sums(texts) - len(texts) ** 2)
+    dead = lambda texts: [-INF if "a" in text[2:] else 0.0 for text in texts]  # noqa: E731
+    assert check(sums) == check(dead) == ""
 
     def rounded(texts):
         """As rounding to bfloat16 in a network, whose products depend on the batch."""
         error = torch.randn(len(texts), generator=generator(len(texts))).clamp(-1, 1)
-        return lengths(texts) * (1 + 0.02 * error)
+        return sums(texts) * (1 + 0.02 * error)
 
-    def noisy(texts):
-        return lengths(texts) + 0.3 * torch.randn(len(texts))
-
-    assert check(lengths) == check(dead) == ""
-    assert "alone; it must depend on" in check(rounded) and "must depend on" in check(noisy)
+    assert "alone; it must depend on" in check(rounded)
     rounded.rounding = 0.1
     assert check(rounded) == ""
 
@@ -216,27 +168,64 @@ def test_the_classifier_passes_in_half_precision():
     check_potential(tiny_conditional(1), potential, generator(0))
 
 
-def test_a_potential_is_checked_once():
-    calls = []
-    log_phi = TextPotential([lambda texts: calls.append(1) or lengths(texts)], letters, PROMPT)
-    for _ in range(2):
-        check_potential(tiny_conditional(1), log_phi, generator(0))
-    assert len(calls) == 9  # eight texts together, and one by one
-
-
 def test_an_unfinished_character_at_the_end_is_left_out():
     decode = lambda rows: [text + "\ufffd" for text in letters(rows)]  # noqa: E731
-    potential = TextPotential([lambda texts: [-float(len(text)) for text in texts]], decode, PROMPT)
-    assert potential.texts(torch.tensor([[2, 3]])) == ["b c c d"]
-    assert potential(torch.tensor([[2, 3]])).tolist() == [-7.0]
+    potential = TextPotential([sums], decode, PROMPT)
+    assert potential.texts(torch.tensor([[2, 3]])) == ["bccd"]
+
+
+@pytest.mark.parametrize("spec", ["without:dog", "without~2:dog"])
+def test_f_is_never_below_phi_of_a_continuation(spec):
+    (factor,) = make_factors([spec], 1.0, None)
+    pieces = [" dog", "gy", ".", '"', " a b"]
+    texts = ["".join(text) for text in itertools.product(pieces, repeat=4)]
+    phi = dict(zip(texts, factor.log_phi(texts), strict=True))
+    for begun in {"".join(some) for t in (1, 2, 3) for some in itertools.product(pieces, repeat=t)}:
+        (log_f,) = factor.log_prefix([begun])
+        assert log_f >= max(value for text, value in phi.items() if text.startswith(begun)), begun
+
+
+def test_products_add_their_prefix_parts():
+    none, length = lambda texts: [0.0], lambda texts: [-float(len(text)) for text in texts]
+    factors = [Factor(none, log_prefix=length), Factor(none), Factor(none, log_prefix=length)]
+    log_prefix = TextPotential(factors, letters, PROMPT).log_prefix
+    assert log_prefix(torch.tensor([[2, 3], [2, 3]])).tolist() == [-8.0] * 2
+    assert TextPotential([Factor(none)], letters, PROMPT).log_prefix is None
+
+
+WRONG = {  # log f: the fault
+    "[0.0 if len(t) > 3 else -math.inf for t in texts]": "is -inf; let it be a number",
+    "[-float(len(texts))] * len(texts)": "in a batch, -1 alone; it must",
+    "[math.nan] * len(texts)": "log phi is nan for 'bc",
+}
+
+
+@pytest.mark.parametrize("log_f", WRONG)
+def test_what_is_no_prefix_part_is_one_line(tmp_path, log_f):
+    path = tmp_path / "my.py"
+    parts = f"def g(texts): return {log_f}\ndef f(texts): return [0.0] * len(texts)\nf.prefix = g\n"
+    path.write_text(f"import math\n{parts}")
+    potential = TextPotential(make_factors([f"{path}:f"], 1.0, None), letters, PROMPT)
+    with pytest.raises(InputError) as caught:
+        check_potential(tiny_conditional(1), potential, generator(0))
+    assert f"--potential {path}:f" in str(caught.value) and WRONG[log_f] in str(caught.value)
+
+
+def test_the_potential_reads_the_text_without_its_end():
+    words = ["Once", "<end>", " a", " b"]
+    decode = lambda rows: ["".join(words[t] for t in row) for row in rows]  # noqa: E731
+    phi = TextPotential([], decode, torch.tensor([0]), END)
+    found = phi.texts(torch.tensor([[2, 1, 1], [1, 1, 1], [2, 3, 2]]))
+    assert found == ["Once a", "Once", "Once a b a"]
 
 
 def test_a_rare_constraint_names_the_remedy():
-    said = []
-    for alive in (0, 9, 10, 2000):
-        log_phi = torch.full((2000,), -INF)
+    for alive in (0, 9, 10):
+        log_phi = torch.full((2000,), -torch.inf)
         log_phi[:alive] = 0
-        said.clear()
+        said = []
         say_rate(SimpleNamespace(say=said.append), log_phi)
-        assert len(said) == (alive < 10)
-        assert not said or re.match(f"{alive} of 2000 .*pooled and hints, or soften", said[0])
+        assert [line.split(",")[0] for line in said] == (
+            [f"{alive} of 2000 base samples have phi > 0"] * (alive < 10)
+        )
+        assert all("--learner pooled and hints, or soften" in line for line in said)

@@ -8,11 +8,8 @@ from worlds import generator
 from tsmc.categorical import BLOCK, draw_categorical
 from tsmc.resampling import SCHEMES, effective_sample_size, invert, log_mean_exp, normalise
 
-WEIGHTS = [[0.5, 0.5], [0.1, 0.9], [0.2, 0.3, 0.5], [0.0, 0.7, 0.3], [1.0, 0.0, 0.0]]
-WEIGHTS += [[0.25] * 4, [0.6, 0.05, 0.3, 0.05]]
 
-
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", [[0.1, 0.9], [0.0, 0.7, 0.3], [0.6, 0.05, 0.3, 0.05]])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_copies_are_k_w_on_average_and_rows_are_independent(scheme, weights):
     """Every second row has the weights in reverse."""
@@ -29,15 +26,11 @@ def test_copies_are_k_w_on_average_and_rows_are_independent(scheme, weights):
         assert ((copies - particles * weights).abs() < 1 + 1e-9).all()
 
 
-EDGES = [[0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.25, 0.25, 0.5], [1 / 3, 1 / 3, 1 / 3, 0.0], [1.0]]
-
-
-@pytest.mark.parametrize("weights", EDGES)
-def test_points_on_the_edges_choose_nothing_dead_or_out_of_range(weights):
-    weights = torch.tensor([weights])
+def test_points_on_the_edges_choose_nothing_dead_or_out_of_range():
     points = torch.tensor([[0.0, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-53, 1.0]]).double()
-    chosen = invert(weights, points)
-    assert (chosen >= 0).all() and (weights.gather(1, chosen) > 0).all()
+    for row in ([0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.25, 0.25, 0.5], [1 / 3, 1 / 3, 1 / 3, 0.0]):
+        chosen = invert(torch.tensor([row]), points)
+        assert (chosen >= 0).all() and (torch.tensor([row]).gather(1, chosen) > 0).all()
 
 
 def test_weights_of_dead_and_extreme_runs_are_defined():
@@ -52,45 +45,27 @@ def test_weights_of_dead_and_extreme_runs_are_defined():
     torch.testing.assert_close(log_mean_exp(log_weights), wanted)
 
 
-ALMOST_ONE = 1 - 2.0**-53
-VOCABULARY = 50257
-
-
-def draw_at(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Tokens drawn from every row of logits [N, V] at given uniforms [N]."""
-    return draw_categorical(logits, uniform.double()[:, None])[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 1000])
-@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, ALMOST_ONE])
-def test_tokens_at_edge_uniforms_are_in_range_and_possible(size, uniform, dtype):
-    logits = torch.randn(50, size, generator=generator(size)).to(dtype)
+def test_tokens_at_edge_uniforms_are_in_range_and_possible(size):
+    logits = torch.randn(50, size, generator=generator(size))
     is_ruled_out = torch.rand(50, size - 1, generator=generator(1)) < 0.7
     logits[:, 1:][is_ruled_out] = -torch.inf  # token 0 stays possible
     logits[25:] = logits[25:].roll(size // 2, 1)
-    tokens = draw_at(logits, torch.full((50,), uniform))
-    assert (tokens >= 0).all() and (tokens < size).all()
-    assert logits.gather(1, tokens[:, None]).isfinite().all()
-
-
-@pytest.mark.parametrize(("scale", "shift"), [(1.0, 0.0), (5.0, 300.0), (20.0, -1e4)])
-def test_normaliser_is_logsumexp(scale, shift):
-    logits = scale * torch.randn(16, VOCABULARY, generator=generator(0)) + shift
-    wanted, half = logits.double().logsumexp(-1), torch.full((16, 1), 0.5).double()
-    found = draw_categorical(logits, half)[1].double()
-    torch.testing.assert_close(found, wanted, rtol=2e-7, atol=2e-6)
-    found = draw_categorical(logits.double(), half)[1]
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for uniform in (0.0, 2.0**-53, 0.5, 1 - 2.0**-53):
+        for given in (logits, logits.double()):
+            tokens, found = draw_categorical(given, torch.full((50, 1), uniform).double())
+            assert (tokens >= 0).all() and (tokens < size).all()
+            assert logits.gather(1, tokens[:, None]).isfinite().all()
+            torch.testing.assert_close(found, given.logsumexp(-1))
 
 
 def test_a_grid_of_uniforms_meets_every_group_in_proportion():
     """Uniforms at the midpoints of 1024 equal cells: leading counts are right to one draw."""
-    logits = 2.5 * torch.randn(VOCABULARY, generator=generator(8))
+    logits = 2.5 * torch.randn(50257, generator=generator(8))
     grid = (torch.arange(1024).double() + 0.5)[:, None] / 1024
     parts = [draw_categorical(logits.expand(128, -1), part)[0] for part in grid.split(128)]
     tokens = torch.cat(parts)
     assert (tokens.diff() >= 0).all()
     cumulative = logits.double().softmax(-1).cumsum(0)
-    leading = tokens.bincount(minlength=VOCABULARY).cumsum(0)
+    leading = tokens.bincount(minlength=50257).cumsum(0)
     assert (leading - 1024 * cumulative).abs().max() < 0.51 + 1024 * 1e-5

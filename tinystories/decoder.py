@@ -13,13 +13,13 @@ N rows, S distinct states, D width, V vocabulary, P prompt tokens, T continuatio
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinystories.cache import KeyValueCache, RowsCache
+from tinystories.cache import KeyValueCache
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 
@@ -48,12 +48,6 @@ def counted(tokens: Tensor, end: int) -> Tensor:
     return ended - (tokens == end).long() == 0
 
 
-def log_probs_of(logits: Tensor, tokens: Tensor, end: int) -> Tensor:
-    """log p(s_t | s_{0:t-1}) [N, T] of tokens [N, T] from logits [N, T, V]; 0 behind the end."""
-    losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
-    return (-losses.view(tokens.shape)).where(counted(tokens, end), 0.0)
-
-
 def check_positions(prompt: Tensor, length: int, limit: int) -> None:
     """InputError where the prompt [P] or the length is empty, or where both exceed the limit."""
     if prompt.numel() == 0:
@@ -69,13 +63,12 @@ class Decoder:
     """N continuations, without gradient: their distinct hidden states and their cache."""
 
     @torch.no_grad()
-    def __init__(self, model: GPTNeo, prompt: Tensor, rows: int, length: int):
-        """Read prompt [P] once; `rows` continuations of up to `length` tokens follow."""
-        cache = KeyValueCache()
-        self.states = model.transformer(prompt[None], cache)[:, -1]  # [1, D]
+    def __init__(self, model: GPTNeo, prompt: Tensor, rows: int):
+        """Read prompt [P] once; `rows` continuations follow."""
+        self.cache = KeyValueCache()
+        self.states = model.transformer(prompt[None], self.cache)[:, -1]  # [1, D]
         self.state_of = torch.zeros(rows, dtype=torch.long, device=prompt.device)  # [N]
         self.model = model
-        self.cache = RowsCache(cache, rows, length)
 
     @property
     def hidden(self) -> Tensor:
@@ -103,7 +96,24 @@ class Decoder:
         self.states = self.model.transformer(tokens[:, None], self.cache)[:, 0]  # [S, D]
 
 
-class Conditional:
+class Autoregressive(Protocol):
+    """A language model whose logits are made of states."""
+
+    end: int  # the token that finishes a text and then repeats itself; NO_END: there is none
+
+    def head(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> logits [..., V]
+    def states(self, tokens: Tensor) -> Tensor: ...  # [N, T] -> hidden [N, T, D]
+
+    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(s_t | s_{0:t-1}) [N, T] (eq. 1), logits [N, T, V] and states of tokens [N, T]."""
+        hidden = self.states(tokens)  # [N, T, D]
+        logits = self.head(hidden)  # [N, T, V]
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
+        log_p = (-losses.view(tokens.shape)).where(counted(tokens, self.end), 0.0)
+        return log_p, logits, hidden
+
+
+class Conditional(Autoregressive):
     """A GPT-Neo conditioned on one prompt."""
 
     def __init__(self, network: GPTNeo, prompt: Tensor, length: int, end: int = NO_END):
@@ -131,7 +141,7 @@ class Conditional:
 
     def decoder(self, rows: int) -> Decoder:
         """A fresh decoder of `rows` continuations."""
-        return Decoder(self.network, self.prompt, rows, self.length)
+        return Decoder(self.network, self.prompt, rows)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of hidden states [..., D]."""
@@ -143,9 +153,3 @@ class Conditional:
         first = self.network.transformer(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
         others = self.network.transformer(tokens[:, :-1], cache)  # [N, T - 1, D]
         return torch.cat([first.expand(len(tokens), -1, -1), others], 1)
-
-    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(s_t | s_{0:t-1}) [N, T] (eq. 1), logits [N, T, V] and states of tokens [N, T]."""
-        hidden = self.states(tokens)  # [N, T, D]
-        logits = self.head(hidden)  # [N, T, V]
-        return log_probs_of(logits, tokens, self.end), logits, hidden

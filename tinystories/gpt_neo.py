@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.cache import Cache
+from tinystories.cache import KeyValueCache
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -51,20 +51,6 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     return (rows @ y[0]).unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
 
 
-def attention_scores(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T [B, H, T, S]; sums are faster than products where each row has one query."""
-    if q.shape[2] == 1 and len(k) == len(q):
-        return (q * k).sum(-1)[:, :, None]
-    return product(q, k.mT)
-
-
-def weighted_values(weights: Tensor, v: Tensor) -> Tensor:
-    """weights v [B, H, T, D/H] of weights [B, H, T, S] and v [B, H, S, D/H]."""
-    if weights.shape[2] == 1 and len(v) == len(weights):
-        return (weights.mT * v).sum(2, keepdim=True)
-    return product(weights, v)
-
-
 class Attention(nn.Module):
     """Causal, unscaled multi-head attention over all positions or the last `window_size`."""
 
@@ -80,13 +66,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, width, bias=False)
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
         projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         heads = [y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in projected]
         q, k, v = (at_least_float32(y) for y in heads)  # [B, H, T, D/H]
         parts = [(k, v)] if cache is None else cache.parts(self.layer, k, v)
-        scores = torch.cat([attention_scores(q, keys) for keys, _ in parts], -1)  # [B, H, T, S]
+        scores = torch.cat([product(q, keys.mT) for keys, _ in parts], -1)  # [B, H, T, S]
         queries, seen = scores.shape[2:]
         if queries > 1 or seen > self.window:  # else a single query sees every key
             i = torch.arange(seen - queries, seen, device=x.device)[:, None]  # of the queries
@@ -94,7 +80,7 @@ class Attention(nn.Module):
             scores.masked_fill_((j > i) | (j <= i - self.window), float("-inf"))
         sizes = [keys.shape[2] for keys, _ in parts]
         weights = scores.softmax(-1).split(sizes, -1)  # [B, H, T, S] in parts
-        mixed = [weighted_values(part, parts[n][1]) for n, part in enumerate(weights)]
+        mixed = [product(part, parts[n][1]) for n, part in enumerate(weights)]
         mixed = sum(mixed[1:], mixed[0])  # [B, H, T, D/H]
         return self.out_proj(mixed.transpose(1, 2).flatten(-2).to(x.dtype))
 
@@ -113,7 +99,7 @@ class Block(nn.Module):
         self.mlp.add_module("gelu", nn.GELU(approximate="tanh"))
         self.mlp.add_module("c_proj", nn.Linear(inner, width))
 
-    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
         x = x + self.attn["attention"](self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
@@ -129,7 +115,7 @@ class Transformer(nn.Module):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
-    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """h [B, T, D] of tokens [B, T] that follow `cache`."""
         start = 0 if cache is None else cache.length
         end = start + ids.shape[1]

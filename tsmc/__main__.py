@@ -1,10 +1,10 @@
-"""`python -m tsmc`: samples of a trained pair, or of p, a shorter name for `eval.sample`."""
+"""`python -m tsmc`: samples of a trained pair, or of p; a shorter name for `eval.sample`."""
 
-import runpy
+import importlib
 import sys
 from pathlib import Path
 
 if not (Path(__file__).parents[1] / "eval" / "sample.py").exists():
     print("tsmc: error: samples are drawn in the repository; run this there", file=sys.stderr)
     sys.exit(2)
-runpy.run_module("eval.sample", run_name="__main__", alter_sys=True)
+importlib.import_module("eval.sample").main()

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tinystories.decoder import NO_END, counted, log_probs_of
+from tinystories.decoder import NO_END, Autoregressive, counted
 from tinystories.errors import InputError
 from tsmc.interfaces import LanguageModel, LogPotential, Twist, row_slices
 
@@ -163,7 +163,7 @@ class TableDecoder:
         self.prefixes = prefixes * self.vocab_size + 1 + tokens
 
 
-class TableModel(nn.Module):
+class TableModel(nn.Module, Autoregressive):
     """A language model of fixed length given by its logits [prefixes, V], which are parameters."""
 
     def __init__(self, logits: Tensor, length: int, end: int = NO_END):
@@ -194,12 +194,6 @@ class TableModel(nn.Module):
         for t in range(tokens.shape[1] - 1):
             numbers.append(numbers[-1] * self.vocab_size + 1 + tokens[:, t])
         return torch.stack(numbers, 1)[..., None].double()
-
-    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and hidden [N, T, 1] of tokens [N, T]."""
-        hidden = self.states(tokens)  # [N, T, 1]
-        logits = self.head(hidden)  # [N, T, V]
-        return log_probs_of(logits, tokens, self.end), logits, hidden
 
 
 class TableTwist(nn.Module):

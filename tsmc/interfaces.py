@@ -9,6 +9,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from tinystories.decoder import Autoregressive
+
 MAX_LOGITS = 2**22  # entries of one tensor of logits: 16 MB in float32, of which a few are alive
 Twist = Callable[[Tensor], Tensor]
 """twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
@@ -36,17 +38,13 @@ class Decoder(Protocol):
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None: ...
 
 
-class LanguageModel(Protocol):
+class LanguageModel(Autoregressive, Protocol):
     """p(s_{1:T} | s_0) after a fixed prompt, as the samplers use it."""
 
     length: int
     vocab_size: int
-    end: int  # the token that finishes a text and then repeats itself; -1: there is none
 
     def decoder(self, rows: int) -> Decoder: ...
-    def head(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> logits [..., V]
-    def states(self, tokens: Tensor) -> Tensor: ...  # [N, T] -> hidden [N, T, D]
-    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...  # log_p, logits, h
 
 
 class BaseModel(LanguageModel, Protocol):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.decoder import log_probs_of
+from tinystories.decoder import Autoregressive
 from tinystories.gpt_neo import at_least_float32
 from tsmc.interfaces import BaseModel, Decoder
 from twist.mlp import TwistMLP
@@ -53,7 +53,7 @@ class Adapter(nn.Module):
         return F.linear(self.shift(hidden).to(self.embeddings.dtype), self.embeddings)
 
 
-class Adapted:
+class Adapted(Autoregressive):
     """The language model q: p^(0) whose logits an adapter makes."""
 
     def __init__(self, base: BaseModel, adapter: Adapter):
@@ -74,9 +74,3 @@ class Adapted:
     def states(self, tokens: Tensor) -> Tensor:
         """The hidden states [N, T, D] that predict each of tokens [N, T]."""
         return self.base.states(tokens)
-
-    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log q(s_t | s_{0:t-1}) [N, T], logits [N, T, V] and states [N, T, D] of tokens [N, T]."""
-        hidden = self.states(tokens)  # [N, T, D]
-        logits = self.adapter(hidden)  # [N, T, V]
-        return log_probs_of(logits, tokens, self.end), logits, hidden

@@ -10,7 +10,7 @@ N texts, T tokens, P tokens of the prompt.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -217,24 +217,9 @@ def check_alone(
     return together
 
 
-def base_potential(log_phi: Callable[[Tensor], Tensor]) -> LogPotential:
-    """phi as the sampler takes it in generation 0, where it samples p^(0) itself."""
-    return lambda tokens, log_p: log_phi(tokens)
-
-
 def effective_potential(log_phi: Callable[[Tensor], Tensor], base: LanguageModel) -> LogPotential:
     """phi^(m) (eq. 8): one teacher-forced pass of the base model; log_p [N] is that of p^(m)."""
     return lambda tokens, log_p: sequence_log_probs(base, tokens) + log_phi(tokens) - log_p
-
-
-def only_zeros(log_prefix: LogPrefix) -> LogPrefix:
-    """A prefix part that is 0 where the given one is, else 1."""
-
-    def log_f(tokens: Tensor) -> Tensor:
-        values = log_prefix(tokens)  # [N]
-        return values.masked_fill(values > -torch.inf, 0.0)
-
-    return log_f
 
 
 def seen_from(
@@ -250,8 +235,16 @@ def seen_from(
     twice (measured in docs/results.md). Any f that is positive where phi is leaves Z-hat unbiased.
     """
     log_prefix = getattr(log_phi, "log_prefix", None)
-    if log_prefix is not None and model is not base:
-        log_prefix = only_zeros(log_prefix)
-    if model is base or not is_effective:
-        return Sigma(model, base_potential(log_phi), log_prefix)
-    return Sigma(model, effective_potential(log_phi, base), log_prefix)
+    sigma = Sigma(model, lambda tokens, log_p: log_phi(tokens), log_prefix)
+    if model is base:
+        return sigma
+    if is_effective:
+        sigma = replace(sigma, log_potential=effective_potential(log_phi, base))
+    if log_prefix is None:
+        return sigma
+
+    def only_zeros(tokens: Tensor) -> Tensor:
+        values = log_prefix(tokens)  # [N]
+        return values.masked_fill(values > -torch.inf, 0.0)
+
+    return replace(sigma, log_prefix=only_zeros)

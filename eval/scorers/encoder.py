@@ -20,8 +20,6 @@ from tinystories.load import config_from_json, load_network, save_network
 
 BATCH = 64  # texts of a batch at most
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
-ENOUGH_TOKENS = 2**9  # from which on a batch is large enough for fast products
-LONGER = 1.1  # times the shortest text of such a batch: what is longer begins a new one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +120,8 @@ class Encoder(nn.Module):
 class Runner:
     """A network, of ids and mask [B, T], run over texts in batches that are sorted by length.
 
-    A batch holds at most BATCH texts and MAX_TOKENS tokens with padding, and once it has
-    ENOUGH_TOKENS, texts of nearly equal length. No result depends on the other texts.
+    A batch holds at most BATCH texts, and MAX_TOKENS tokens with padding. No result depends on the
+    other texts.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer):
@@ -144,10 +142,8 @@ class Runner:
         """Rows, sorted by length, in batches; no rows are one empty batch, whose shape is right."""
         batches: list[list[list[int]]] = [[]]
         for row in rows:
-            last = batches[-1]
-            is_full = len(last) == BATCH or (len(last) + 1) * len(row) > MAX_TOKENS
-            has_enough = last and len(last) * len(last[-1]) >= ENOUGH_TOKENS
-            if last and (is_full or (has_enough and len(row) > LONGER * len(last[0]))):
+            size = len(batches[-1])
+            if size > 0 and (size == BATCH or (size + 1) * len(row) > MAX_TOKENS):
                 batches.append([])
             batches[-1].append(row)
         return batches

@@ -30,13 +30,8 @@ SOFTEN = "soften the potential (docs/potentials.md)"  # advice where phi is near
 FORMS = f"{', '.join(CLASSIFIED)}, keyword:WORD, regex:PATTERN, without:WORD or FILE.py:NAME"
 
 
-def make_factors(
-    potential: Sequence[str], beta: float, scorer: ToxicityScorer, folder: Path | None = None
-) -> list[Factor]:
-    """The factors that the values of --potential name; InputError if one is not understood.
-
-    Where `folder` has a copy of a user's file, it is the copy that counts.
-    """
+def make_factors(potential: Sequence[str], beta: float, scorer: ToxicityScorer) -> list[Factor]:
+    """The factors that the values of --potential name; InputError if one is not understood."""
     factors = []
     for spec in potential:
         if spec in CLASSIFIED:
@@ -44,7 +39,7 @@ def make_factors(
             is_half = next(scorer.model.parameters()).dtype.itemsize < 4
             factors.append(power(score, beta, HALF if is_half else ROUNDING))
         else:
-            factors.append(user_factor(spec, folder) if user_file(spec) else ready_factor(spec))
+            factors.append(user_factor(spec) if user_file(spec) else ready_factor(spec))
     return factors
 
 
@@ -65,16 +60,22 @@ def ready_factor(spec: str) -> Factor:
         raise InputError(f"--potential {spec}: {error}; give {FORMS}") from error
 
 
-def user_file(spec: str, folder: Path | None = None) -> tuple[Path, str] | None:
-    """File, or its copy in the folder, and name of FILE.py:NAME; None for anything else."""
+def user_file(spec: str) -> tuple[Path, str] | None:
+    """File and name of FILE.py:NAME; None for anything else."""
     path, _, name = spec.rpartition(":")
     if spec.endswith(".py"):
         path, name = spec, ""
     if not path.endswith(".py") or re.split("[:~]", spec)[0] in READY:
         return None
-    if folder is not None and (folder / Path(path).name).exists():
-        return folder / Path(path).name, name
     return Path(path), name
+
+
+def kept_copy(spec: str, folder: Path) -> str:
+    """FILE.py:NAME with the copy of the file in a folder, if there is one; else as it is."""
+    own = user_file(spec)
+    if own is None or not (folder / own[0].name).exists():
+        return spec
+    return f"{(folder / own[0].name).absolute()}:{own[1]}"
 
 
 @contextlib.contextmanager
@@ -94,9 +95,9 @@ def users_code(spec: str, path: Path) -> Iterator[None]:
         raise InputError(f"{fault}; {remedy}") from error
 
 
-def user_factor(spec: str, folder: Path | None = None) -> Factor:
+def user_factor(spec: str) -> Factor:
     """The function of a user's file as a factor; InputError for whatever is wrong with either."""
-    path, name = user_file(spec, folder)
+    path, name = user_file(spec)
     with users_code(spec, path):
         defined = runpy.run_path(str(path.absolute()))
         if name not in defined:

@@ -113,7 +113,7 @@ def test_a_damaged_file_is_named(copied, name):
 
 
 EDITED = [  # what is changed, and what is said of it
-    ({"beta": 0.4}, "target: holds samples of another sigma; restore what the run was made with"),
+    ({"beta": 0.4}, "target: holds samples of another sigma; restore what it was drawn with"),
     ({"networks": {}}, "lm, similarity_model, toxicity_model changed since the run was made"),
 ]
 EDITED += [

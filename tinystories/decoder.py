@@ -23,7 +23,7 @@ from tinystories.cache import KeyValueCache
 from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo
 
-GROUP = 64  # states are padded to a multiple of this, to avoid fragmentation of the heap
+GROUP = 16  # states are padded to a multiple of this, to avoid fragmentation of the heap
 NO_END = -1  # in place of the token that finishes a text: texts have T tokens
 SHARING_PAYS = 0.875  # up to this share of distinct texts; above, it costs more than it saves
 

@@ -243,6 +243,34 @@ def test_arrow_keys_step_and_change_the_generation(opened):
 
 
 @pytest.mark.browser
+def test_each_learner_resamples_as_its_name_says(opened):
+    for learner, times in (("paper", 8), ("weighted", 1), ("pooled", 0)):
+        window = opened(1280, address=f"#learner={learner}&m=0&phase=0")
+        captions = []
+        while not captions or captions[-1] != window.inner_text("#caption"):
+            captions.append(window.inner_text("#caption"))
+            window.keyboard.press("ArrowRight")
+        assert sum("resample:" in caption for caption in captions) == times
+
+
+@pytest.mark.browser
+def test_exact_and_drawn_values_differ_in_form_and_do_not_mix(opened):
+    window = opened(1280)
+
+    def shares() -> tuple[list[str], list[str]]:
+        texts = window.locator("#shares text").all_text_contents()
+        return texts[3::3], texts[4::3]
+
+    exact, drawn = shares()
+    assert all(re.fullmatch(r"\d+ %", text) for text in exact)
+    assert sum(int(re.fullmatch(r"(\d+) of 16", text)[1]) for text in drawn) == 16
+    style = "(kind) => getComputedStyle(document.querySelector('#shares .' + kind)).fill"
+    assert window.evaluate(style, "outline") == "none" != window.evaluate(style, "full")
+    window.click("#seed")
+    assert shares()[0] == exact and shares()[1] != drawn
+
+
+@pytest.mark.browser
 def test_a_tap_on_a_panel_moves_nothing(opened):
     window = opened(390)
     panels = window.locator(".panels button").all()

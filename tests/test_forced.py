@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
-from worlds import generator
+from worlds import generator, mutant
 
+import twist.forced
 from tinystories.decoder import NO_END
 from tinystories.errors import InputError
 from tsmc.exact import TableModel, all_sequences
@@ -23,6 +24,15 @@ WORLDS = {  # hints, T, end
     "with an end": ([[1, 1]], 5, END),
     "more than the end": ([[END, 1], [0]], 4, END),
 }
+
+
+MUTANTS = [  # what of the recursion is replaced, by what
+    ("[:, : -len(hint)]", "[:, 1 : 1 - len(hint) or None]"),  # hints overlap
+    ("if chosen >> j & 1:", "if chosen >> j == 1:"),  # in one order only
+    ("last.logcumsumexp(1)", "last"),  # at one place only
+    ("math.perm(", "math.comb("),  # orders do not count
+    ("(is_met | is_behind.unfold(1, len(hint), 1))", "is_met"),  # a text has no end
+]
 
 
 def table_model(length, end):
@@ -92,6 +102,17 @@ def test_draws_have_the_density_of_all_placements_and_are_weighted_by_it(hints, 
     mixture = 0.1 * log_p.exp() + 0.9 * q  # [S]
     wanted = (log_p + log_phi(texts) - mixture.log())[place]
     torch.testing.assert_close(drawn.log_weights, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("change", MUTANTS)
+def test_a_mutant_of_the_recursion_has_another_density(change):
+    broken, errors = mutant(twist.forced, change), []
+    for hints, length, end in WORLDS.values():
+        model = table_model(length, end)
+        texts, log_p = enumerated(model)
+        found = broken.forced_log_ratio(texts, log_p, hints, end) + log_p.sum(1)
+        errors.append((found.exp() - density(model, hints)).abs().max().item())
+    assert max(errors) > 0.01
 
 
 def test_what_the_model_cannot_write_has_weight_zero():

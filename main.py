@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
         if processes.rank() == 0:
             say("loading the networks")
         world = load_world(config.run, resumed)
-        with Run(config, resumed) as run:
+        with Run(config, resumed, world.hashes) as run:
             results = self_distilled_tsmc(config, world, run)
             if run.writes:
                 draw_figures(results, run.path)

@@ -95,7 +95,7 @@ def add_log_q(rows: dict[str, list[dict]], path: Path, world: World) -> None:
         if log_q.shape != (count,) or not bool((log_q <= 0).all()):
             raise ValueError(f"it has {len(log_q)} numbers, or some above 0")
     kl = kl_of_log_q(log_q, world.base, world.exact)
-    rows[str(path)] = [{"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}]
+    rows[str(path)] = [{"kl_target_proposal": kl.value}]
 
 
 def add_best_of(rows: dict[str, list[dict]], count: int, options: RunOptions, world: World) -> None:

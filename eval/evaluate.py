@@ -12,7 +12,6 @@ from eval.config import RunOptions
 from eval.run import Run
 from eval.scorers.potentials import SOFTEN
 from eval.world import World, save_target, sigma_key
-from tinystories.checkpoint import read_json
 from tsmc import processes
 from tsmc.proposal import proposal_log_probs
 from tsmc.rejection import draw_accepted, exact_samples
@@ -74,8 +73,7 @@ def draw_target(run: Run, world: World, streams: Streams, base_log_phi: Tensor) 
         run.say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
         return
     if run.writes:
-        hashes = read_json(run.path / "config.json")["networks"]  # as they were at the beginning
-        save_target(run.path / "target", exact, sigma_key(options, hashes))
+        save_target(run.path / "target", exact, sigma_key(options, world.hashes))
     world.set_exact(exact)
 
 

@@ -100,8 +100,9 @@ def draw_histogram(lines: Lines, title: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(5.5, 3.5), layout="constrained")
     for name, points in lines.items():
         if rows := list(points.values())[-1]:
+            colour = {"color": LOOKS[name]["color"]} if name in LOOKS else {}
             shares = np.mean([row["histogram"] for row in rows], axis=0)
-            axes.stairs(shares, np.linspace(0, 1, 21), color=LOOKS[name]["color"], label=name, lw=2)
+            axes.stairs(shares, np.linspace(0, 1, 21), label=name, lw=2, **colour)
     axes.set(title=title, xlabel="Toxicity", ylabel="Share of texts", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -35,7 +35,7 @@ import tinystories
 from eval.command import say
 from eval.config import Config
 from eval.scorers.potentials import user_file
-from eval.world import World, identity, read_network
+from eval.world import World, read_network
 from tinystories import checkpoint
 from tinystories.errors import InputError
 from tsmc import processes
@@ -47,8 +47,11 @@ STATE, ROW, SECONDS = "state.safetensors", "row.json", "seconds.json"
 class Run(contextlib.AbstractContextManager):
     """The directory of a run, locked inside the `with` block, and its progress."""
 
-    def __init__(self, config: Config, resumed: Path | None):
-        """A new run, or the one in the directory `resumed`; InputError where it cannot be."""
+    def __init__(self, config: Config, resumed: Path | None, hashes: dict[str, str]):
+        """A new run, or the one in the directory `resumed`; InputError where it cannot be.
+
+        `hashes` are those of its networks and of the user's files.
+        """
         self.config = config
         self.writes = processes.rank() == 0
         self.records: list[dict] = []  # the figures of each step of this generation
@@ -56,8 +59,7 @@ class Run(contextlib.AbstractContextManager):
         self.title = ""  # of the bar
         self.start = time.monotonic()
         self.processor_start = time.process_time()
-        networks = identity(config.run)
-        if len(set(processes.gather(json.dumps([config.as_json(), networks])))) > 1:
+        if len(set(processes.gather(json.dumps([config.as_json(), hashes])))) > 1:
             raise InputError("the processes of this job have different options; start them alike")
         self.path = processes.first(resumed or (new_directory(config) if self.writes else None))
         last = self.last()
@@ -77,7 +79,7 @@ class Run(contextlib.AbstractContextManager):
             made["generations"] = config.run.generations
         else:
             versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-            made = config.as_json() | {"versions": versions, "networks": networks}
+            made = config.as_json() | {"versions": versions, "networks": hashes}
             for own in filter(None, map(user_file, config.run.potential)):
                 with checkpoint.replacing(self.path / "potential" / own[0].name) as copy:
                     shutil.copyfile(own[0], copy)

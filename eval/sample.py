@@ -20,7 +20,7 @@ from eval.command import OneLineParser, one_line_errors, say
 from eval.config import LEARNERS, RunOptions, saved_config
 from eval.run import ROW
 from eval.scorers.potentials import SOFTEN
-from eval.world import World, check_unchanged, load_sigma, read_network
+from eval.world import World, check_unchanged, identity, load_sigma, read_network
 from tinystories.errors import InputError, listed, printable
 from tsmc import SCHEMES
 from tsmc.runs import Streams
@@ -48,7 +48,7 @@ class TrainedRun:
             raise InputError(f"generation {self.generation} is not in {run}; it holds {there}")
         self.run = run
         self.config = saved_config(run).change(device=device)
-        check_unchanged(run, self.config.run)
+        check_unchanged(run, identity(self.config.run))
         self.world = lru_cache(maxsize=1)(load_sigma)
 
     def pair(self, world: World) -> Pair:

@@ -8,7 +8,7 @@ checkpoints belong to another sigma. N samples, T tokens, D width of an embeddin
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class World:
     encode: Runner | None = None  # embeds texts, N texts -> [N, D], for the table
     exact: ExactSamples | None = None  # exact samples of sigma, if there are any
     exact_vectors: Tensor | None = None  # [N, D] embeddings of the exact samples
+    hashes: dict[str, str] = field(default_factory=dict)  # of what it was loaded from (`identity`)
 
     def score(self, tokens: Tensor, group: list[int] | None = None) -> Samples:
         """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
@@ -127,9 +128,11 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
 
     InputError where something that the options of a run name has changed since it was made.
     """
+    hashes = identity(options)
     if run is not None:
-        check_unchanged(run, options)
+        check_unchanged(run, hashes)
     world, device = load_sigma(options), options.torch_device()
+    world.hashes = hashes
     source = torch.Generator(device).manual_seed(options.seed)
     check_potential(world.base, world.potential, source)
     encoder, its_tokenizer = similarity.load(directory_of(options, "similarity_model"), device)
@@ -137,7 +140,7 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
     directory = Path(options.target) if options.target else SHIPPED
     if not options.target and run is not None and (run / "target" / SAMPLES).exists():
         directory = run / "target"
-    exact = load_target(directory, sigma_key(options, identity(options)))
+    exact = load_target(directory, sigma_key(options, hashes))
     if exact is not None:
         world.set_exact(exact)
     elif directory != SHIPPED:
@@ -170,10 +173,9 @@ def identity(options: RunOptions) -> dict[str, str]:
     return hashes
 
 
-def check_unchanged(run: Path, options: RunOptions) -> None:
+def check_unchanged(run: Path, hashes: dict[str, str]) -> None:
     """InputError where something that a run's options name is not what the run was made with."""
     made_with = checkpoint.read_json(run / "config.json").get("networks", {})
-    hashes = identity(options)
     names = hashes.keys() | made_with.keys()
     changed = [name for name in names if made_with.get(name) != hashes.get(name)]
     if changed:

@@ -67,7 +67,7 @@ def test_a_run_keeps_every_step_and_refuses_what_is_not_finite(tmp_path, capsys,
     """A new run has a directory of its own; JSON has null for NaN and infinity."""
     monkeypatch.chdir(tmp_path)
     config = build({"generations": 3})
-    with Run(config, None) as run, Run(config, None) as second:
+    with Run(config, None, {}) as run, Run(config, None, {}) as second:
         assert [str(one.path) for one in (run, second)] == ["runs/pocket", "runs/pocket-2"]
         for ess in (1.0, 2.0):
             run("sampling", 1, 3)  # without figures

@@ -38,5 +38,6 @@ class KeyValueCache:
     def reorder(self, parents: Tensor) -> None:
         """Row b continues the history of row parents[b]; parents [B], any number of rows."""
         for parts in self.layers:
-            for keys, values in parts[1:]:  # the prompt serves every row
+            if len(parts) == 2:  # the first part, the prompt, serves every row
+                keys, values = parts[1]
                 parts[1] = (keys.index_select(0, parents), values.index_select(0, parents))

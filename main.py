@@ -20,6 +20,7 @@ from eval.table import closing, table
 from eval.world import World, load_world
 from tsmc import processes
 from tsmc.runs import Streams
+from twist import load_pair
 
 
 def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
@@ -32,15 +33,15 @@ def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
     last = run.last()
     if last is None:
         pair = learner.first_twist()  # line 1: (p^(0), psi^(0))
-        run.keep(0, *evaluate(run, world, learner, pair, 0), pair, world, learner.state())
+        run.keep(0, *evaluate(run, world, learner, pair, 0), learner, pair)
         last = 0
     else:
-        pair = run.load_pair(last, world)
+        pair = load_pair(run.folder(last), world.base)
         learner.resume(run.state(last))
     for m in range(last + 1, config.run.generations + 1):  # line 2
         model = learner.distil(pair, m)  # line 3: p^(m)
         pair = learner.learn_twist(model, m)  # line 4: (p^(m), psi^(m))
-        run.keep(m, *evaluate(run, world, learner, pair, m), pair, world, learner.state())
+        run.keep(m, *evaluate(run, world, learner, pair, m), learner, pair)
     return run.finish()
 
 

@@ -3,8 +3,8 @@
     AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01 of matrices only
     LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8
 
-LoRA trains A and B of the query and value projections, whose W is frozen; with B = 0 the output
-equals the base model's to the bit. What has been trained is merged into W.
+LoRA trains A and B of the query and value projections, whose W is frozen. W + B A takes the place
+of W in the end.
 
 The paper's appendix ("Optimization") has the options of the two baselines, DPO and GRPO, and tunes
 step size, decay and strength on grids. N sequences, n rows of a batch, U updates, T continuation
@@ -16,8 +16,8 @@ import copy
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from distill.learner import Learner, check_all, option
 from tinystories.errors import InputError
@@ -39,20 +39,19 @@ def draw_batches(
     return drawn.view(updates, batch_size)
 
 
-class LoRALinear(nn.Module):
-    """A frozen linear layer plus an update of rank r (Hu et al. 2021)."""
+class LoRA(nn.Module):
+    """An update of rank r of a weight W [D, D] (Hu et al. 2021)."""
 
-    def __init__(self, base: nn.Linear, generator: torch.Generator):
+    def __init__(self, weight: Tensor, generator: torch.Generator):
         super().__init__()
-        size_out, size_in = base.weight.shape
-        self.base = base
-        a = base.weight.new_empty(RANK, size_in)
+        size_out, size_in = weight.shape
+        a = weight.new_empty(RANK, size_in)
         self.a = nn.Parameter(a.normal_(std=size_in**-0.5, generator=generator))
-        self.b = nn.Parameter(base.weight.new_zeros(size_out, RANK))
+        self.b = nn.Parameter(weight.new_zeros(size_out, RANK))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]"""
-        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
+    def forward(self, weight: Tensor) -> Tensor:
+        """W + B A"""
+        return weight + self.b @ self.a
 
 
 def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Parameter]:
@@ -66,24 +65,13 @@ def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Paramete
         for name in PROJECTIONS:
             layer = getattr(parent, name, None)
             if isinstance(layer, nn.Linear):
-                lora = LoRALinear(layer, generator)
-                setattr(parent, name, lora)
+                lora = LoRA(layer.weight, generator)
+                parametrize.register_parametrization(layer, "weight", lora)
                 added += [lora.a, lora.b]
     if not added:
         wanted = " or ".join(PROJECTIONS)
         raise InputError(f"the network has no linear layer {wanted}; fine-tune all parameters")
     return added
-
-
-def merge_lora(network: nn.Module) -> None:
-    """Fold every LoRA update into its weight, in place; the network is what it was before."""
-    for parent in list(network.modules()):
-        for name in PROJECTIONS:
-            lora = getattr(parent, name, None)
-            if isinstance(lora, LoRALinear):
-                lora.base.weight.data += lora.b.data @ lora.a.data
-                setattr(parent, name, lora.base)
-    network.requires_grad_(True)
 
 
 class Student:
@@ -96,7 +84,6 @@ class Student:
         wide = torch.promote_types(self.dtype, torch.float32)
         # A step of 3e-5 would vanish in bfloat16, so training is in float32 at least.
         self.network = copy.deepcopy(network).to(wide).requires_grad_(True)
-        self.lora = lora
         self.parameters = list(self.network.parameters())
         if lora:
             self.parameters = add_lora(self.network, generator)
@@ -111,21 +98,15 @@ class Student:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def merged(self) -> nn.Module:
-        """The network as it is now; with LoRA, a copy into which the updates are merged."""
-        if not self.lora:
-            return self.network
-        network = copy.deepcopy(self.network)
-        merge_lora(network)
-        return network
-
     def finish(self, m: int) -> nn.Module:
         """The trained network in the type it came in; InputError where it is not finite."""
-        network = self.merged()
-        if not all(parameter.isfinite().all() for parameter in network.parameters()):
+        for layer in list(self.network.modules()):
+            if parametrize.is_parametrized(layer, "weight"):
+                parametrize.remove_parametrizations(layer, "weight")  # W becomes W + B A
+        if not all(parameter.isfinite().all() for parameter in self.network.parameters()):
             fault = f"the language model of generation {m} is not finite"
             raise InputError(f"{fault}; lower the learning rate")
-        return network.to(self.dtype)
+        return self.network.to(self.dtype)
 
 
 @dataclass(frozen=True)

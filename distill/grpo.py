@@ -69,13 +69,12 @@ class GRPO(Baseline):
         For texts of one length the loss is b times the penalty, because A has mean 0.
         """
         options, own = self.options, processes.own_rows(self.options.batch_size)
-        current = self.base.with_network(student.merged())
-        tokens = sample_proposal(current, None, options.batch_size, generator, part=own).tokens
+        policy = self.base.with_network(student.network)
+        tokens = sample_proposal(policy, None, options.batch_size, generator, part=own).tokens
         reward = processes.gather_rows(call_potential(self.log_phi, tokens))  # [N]
         advantage = advantages(reward)[own]  # [n]
         is_counted = counted(tokens, self.base.end)  # [n, T]
         tokens_of_all = processes.gather_rows(is_counted.sum(1)).sum().item()
-        policy = self.base.with_network(student.network)
         total = 0.0
         for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
             with torch.no_grad():

@@ -19,8 +19,8 @@ from torch import Tensor
 from tinystories.errors import InputError, shortened
 from tsmc.interfaces import BaseModel, Report, ignore
 from tsmc.resampling import systematic
-from tsmc.runs import Streams
-from tsmc.sampler import Sigma
+from tsmc.runs import Streams, draw_population
+from tsmc.sampler import Population, Sigma
 from twist.pair import Pair
 from twist.potential import check_potential, seen_from
 
@@ -66,9 +66,16 @@ class Learner(abc.ABC):
         """The target, as p^(m) = model sees it."""
         return seen_from(model, self.base, self.log_phi)
 
-    def rule(self) -> dict[str, Any]:
+    @staticmethod
+    def rule(options: Any) -> dict[str, Any]:
         """How runs resample, as arguments of `tsmc`: at T alone, or earlier for a prefix part."""
         return {"resample": systematic, "ess_threshold": 0.0}
+
+    def population(self, pair: Pair, word: str, m: int, particles: int, runs: int) -> Population:
+        """R = runs runs of K = particles of (p^(m), psi^(m)), from the random stream of a word."""
+        sigma = self.sigma(pair.model)
+        given = (self.streams, word, m, sigma, pair.twist, particles, runs, self.report)
+        return draw_population(*given, **self.rule(self.options))
 
     def state(self) -> dict[str, Tensor]:
         """What the learner needs to go on, beside the last pair."""
@@ -80,7 +87,7 @@ class Learner(abc.ABC):
 
 def option(default: Any, text: str, low: float = -1e9, high: float = 1e9, choices: Any = ()) -> Any:
     """A dataclass field with its default, a line of help, limits and choices."""
-    metadata = {"help": text, "low": low, "high": high, "choices": choices}
+    metadata = {"help": text, "limits": (low, high), "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -98,27 +105,24 @@ def check_all(options: Any) -> None:
     """InputError, which names the option, for a value of another type or out of range."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        flag = flag_of(field.name, value)
-        is_list = isinstance(field.default, tuple)
-        if is_list and not (isinstance(value, tuple) and value):
-            raise InputError(f"{flag} is {value!r}; give a list of values")
-        for one in value if is_list else [value]:
-            check(flag, one, field)
+        if not isinstance(field.default, tuple):
+            check(field, value)
+        elif not isinstance(value, tuple) or not value:
+            raise InputError(f"{flag_of(field.name)} is {value!r}; give a list of values")
+        else:
+            for one in value:
+                check(field, one)
 
 
-def check(flag: str, value: Any, field: dataclasses.Field) -> None:
+def check(field: dataclasses.Field, value: Any) -> None:
     """The same for one value of an option."""
-    kind, limits = kind_of(field), field.metadata
+    kind, choices = kind_of(field), field.metadata["choices"]
+    low, high = field.metadata["limits"]
+    fault = f"{flag_of(field.name, value)} is {shortened(repr(value))}"
     is_kind = isinstance(value, (int, float) if kind is float else kind)
-    shown = f"{flag} is {shortened(repr(value))}"
     if not is_kind or isinstance(value, bool) != (kind is bool):
-        raise InputError(f"{shown}; give a value of type {kind.__name__}")
-    if limits["choices"] and value not in limits["choices"]:
-        raise InputError(f"{shown}; give one of {', '.join(limits['choices'])}")
-    if isinstance(value, str):
-        if not value.isprintable():
-            raise InputError(f"{flag} holds characters that cannot be printed; give plain text")
-    elif not value >= limits["low"]:  # nor where it is NaN
-        raise InputError(f"{shown}; give at least {limits['low']}")
-    elif value > limits["high"]:
-        raise InputError(f"{shown}; give at most {limits['high']}")
+        raise InputError(f"{fault}; give a value of type {kind.__name__}")
+    if choices and value not in choices:
+        raise InputError(f"{fault}; give one of {', '.join(choices)}")
+    if kind in (int, float) and not low <= value <= high:
+        raise InputError(f"{fault}; give a number from {low} to {high}")

@@ -29,7 +29,6 @@ from tinystories.errors import InputError
 from tsmc import processes
 from tsmc.interfaces import BaseModel
 from tsmc.resampling import SCHEMES, normalise
-from tsmc.runs import draw_population
 from tsmc.sampler import Sigma
 from twist.ctl import ctl_loss, draw_batch
 from twist.mlp import FORMS, make_twist
@@ -100,10 +99,8 @@ class Paper(Learner):
         """Sequences [N, T] of the runs that did not die, and weights [N] that sum to one."""
         options = self.options
         # psi^(m-1) was learned for p^(m-1) and phi^(m-1), so the runs use this pair as well.
-        sigma = self.sigma(pair.model)
         sizes = (options.particles, options.distill_runs)
-        given = (self.streams, "sampling", m, sigma, pair.twist, *sizes, self.report)
-        population = draw_population(*given, **self.rule()).alive()
+        population = self.population(pair, "sampling", m, *sizes).alive()
         # Runs that die have no samples; the others count alike, because their Z-hat varies so much
         # with a poor twist that one run would be nearly all that is distilled.
         if options.ess_threshold == 1:
@@ -142,10 +139,10 @@ class Paper(Learner):
         """The target, as p^(m) = model sees it."""
         return seen_from(model, self.base, self.log_phi, self.options.effective_potential)
 
-    def rule(self) -> dict[str, Any]:
+    @staticmethod
+    def rule(options: PaperOptions) -> dict[str, Any]:
         """How runs resample."""
-        scheme = SCHEMES[self.options.resampling]
-        return {"resample": scheme, "ess_threshold": self.options.ess_threshold}
+        return {"resample": SCHEMES[options.resampling], "ess_threshold": options.ess_threshold}
 
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations: all that are drawn."""

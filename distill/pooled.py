@@ -25,7 +25,6 @@ width, V vocabulary.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -69,14 +68,7 @@ class Pooled(Learner):
     """Draw, weigh and fit, with PooledOptions; psi^(m) = 1, because q has learned what a twist
     could add."""
 
-    def __init__(self, *given: Any, **named: Any):
-        super().__init__(*given, **named)
-        self.rounds: list[Round] = []
-
-    @property
-    def pool(self) -> Round:
-        """All draws so far."""
-        return joined(self.rounds)
+    pool: Round | None = None  # all draws so far
 
     def first_twist(self) -> Pair:
         """Line 1: psi^(0) = q^(0) / p^(0), kept as q^(0): the last step of the ladder."""
@@ -111,7 +103,7 @@ class Pooled(Learner):
 
     def distil(self, pair: Pair, m: int) -> LanguageModel:
         """Line 3: p^(m) = q^(m), fitted to all draws so far, to which q^(m-1) adds."""
-        assert self.rounds, "the pool is empty; begin with first_twist(), or resume(state)"
+        assert self.pool, "the pool is empty; begin with first_twist(), or resume(state)"
         self.draw(pair.model.adapter, "sampling", m, self.options.pool_draws)
         return self.fit_to_sigma(m)
 
@@ -124,7 +116,8 @@ class Pooled(Learner):
         def draw(size: int, generator: Generator) -> dict[str, Tensor]:
             return vars(draw_round(self.base, twist, self.log_phi, size, generator, hints))
 
-        self.rounds.append(Round(**self.streams.draw(word, m, count, draw, 1, self.report)))
+        drawn = Round(**self.streams.draw(word, m, count, draw, 1, self.report))
+        self.pool = joined([self.pool, drawn]) if self.pool else drawn
 
     def fit_to_sigma(self, m: int) -> Adapted:
         """q^(m): an adapter of p^(0), learned anew from the whole pool."""
@@ -148,10 +141,14 @@ class Pooled(Learner):
         each sequence that occurs are computed once, and a step computes the logits of q once for
         the S prefixes s_{1:t-1} that differ in its batch. InputError where q has exploded.
         """
-        options, base = self.options, self.base
+        options, base, pool = self.options, self.base, self.pool
         weights = truncated(log_weights, options.pool_least_ess)  # [N]
         generator = self.streams.stream(word, m)
-        adapter = Adapter(base.output_embeddings, self.scores_of_tokens(), generator)
+        scores = None  # g [V] of the surrogate, fitted to all draws alike
+        if options.surrogate:
+            scale = getattr(self.log_phi, "scale", 1.0)
+            scores = fit_surrogate(pool.tokens, pool.log_phi, scale, base.vocab_size)
+        adapter = Adapter(base.output_embeddings, scores, generator)
         # Targets of the ladder are alike, so a few steps from the last MLP suffice.
         if start is not None:
             adapter.shift.load_state_dict(start.shift.state_dict())
@@ -159,8 +156,11 @@ class Pooled(Learner):
         batches = draw_batches(weights, options.pool_batch_size, updates, generator)  # [U, n]
         # Most texts have hardly any weight; those that no batch draws need no states.
         distinct, places = batches.unique(return_inverse=True)
-        tokens = self.pool.tokens[distinct]  # [M, T]
-        states = hidden_states(base, tokens).flatten(0, 1)  # [M T, D]
+        tokens = pool.tokens[distinct]  # [M, T]
+        slices = row_slices(len(tokens), base.vocab_size * tokens.shape[1])
+        with torch.no_grad():
+            states = torch.cat([base.states(tokens[rows]) for rows in slices])
+        states = states.flatten(0, 1)  # [M T, D]
         prefixes = first_places(tokens)  # [M, T]
         is_counted = counted(tokens, base.end)  # [M, T]
         for rows in places:
@@ -182,13 +182,6 @@ class Pooled(Learner):
             raise InputError(f"{fault}; lower --pool-learning-rate")
         return adapter.requires_grad_(False)
 
-    def scores_of_tokens(self) -> Tensor | None:
-        """The scores g [V] of the surrogate, fitted to all draws alike; None without it."""
-        if not self.options.surrogate:
-            return None
-        pool, scale = self.pool, getattr(self.log_phi, "scale", 1.0)
-        return fit_surrogate(pool.tokens, pool.log_phi, scale, self.base.vocab_size)
-
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations."""
         return self.options.pool_first_draws + generations * self.options.pool_draws
@@ -200,7 +193,7 @@ class Pooled(Learner):
     def resume(self, state: dict[str, Tensor]) -> None:
         """Go on with a pool that was kept."""
         device = self.streams.device
-        self.rounds = [Round(**{name: tensor.to(device) for name, tensor in state.items()})]
+        self.pool = Round(**{name: tensor.to(device) for name, tensor in state.items()})
 
 
 def first_places(tokens: Tensor) -> Tensor:
@@ -217,10 +210,3 @@ def first_places(tokens: Tensor) -> Tensor:
         pairs = number * (tokens.max() + 1) + tokens[:, t]
         number = pairs.unique(return_inverse=True)[1]
     return torch.stack(places, 1)
-
-
-@torch.no_grad()
-def hidden_states(model: LanguageModel, tokens: Tensor) -> Tensor:
-    """The states [N, T, D] from which the model predicts sequences [N, T], in slices."""
-    slices = row_slices(len(tokens), model.vocab_size * tokens.shape[1])
-    return torch.cat([model.states(tokens[rows]) for rows in slices])

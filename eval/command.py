@@ -1,14 +1,13 @@
 """How every command ends: an error that the user can correct is one line on standard error.
 
 0    done                    130   Ctrl-C
-2    bad input, no memory, no space, a lost process of the same job
+2    bad input, no memory, no space
 141  the reader of standard output has stopped
 """
 
 import argparse
 import contextlib
 import ctypes
-import difflib
 import errno
 import os
 import re
@@ -23,11 +22,8 @@ from tsmc import processes
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and one line, which names an option that is spelled alike."""
-        unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
-        near = unknown and difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        stop(self.prog, f"error: {message}; {hint}see {self.prog} --help", 2)
+        """Exit with code 2 and one line."""
+        stop(self.prog, f"error: {message}; see {self.prog} --help", 2)
 
 
 @contextlib.contextmanager
@@ -35,9 +31,6 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
     """End the program in one line that opens with its name; `out_of_memory` is the remedy then."""
     signal.signal(signal.SIGINT, interrupt_once)
     keep_freed_memory()
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (the caller has closed it)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # where its encoding lacks characters
     try:
         yield
         print(end="", flush=True)
@@ -54,11 +47,9 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
         stop(program, f"{fault}; {remedy}", 2)
     except (MemoryError, RuntimeError) as error:
         told = str(error).lower()  # oneDNN says of memory only that it has no primitive
-        if isinstance(error, MemoryError) or "memory" in told or "create a primitive" in told:
-            stop(program, f"error: out of memory; {out_of_memory}", 2)
-        if not processes.is_lost(error):
+        if isinstance(error, RuntimeError) and not re.search("memory|create a primitive", told):
             raise
-        stop(program, "error: another process of this job has ended; see there, then --resume", 2)
+        stop(program, f"error: out of memory; {out_of_memory}", 2)
     finally:
         processes.leave()
 
@@ -76,9 +67,8 @@ def stop(program: str, message: str, code: int) -> NoReturn:
 
 
 def say(line: str) -> None:
-    """Print one line on standard error; a closed standard error does not end a run."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(printable(line), file=sys.stderr, flush=True)
+    """Print one line on standard error."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def keep_freed_memory() -> None:

@@ -31,7 +31,7 @@ NEUTRAL = ("seed", "out", "device", "target", "generations")
 def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
     """The named rows of the runs of each kind, by a title for the kind.
 
-    InputError where two runs have other sigmas, or two of a kind the same seed.
+    InputError where two runs have other sigmas.
     """
     kinds: dict[str, dict[int, dict]] = {}  # by its options: the rows of each seed
     first: dict[str, Any] = {}
@@ -44,13 +44,11 @@ def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
             if sigma.get(name) != first.get(name):
                 fault = f"{run}: differs from {runs[0]} in {name}, so its sigma is another"
                 raise InputError(f"{fault}; compare runs of one target")
-        options = config.as_json() | {"potential": sigma["potential"]}
-        own = {name: value for name, value in options.items() if name not in NEUTRAL}
-        kind = kinds.setdefault(json.dumps([config.run.learner, own]), {})
-        if config.run.seed in kind:
-            raise InputError(f"{run}: another run has its seed; name each seed once")
-        kind[config.run.seed] = named_rows(read_results(run))
-    learners = [json.loads(options)[0] for options in kinds]
+        options = config.as_json().items()
+        own = {name: value for name, value in options if name not in NEUTRAL}
+        rows = named_rows(read_results(run))
+        kinds.setdefault(json.dumps(own), {})[config.run.seed] = rows
+    learners = [json.loads(own)["learner"] for own in kinds]
     named = {}
     for number, (name, kind) in enumerate(zip(learners, kinds.values(), strict=True), 1):
         title = name if learners.count(name) == 1 else f"{name} ({number})"

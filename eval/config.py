@@ -17,7 +17,6 @@ import torch
 from distill import DPO, GRPO, WEIGHTED, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions
 from distill.learner import check_all, flag_of, kind_of, option
 from eval.command import OneLineParser
-from eval.scorers.potentials import kept_copy
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError, listed, shortened
 
@@ -119,18 +118,15 @@ def build(values: dict[str, Any]) -> Config:
 
     InputError names an option that is out of range, or that the learner does not have.
     """
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
     name = values.get("learner", RunOptions.learner)
-    preset = PRESETS.get(values.get("preset", "pocket"), {})
+    preset = PRESETS.get(values.get("preset", RunOptions.preset), {})
     _, kind, own = LEARNERS.get(name, LEARNERS[RunOptions.learner])
     full = own | preset | values
     parts = []
     for options in (RunOptions, kind):  # the first refuses learners and presets that are not there
-        given = {}
-        for field in dataclasses.fields(options):
-            if field.name in full:
-                value = full[field.name]
-                given[field.name] = tuple(value) if isinstance(value, list) else value
-        parts.append(options(**given))
+        names = [field.name for field in dataclasses.fields(options) if field.name in full]
+        parts.append(options(**{name: full[name] for name in names}))
     config = Config(*parts)
     if unknown := values.keys() - config.as_json():
         flags = listed(flag_of(one) for one in unknown)
@@ -201,17 +197,14 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[Config, 
 def saved_config(run: Path) -> Config:
     """The options in the config.json of a run's directory; InputError where they do not fit.
 
-    Options that are absent, because the run is older than they are, have their defaults. Of a
-    user's file the copy counts that the run has kept.
+    Options that are absent, because the run is older than they are, have their defaults.
     """
     path = run / "config.json"
-    if run.is_dir() and not path.exists():
-        raise InputError(f"{run}: holds no config.json, so no run; name a run of main.py")
+    if not path.exists():
+        raise InputError(f"{path}: no such file; name a run of main.py")
     raw = read_json(path)
     try:
-        config = build({name: raw[name] for name in raw if name not in MADE_BY})
+        return build({name: raw[name] for name in raw if name not in MADE_BY})
     except (InputError, TypeError) as error:
         remedy = "run it with the version that made it, or name another"
         raise InputError(f"{path}: holds no options of a run ({error}); {remedy}") from error
-    copies = [kept_copy(spec, run / "potential") for spec in config.run.potential]
-    return config.change(potential=tuple(copies))

@@ -15,7 +15,7 @@ from eval.world import World, save_target, sigma_key
 from tsmc import processes
 from tsmc.proposal import proposal_log_probs
 from tsmc.rejection import draw_accepted, exact_samples
-from tsmc.runs import Streams, draw_population
+from tsmc.runs import Streams
 from tsmc.sampler import Population
 from twist.pair import Pair
 
@@ -91,9 +91,7 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
     particles, runs = options.eval_particles[0], options.eval_runs
     if learner.samples_policy:  # more particles would measure importance sampling from the policy
         particles, runs = 1, options.row_size()
-    sigma = learner.sigma(pair.model)
-    given = (learner.streams, "evaluation", m, sigma, pair.twist, particles, runs, run)
-    population = draw_population(*given, **learner.rule())
+    population = learner.population(pair, "evaluation", m, particles, runs)
     row = {"generation": m, "scores": learner.scores(m)}
     if world.exact is not None:
         row |= kl_row(world, pair)
@@ -102,14 +100,9 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
     row |= metrics.describe(samples, vectors, world.exact_vectors)
     if particles > 1:
         row |= population_row(population)
-    shares = population.shares().flatten()  # [R K] of the weight of all runs
-    if learner.samples_policy:
-        shares = torch.ones_like(shares)
-    source = torch.Generator().manual_seed(options.seed)
-    chosen = torch.multinomial(shares, EXAMPLES, replacement=True, generator=source)
-    row["examples"] = world.potential.texts(population.tokens.flatten(0, 1).cpu()[chosen])
+    row["examples"] = samples.texts[::particles][:EXAMPLES]
     if len(options.eval_particles) > 1:
-        row["populations"] = populations(run, world, learner, pair, m)
+        row["populations"] = populations(options, world, learner, pair, m)
     remark(run, row, options)
     return row, samples.rows(f"generation {m}")
 
@@ -149,15 +142,15 @@ def population_row(population: Population) -> dict:
     }
 
 
-def populations(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> dict:
+def populations(
+    options: RunOptions, world: World, learner: Learner, pair: Pair, m: int
+) -> dict[int, float]:
     """The mean score of populations of different K, with equally many particles in all (Fig. 2)."""
-    options = run.config.run
-    sigma = learner.sigma(pair.model)
     found = {}
     for particles in options.eval_particles:
         runs = max(1, options.row_size() // particles)
-        given = (learner.streams, f"populations of {particles}", m, sigma, pair.twist)
-        population = draw_population(*given, particles, runs, run, **learner.rule())
+        word = f"populations of {particles}"
+        population = learner.population(pair, word, m, particles, runs)
         scores = samples_of(world, population).scores
         found[particles] = scores.get("toxicity", scores["log_phi"]).mean().item()
     return found

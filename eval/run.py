@@ -7,7 +7,6 @@
                       row (row.json), texts (samples.jsonl) and steps (metrics.jsonl)
     results.json      all rows, once the run has finished
     figures/          PNG
-    potential/        copies of the user's files that --potential names
 
 A folder is written under another name and renamed, so it is there completely or not at all. With
 --resume a run goes on behind its last generation; at most one generation is lost. Every random
@@ -17,12 +16,10 @@ Process 0 writes, while it holds `.lock`.
 
 import contextlib
 import json
-import math
 import os
 import platform
 import shutil
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +28,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import tinystories
+from distill import Learner
 from eval.command import say
 from eval.config import Config
-from eval.scorers.potentials import user_file
-from eval.world import World, read_network
 from tinystories import checkpoint
 from tinystories.errors import InputError
 from tsmc import processes
-from twist.pair import Pair, load_pair, save_pair
+from twist.pair import Pair, save_pair
 
 STATE, ROW, SECONDS = "state.safetensors", "row.json", "seconds.json"
 
@@ -59,15 +54,9 @@ class Run(contextlib.AbstractContextManager):
         self.title = ""  # of the bar
         self.start = time.monotonic()
         self.processor_start = time.process_time()
-        if len(set(processes.gather(json.dumps([config.as_json(), hashes])))) > 1:
-            raise InputError("the processes of this job have different options; start them alike")
         self.path = processes.first(resumed or (new_directory(config) if self.writes else None))
-        last = self.last()
         if not self.writes:
             return
-        if last is not None and last > config.run.generations:
-            fault = f"--generations {config.run.generations}: {self.path} has {last} already"
-            raise InputError(f"{fault}; give at least {last}")
         self.lock = filelock.FileLock(self.path / ".lock")
         try:
             self.lock.acquire(timeout=0)
@@ -80,9 +69,6 @@ class Run(contextlib.AbstractContextManager):
         else:
             versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
             made = config.as_json() | {"versions": versions, "networks": hashes}
-            for own in filter(None, map(user_file, config.run.potential)):
-                with checkpoint.replacing(self.path / "potential" / own[0].name) as copy:
-                    shutil.copyfile(own[0], copy)
         checkpoint.write_json(self.path / "config.json", made)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
@@ -109,19 +95,17 @@ class Run(contextlib.AbstractContextManager):
         m: int | None,
         row: dict,
         samples: list[dict],
+        learner: Learner | None = None,
         pair: Pair | None = None,
-        world: World | None = None,
-        state: dict[str, Tensor] | None = None,
     ) -> None:
         """Write the folder of a generation: its row and texts, its pair, the learner's state."""
         if self.writes:
             folder = self.path / f".{self.folder(m).name}"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            if m is not None:
-                write = partial(tinystories.save, tokenizer=world.tokenizer)
-                save_pair(folder, pair, world.base, write)
-                checkpoint.write_tensors(folder / STATE, state)
+            if pair is not None:
+                save_pair(folder, pair, learner.base)
+                checkpoint.write_tensors(folder / STATE, learner.state())
             spent = {"core_seconds": time.process_time() - self.processor_start}
             checkpoint.write_json(folder / SECONDS, spent)
             write_lines(folder / "samples.jsonl", samples)
@@ -137,38 +121,28 @@ class Run(contextlib.AbstractContextManager):
         self.processor_start = time.process_time()
         processes.gather(None)  # nobody reads before it is there
 
-    def load_pair(self, m: int, world: World) -> Pair:
-        """(p^(m), psi^(m)) of a generation that was kept."""
-        return load_pair(self.folder(m), world.base, read_network)
-
     def finish(self) -> dict:
         """Write results.json: the rows Base and Target, and those of all generations."""
         if not self.writes:
             return {}
-        made = checkpoint.read_json(self.path / "config.json")
-        results = {name: made[name] for name in ("learner", "seed", "potential")}
-        results |= self.read_row(None)
-        results["generations"] = [self.read_row(m) for m in range(made["generations"] + 1)]
+        options = self.config.run
+        results: dict[str, Any] = {"learner": options.learner, "seed": options.seed}
+        results["potential"] = list(options.potential)
+        results |= checkpoint.read_json(self.folder(None) / ROW)
+        rows = [self.folder(m) / ROW for m in range(options.generations + 1)]
+        results["generations"] = [checkpoint.read_json(row) for row in rows]
         checkpoint.write_json(self.path / "results.json", results)
         return results
-
-    def read_row(self, m: int | None) -> dict:
-        """The row of a generation, or the rows Base and Target where m is None."""
-        return checkpoint.read_json(self.folder(m) / ROW)
 
     def state(self, m: int) -> dict[str, Tensor]:
         """What the learner needs to go on after generation m."""
         return checkpoint.read_tensors(self.folder(m) / STATE)
 
     def __call__(self, word: str, m: int | None, steps: int, **figures: float | Tensor) -> None:
-        """Show one step and record its figures (a `Report`); InputError for NaN."""
+        """Show one step and record its figures (a `Report`)."""
         numbers = {name: float(value) for name, value in figures.items()}
-        step = 1 + sum(record["phase"] == word for record in self.records)
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                fault = f"generation {m}, {word}, step {step}: {name} is {value}"
-                raise InputError(f"{fault}; lower the learning rate")
         if numbers:
+            step = 1 + sum(record["phase"] == word for record in self.records)
             self.records.append({"phase": word, "generation": m, "step": step} | numbers)
         title = word if m is None else f"generation {m}, {word}"
         if title != self.title:

@@ -20,11 +20,10 @@ from eval.command import OneLineParser, one_line_errors, say
 from eval.config import LEARNERS, RunOptions, saved_config
 from eval.run import ROW
 from eval.scorers.potentials import SOFTEN
-from eval.world import World, check_unchanged, identity, load_sigma, read_network
+from eval.world import check_unchanged, identity, load_sigma
 from tinystories.errors import InputError, listed, printable
 from tsmc import SCHEMES
-from tsmc.runs import Streams
-from twist import Drawn, Pair, load_pair, sample
+from twist import Drawn, load_pair, sample
 
 OPTIONS = ("prompt", "length", "seed", "potential", "device", "lm")
 FEW = 10  # independent samples below which weights are said to have collapsed
@@ -36,8 +35,7 @@ class TrainedRun:
     def __init__(self, directory: str | Path, generation: int | None = None, device: str = "auto"):
         """The last generation unless another is named; InputError names what is missing."""
         run = Path(directory)
-        if not run.is_dir():
-            raise InputError(f"{run}: no such directory; name one that main.py wrote")
+        self.config = saved_config(run).change(device=device)
         names = [path.parent.name[11:] for path in run.glob(f"generation-*/{ROW}")]
         saved = sorted(int(name) for name in names if name.isdecimal())
         if not saved:
@@ -46,20 +44,9 @@ class TrainedRun:
         if self.generation not in saved:
             there = listed(map(str, saved))
             raise InputError(f"generation {self.generation} is not in {run}; it holds {there}")
-        self.run = run
-        self.config = saved_config(run).change(device=device)
         check_unchanged(run, identity(self.config.run))
-        self.world = lru_cache(maxsize=1)(load_sigma)
-
-    def pair(self, world: World) -> Pair:
-        """(p^(m), psi^(m))"""
-        return load_pair(self.run / f"generation-{self.generation}", world.base, read_network)
-
-    def rule(self, world: World) -> dict[str, Any]:
-        """How the runs of its learner resample."""
-        kind = LEARNERS[self.config.run.learner][0]
-        streams = Streams(0, world.base.prompt.device)
-        return kind(world.base, world.potential, self.config.learner, streams).rule()
+        self.folder = run / f"generation-{self.generation}"  # of the pair
+        self.rule = LEARNERS[self.config.run.learner][0].rule(self.config.learner)
 
     def sample(self, particles: int = 50, runs: int = 8, **changes: Any) -> Drawn:
         """R = runs populations of K = particles texts; `changes` are a prompt, length or seed.
@@ -67,14 +54,16 @@ class TrainedRun:
         InputError for options out of range, and where all weights are zero.
         """
         options = dataclasses.replace(self.config.run, **changes)
-        world = self.world(options)
-        return draw(world, self.pair(world), options, particles, runs, **self.rule(world))
+        return draw(options, self.folder, particles, runs, **self.rule)
 
 
-def draw(
-    world: World, pair: Pair | None, options: RunOptions, particles: int, runs: int, **rule: Any
-) -> Drawn:
-    """R = runs populations of K = particles of a pair; without one p^(0) proposes."""
+load = lru_cache(maxsize=1)(load_sigma)
+
+
+def draw(options: RunOptions, folder: Path | None, particles: int, runs: int, **rule: Any) -> Drawn:
+    """R = runs populations of K = particles of the pair in a folder; without one p^(0) proposes."""
+    world = load(options)
+    pair = None if folder is None else load_pair(folder, world.base)
     scores = {}
     if world.log_toxicity is not None:
         scores["toxicity"] = lambda texts: world.log_toxicity(texts).exp()
@@ -123,28 +112,24 @@ def run(args: argparse.Namespace) -> None:
     if "potential" in given:
         given["potential"] = tuple(given["potential"])
     say("loading the networks" + (f" of {args.run}" if args.run else ""))
-    pair, source, rule = None, "p proposes", {}
     if args.run is None:
-        options = RunOptions(**given)
-        world = load_sigma(options)
+        options, folder, rule, source = RunOptions(**given), None, {}, "p proposes"
     else:
         trained = TrainedRun(args.run, args.generation)
-        source = f"generation {trained.generation}"
         options = dataclasses.replace(trained.config.run, **given)
-        world = trained.world(options)
-        pair, rule = trained.pair(world), trained.rule(world)
+        folder, rule, source = trained.folder, trained.rule, f"generation {trained.generation}"
     if args.resampling is not None:
         rule["resample"] = SCHEMES[args.resampling]
-    drawn = draw(world, pair, options, args.particles, args.runs, **rule)
+    drawn = draw(options, folder, args.particles, args.runs, **rule)
     sizes = f"{args.runs} runs of K = {args.particles}, T = {options.length}"
-    found = report(drawn, pair is not None, args.samples)
+    found = report(drawn, folder is not None, args.samples)
     heading = f"{printable(options.prompt)}\n{source}, {sizes}, seed {options.seed}"
     print(f"{heading}\n{found}", flush=True)
     if args.picture:
         from eval.picture import draw_genealogy  # matplotlib takes a second to load
 
         log_phi = drawn.scores["log_phi"][: args.particles]  # of the first run
-        draw_genealogy(drawn.trace, log_phi, world.tokenizer, args.picture)
+        draw_genealogy(drawn.trace, log_phi, load(options).tokenizer, args.picture)
         say(f"wrote {args.picture}")
 
 

@@ -82,11 +82,6 @@ class World:
         self.exact_vectors = self.encode(self.potential.texts(exact.tokens))
 
 
-def read_network(directory: Path, base: Conditional) -> torch.nn.Module:
-    """A fine-tuned p^(m) as a run keeps it, on the device and in the type of p^(0)."""
-    return tinystories.load(directory)[0].to(base.output_embeddings)
-
-
 def reads_classifier(options: RunOptions) -> bool:
     """Whether phi reads the toxicity classifier; otherwise it is not loaded."""
     return not set(CLASSIFIED).isdisjoint(options.potential)
@@ -100,13 +95,19 @@ def directory_of(options: RunOptions, role: str) -> Path:
 def load_sigma(options: RunOptions) -> World:
     """The language model and what its potential reads, on the run's device."""
     device = options.torch_device()
+    dtype = DTYPES[options.dtype]
     network, tokenizer = tinystories.load(directory_of(options, "lm"), device)
-    scorer = load_classifier(options) if reads_classifier(options) else None
+    scorer = None
+    if reads_classifier(options):
+        classifier, its_tokenizer = toxicity.load(directory_of(options, "toxicity_model"), device)
+        scorer = toxicity.ToxicityScorer(classifier.to(dtype), its_tokenizer)
+        # Potential and table score the same texts one after the other.
+        scorer.logits = lru_cache(maxsize=1)(scorer.logits)
     ids = torch.tensor(encode_prompt(tokenizer, options.prompt), device=device)  # [P]
     end = NO_END if not options.end else tokenizer.token_to_id(options.end)
     if end is None:
         raise InputError(f"--end {options.end}: is not one of the tokenizer's tokens; name one")
-    base = Conditional(network.to(DTYPES[options.dtype]), ids, options.length, end)
+    base = Conditional(network.to(dtype), ids, options.length, end)
 
     def decode(rows: list[list[int]]) -> list[str]:
         return tokenizer.decode_batch(rows, skip_special_tokens=True)
@@ -118,7 +119,6 @@ def load_sigma(options: RunOptions) -> World:
     potential = TextPotential(factors, decode, ids, end, encode)
     # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
     potential.scale = max(options.beta, 1.0) if scorer is not None else 1.0
-    potential(ids.repeat(options.length)[None, : options.length])  # fails before files are written
     return World(tokenizer, base, potential, scorer)
 
 
@@ -150,27 +150,14 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
     return world
 
 
-def load_classifier(options: RunOptions) -> toxicity.ToxicityScorer:
-    """log p(toxic | text); potential and table score the same texts one after the other."""
-    directory = directory_of(options, "toxicity_model")
-    classifier, tokenizer = toxicity.load(directory, options.torch_device())
-    scorer = toxicity.ToxicityScorer(classifier.to(DTYPES[options.dtype]), tokenizer)
-    scorer.logits = lru_cache(maxsize=1)(scorer.logits)
-    return scorer
-
-
 def identity(options: RunOptions) -> dict[str, str]:
     """Hashes of the networks and of the user's own files that a run's results depend on."""
     roles = ["lm", "similarity_model"]
     if reads_classifier(options):
         roles.append("toxicity_model")
     hashes = {role: fingerprint(directory_of(options, role)) for role in roles}
-    for spec in options.potential:
-        if own := user_file(spec):
-            digest = digest_of(own[0])
-            if hashes.setdefault(own[0].name, digest) != digest:  # a run keeps them side by side
-                raise InputError(f"--potential {spec}: another file has its name; rename one")
-    return hashes
+    own = filter(None, map(user_file, options.potential))
+    return hashes | {str(path): digest_of(path) for path, _ in own}
 
 
 def check_unchanged(run: Path, hashes: dict[str, str]) -> None:
@@ -184,12 +171,10 @@ def check_unchanged(run: Path, hashes: dict[str, str]) -> None:
 
 
 def sigma_key(options: RunOptions, hashes: dict[str, str]) -> dict[str, Any]:
-    """What the sigma of a run depends on; a user's file counts by its content."""
+    """What the sigma of a run depends on."""
     key: dict[str, Any] = {name: hashes[name] for name in hashes if name != "similarity_model"}
     key |= {name: getattr(options, name) for name in ("prompt", "length", "beta", "end")}
-    files = [user_file(spec) for spec in options.potential]
-    pairs = zip(options.potential, files, strict=True)
-    return key | {"potential": [f"{own[0].name}:{own[1]}" if own else spec for spec, own in pairs]}
+    return key | {"potential": list(options.potential)}
 
 
 def save_target(directory: Path, exact: ExactSamples, key: dict) -> None:

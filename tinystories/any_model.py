@@ -9,7 +9,6 @@ can be reordered. N rows, D width, V vocabulary, P tokens of the prompt, T of a 
 
 import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +22,14 @@ try:
     from transformers import DynamicCache
 except ImportError as error:
     raise InputError("AnyModel needs transformers; pip install transformers") from error
+
+
+class Cache(DynamicCache):
+    """Keys and values as `transformers` holds them."""
+
+    def reorder(self, parents: Tensor) -> None:
+        """Row b continues the history of row parents[b]; parents [B], any number of rows."""
+        self.reorder_cache(parents)
 
 
 LARGE = 100.0  # size of the largest logits of a trained network
@@ -45,19 +52,13 @@ class AnyModel(Conditional):
         if self.output is None:
             raise InputError("the network has no output layer; load it as a causal language model")
         self.vocab_size = self.output.weight.shape[0]
-        prompt = torch.as_tensor(prompt, dtype=torch.long, device=network.device)
-        self.prompt = prompt[0] if prompt.shape[:-1] == (1,) else prompt
-        if self.prompt.ndim != 1:
-            raise InputError(f"the prompt has shape {list(prompt.shape)}; give tokens [P]")
-        if len(self.prompt) and not 0 <= self.prompt.min() <= self.prompt.max() < self.vocab_size:
-            fault = (
-                f"the prompt has token {self.prompt.max()}, the network {self.vocab_size} tokens"
-            )
-            raise InputError(f"{fault}; use the network's own tokenizer")
+        self.prompt = torch.as_tensor(prompt, dtype=torch.long, device=network.device).flatten()
         self.length = length
         self.end = end
         limit = getattr(network.config, "max_position_embeddings", None) or sys.maxsize
         check_positions(self.prompt, length, limit)
+        if not 0 <= self.prompt.min() <= self.prompt.max() < self.vocab_size:
+            raise InputError("the prompt has tokens that the network lacks; use its own tokenizer")
         if type(end) is not int or not NO_END <= end < self.vocab_size:
             raise InputError(f"end is {end!r}; give one token of the network, or leave it out")
         # What transformers calls `past_key_values` is `cache` from 5.24 on.
@@ -86,8 +87,7 @@ class AnyModel(Conditional):
                 wanted = self.network(ids).logits[:, -1].to(logits)  # [2, V]
         except Exception as error:
             fault = f"the network cannot continue the prompt ({reason_of(error)})"
-            remedy = "give its own tokens, or choose a network that caches keys and values"
-            raise InputError(f"{fault}; {remedy}") from error
+            raise InputError(f"{fault}; choose one that caches keys and values") from error
         # Half of the digits agree, of float32 at most, in which some networks attend.
         tolerance = max(torch.finfo(decoder.hidden.dtype).eps, 2**-23) ** 0.5 * logits.abs().max()
         if not ((logits - wanted).abs() <= tolerance).all():
@@ -106,7 +106,11 @@ class AnyModel(Conditional):
             raise InputError("the output layer has a bias, which adapters do not know")
         return self.output.weight
 
-    def read(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
+    def cache(self) -> Any:
+        """An empty cache of keys and values."""
+        return Cache(config=self.network.config)
+
+    def read(self, ids: Tensor, cache: Any = None) -> Tensor:
         """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
         options = {self.cache_name: cache, "use_cache": cache is not None}
         return unwrapped(self.network).base_model(ids, **options).last_hidden_state
@@ -115,31 +119,7 @@ class AnyModel(Conditional):
         """Next-token logits [..., V], float32 or wider, of states [..., D]."""
         return at_least_float32(self.output(hidden))
 
-    def decoder(self, rows: int) -> "AnyDecoder":
-        """A fresh decoder of `rows` continuations."""
-        return AnyDecoder(self, rows)
-
     def states(self, tokens: Tensor) -> Tensor:
         """The states [N, T, D] that predict each of continuations tokens [N, T]."""
         ids = torch.cat([self.prompt.expand(len(tokens), -1), tokens[:, :-1]], 1)
         return self.read(ids)[:, len(self.prompt) - 1 :]
-
-
-class AnyDecoder:
-    """N continuations, token by token, and the cache of keys and values behind them."""
-
-    def __init__(self, model: AnyModel, rows: int):
-        self.model = model
-        self.cache: Any = DynamicCache(config=model.network.config)
-        self.hidden = model.read(model.prompt[None], self.cache)[:, -1].repeat(rows, 1)  # [N, D]
-        self.cache.batch_repeat_interleave(rows)
-
-    def evaluate(self, network: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Tensor:
-        """network(hidden [n, D]) of the n rows in a slice; it is a twist or the model's head."""
-        return network(self.hidden[rows])
-
-    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
-        """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
-        if ancestors is not None:
-            self.cache.reorder_cache(ancestors)
-        self.hidden = self.model.read(tokens[:, None], self.cache)[:, -1]

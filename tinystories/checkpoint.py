@@ -2,7 +2,7 @@
 
     config.json              the shape of the network
     model.safetensors        its tensors; or pytorch_model.bin; or an index and the shards it names
-    tokenizer.json           its tokenizer; or vocab.json and merges.txt, or vocab.txt
+    tokenizer.json           its tokenizer; or vocab.json and merges.txt
     1_Pooling/config.json    how a sentence encoder makes one vector of a text
 
 Nothing in a checkpoint is executed.
@@ -26,8 +26,9 @@ from tinystories.errors import InputError, listed, reason_of
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"  # behind such a name: says which shards hold the weights
-TOKENIZERS = [["tokenizer.json"], ["vocab.json", "merges.txt"], ["vocab.txt"]]
+TOKENIZER = "tokenizer.json"
 TOKENIZER_OPTIONS = "tokenizer_config.json"
+OLDER_TOKENIZER = ("vocab.json", "merges.txt")
 POOLING = "1_Pooling/config.json"
 LFS_POINTER = b"version https://git-lfs"  # how a file begins that Git LFS has not yet fetched
 
@@ -79,16 +80,9 @@ def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Itera
         fault = f"{trouble} ({reason_of(error)})"
         if not path.exists():
             fault = "no such file"
-        elif is_lfs_pointer(path):
+        elif path.is_file() and path.read_bytes().startswith(LFS_POINTER):
             fault, remedy = "is a Git-LFS pointer", "run git lfs pull"
         raise InputError(f"{path}: {fault}; {remedy}") from error
-
-
-def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file only says where Git LFS keeps its content."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(len(LFS_POINTER)) == LFS_POINTER
-    return False
 
 
 def read_json(path: Path) -> dict:
@@ -138,12 +132,11 @@ def weight_files(directory: Path) -> list[Path]:
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files that define the tokenizer; older ones leave something to its options."""
-    for names in TOKENIZERS:
-        if (directory / names[0]).exists():
-            options = [TOKENIZER_OPTIONS] if (directory / TOKENIZER_OPTIONS).exists() else []
-            own = names if names == TOKENIZERS[0] else names + options
-            return [directory / name for name in own]
-    return [directory / TOKENIZERS[0][0]]
+    older = [directory / name for name in OLDER_TOKENIZER]
+    options = directory / TOKENIZER_OPTIONS
+    if (directory / TOKENIZER).exists() or not older[0].exists():
+        return [directory / TOKENIZER]
+    return [*older, options] if options.exists() else older
 
 
 def fingerprint(directory: Path) -> str:

@@ -63,12 +63,12 @@ class Decoder:
     """N continuations, without gradient: their distinct hidden states and their cache."""
 
     @torch.no_grad()
-    def __init__(self, model: GPTNeo, prompt: Tensor, rows: int):
-        """Read prompt [P] once; `rows` continuations follow."""
-        self.cache = KeyValueCache()
-        self.states = model.transformer(prompt[None], self.cache)[:, -1]  # [1, D]
-        self.state_of = torch.zeros(rows, dtype=torch.long, device=prompt.device)  # [N]
+    def __init__(self, model: "Conditional", rows: int):
+        """Read the prompt once; `rows` continuations follow."""
         self.model = model
+        self.cache = model.cache()
+        self.states = model.read(model.prompt[None], self.cache)[:, -1]  # [1, D]
+        self.state_of = torch.zeros(rows, dtype=torch.long, device=self.states.device)  # [N]
 
     @property
     def hidden(self) -> Tensor:
@@ -89,11 +89,12 @@ class Decoder:
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
         state_of = self.state_of if ancestors is None else self.state_of[ancestors]  # [N]
-        vocab_size = self.model.config.vocab_size
-        parents, tokens, self.state_of = merge(state_of, tokens, vocab_size)  # [S], [S], [N]
+        parents, tokens, self.state_of = merge(
+            state_of, tokens, self.model.vocab_size
+        )  # [S] [S] [N]
         if not torch.equal(parents, torch.arange(len(self.states), device=parents.device)):
             self.cache.reorder(parents)
-        self.states = self.model.transformer(tokens[:, None], self.cache)[:, 0]  # [S, D]
+        self.states = self.model.read(tokens[:, None], self.cache)[:, 0]  # [S, D]
 
 
 class Autoregressive(Protocol):
@@ -139,9 +140,17 @@ class Conditional(Autoregressive):
         """What makes logits of hidden states [V, D]."""
         return self.network.transformer.wte.weight
 
+    def cache(self) -> Any:
+        """An empty cache of keys and values, with a method `reorder`."""
+        return KeyValueCache()
+
+    def read(self, ids: Tensor, cache: Any) -> Tensor:
+        """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
+        return self.network.transformer(ids, cache)
+
     def decoder(self, rows: int) -> Decoder:
         """A fresh decoder of `rows` continuations."""
-        return Decoder(self.network, self.prompt, rows)
+        return Decoder(self, rows)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of hidden states [..., D]."""
@@ -149,7 +158,7 @@ class Conditional(Autoregressive):
 
     def states(self, tokens: Tensor) -> Tensor:
         """The hidden states [N, T, D] that predict each of tokens [N, T]."""
-        cache = KeyValueCache()
-        first = self.network.transformer(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
-        others = self.network.transformer(tokens[:, :-1], cache)  # [N, T - 1, D]
+        cache = self.cache()
+        first = self.read(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
+        others = self.read(tokens[:, :-1], cache)  # [N, T - 1, D]
         return torch.cat([first.expand(len(tokens), -1, -1), others], 1)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from tinystories.checkpoint import CONFIG, INDEX, POOLING, WEIGHTS, weight_files
+from tinystories.checkpoint import CONFIG, INDEX, OLDER_TOKENIZER, POOLING, WEIGHTS, weight_files
 from tinystories.errors import InputError, reason_of
 
-SMALL = [CONFIG, POOLING, "tokenizer*.json", "vocab.*", "merges.txt"]
+SMALL = [CONFIG, POOLING, "tokenizer*.json", *OLDER_TOKENIZER]
 NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 

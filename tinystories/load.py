@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from tinystories import checkpoint
-from tinystories.checkpoint import CONFIG, TOKENIZERS, WEIGHTS, reading
+from tinystories.checkpoint import CONFIG, TOKENIZER, TOKENIZER_OPTIONS, WEIGHTS, reading
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
@@ -85,8 +85,8 @@ def save_network(
     """Write what `load_network` and transformers read; `special` tokens are named by their text."""
     options = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
     checkpoint.write_tensors(path / WEIGHTS[0], tensors)
-    checkpoint.write_text(path / TOKENIZERS[0][0], tokenizer.to_str(pretty=True))
-    checkpoint.write_json(path / "tokenizer_config.json", options)
+    checkpoint.write_text(path / TOKENIZER, tokenizer.to_str(pretty=True))
+    checkpoint.write_json(path / TOKENIZER_OPTIONS, options)
     checkpoint.write_json(path / CONFIG, config)
 
 

@@ -2,23 +2,23 @@
 
     tokenizer.json              everything, as it stands
     vocab.json and merges.txt   byte-level BPE: GPT-2's, or RoBERTa's if it has <s> and </s>
-    vocab.txt                   BERT's WordPiece
 
-What older files leave open is as the networks were trained, or as `tokenizer_config.json` says.
+TinyStories-33M has the older two. What they leave open is as the networks were trained, or as
+`tokenizer_config.json` says.
 """
 
 import itertools
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from tinystories.checkpoint import TOKENIZER_OPTIONS, read_json, reading, tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
-SPECIAL = [END_OF_TEXT, "<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-SPECIAL += ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+START, END = "<s>", "</s>"
+SPECIAL = (END_OF_TEXT, START, "<pad>", END, "<unk>", "<mask>")
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -58,27 +58,16 @@ def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
 
 
 def older_tokenizer(path: Path) -> Tokenizer:
-    """BERT's tokenizer from vocab.txt, or GPT-2's or RoBERTa's from vocab.json."""
+    """The tokenizer of GPT-2 or RoBERTa from vocab.json, with merges.txt beside it."""
     file = path.with_name(TOKENIZER_OPTIONS)
     options = read_json(file) if file.exists() else {}
-    if path.name == "vocab.txt":
-        tokenizer = Tokenizer(models.WordPiece.from_file(str(path), unk_token="[UNK]"))
-        tokenizer.normalizer = normalizers.BertNormalizer(
-            strip_accents=options.get("strip_accents"),
-            lowercase=options.get("do_lower_case", True),
-        )
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        start, end = "[CLS]", "[SEP]"
-    else:
-        tokenizer = Tokenizer(models.BPE.from_file(str(path), str(path.with_name("merges.txt"))))
-        space = bool(options.get("add_prefix_space", False))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
-        tokenizer.decoder = decoders.ByteLevel()
-        start, end = "<s>", "</s>"
+    tokenizer = Tokenizer(models.BPE.from_file(str(path), str(path.with_name("merges.txt"))))
+    space = bool(options.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    tokenizer.decoder = decoders.ByteLevel()
     special = [name for name in SPECIAL if tokenizer.token_to_id(name) is not None]
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
-    if start in special:
-        ends = [(name, tokenizer.token_to_id(name)) for name in (start, end)]
-        tokenizer.post_processor = TemplateProcessing(f"{start} $A {end}", special_tokens=ends)
+    if START in special:
+        ends = [(name, tokenizer.token_to_id(name)) for name in (START, END)]
+        tokenizer.post_processor = TemplateProcessing(f"{START} $A {END}", special_tokens=ends)
     return tokenizer

@@ -93,11 +93,6 @@ def join(device: torch.device) -> None:
         raise InputError(f"{fault}; start it with torchrun") from error
 
 
-def is_lost(error: RuntimeError) -> bool:
-    """Whether an error means that another process of the job has ended; gloo has no type for it."""
-    return count() > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error))
-
-
 def leave() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from tinystories.decoder import counted
 from tsmc import processes
-from tsmc.interfaces import LearnableTwist, LogPotential, call_potential
-from tsmc.proposal import Trajectories, sample_proposal
+from tsmc.interfaces import LearnableTwist, call_potential
+from tsmc.proposal import sample_proposal
 from tsmc.resampling import effective_sample_size, normalise
 from tsmc.sampler import Sigma
 
@@ -45,47 +45,29 @@ class Batch:
     is_sound: bool  # whether no weight is NaN or infinite, and the twist has not exploded
 
 
-def positive_log_weights(drawn: Trajectories, log_potential: LogPotential) -> Tensor:
-    """log w(s) [K] = log p^(m)(s) + log phi^(m)(s) - log q(s): weights of sigma in eq. 6."""
-    log_p = drawn.log_p.sum(-1)  # [K]
-    log_phi = call_potential(log_potential, drawn.tokens, log_p)  # [K]
-    # For m > 0 log p^(m) cancels: it is added here, and log phi^(m) has subtracted it.
-    return log_p + log_phi - drawn.log_q.sum(-1)
-
-
-def negative_log_weights(drawn: Trajectories) -> Tensor:
-    """log p^(m)(s_{1:t}) + log psi(s_{1:t}) - log q(s_{1:t}) [K, T]: weights of pi_t (eq. 4)."""
-    # One batch serves every t, because q(s_{1:t}) is the marginal of q(s_{1:T}).
-    return (drawn.log_p - drawn.log_q).cumsum(-1) + drawn.log_psi
-
-
-def contrast(positive: Tensor, negative: Tensor) -> Tensor:
-    """Coefficients of grad log psi(s_{1:t}) in eq. 6 [K, T], from log weights [K] and [K, T]."""
-    # One positive weight serves every t, since sigma(s_{1:t}) is the marginal of whole sequences;
-    # pi_t is another distribution at each t and has weights of its own.
-    return normalise(positive)[:, None] - normalise(negative.T).T
-
-
-def move_to_the_end(coefficients: Tensor, is_counted: Tensor) -> None:
-    """Move coefficients [K, T] behind the end of a text to its last token, in place.
-
-    Behind the end psi waits: there log psi(s_{1:t}) is that of the last token.
-    """
-    last = is_counted.sum(1, keepdim=True) - 1  # [K, 1]
-    behind = (coefficients * ~is_counted).sum(1, keepdim=True)  # [K, 1]
-    coefficients.mul_(is_counted).scatter_add_(1, last, behind)
-
-
 def draw_batch(
     sigma: Sigma, twist: LearnableTwist, batch_size: int, generator: torch.Generator
 ) -> Batch:
     """Draw K = batch_size sequences from the current q and weigh them."""
     own = processes.own_rows(batch_size)
     drawn = sample_proposal(sigma.model, twist, batch_size, generator, own)
-    positive = processes.gather_rows(positive_log_weights(drawn, sigma.log_potential))  # [K]
-    negative = processes.gather_rows(negative_log_weights(drawn))  # [K, T]
-    coefficients = contrast(positive, negative)[own]  # [k, T]
-    move_to_the_end(coefficients, counted(drawn.tokens, sigma.model.end))
+    log_p = drawn.log_p.sum(-1)  # [k]
+    log_phi = call_potential(sigma.log_potential, drawn.tokens, log_p)  # [k]
+    # For m > 0 log p^(m) cancels: it is added here, and log phi^(m) has subtracted it.
+    positive = log_p + log_phi - drawn.log_q.sum(-1)  # [k] log sigma / q
+    # One batch serves every t, because q(s_{1:t}) is the marginal of q(s_{1:T}).
+    negative = (drawn.log_p - drawn.log_q).cumsum(-1) + drawn.log_psi  # [k, T] log pi_t / q
+    positive = processes.gather_rows(positive)  # [K]
+    negative = processes.gather_rows(negative)  # [K, T]
+    # One positive weight serves every t, since sigma(s_{1:t}) is the marginal of whole sequences;
+    # pi_t is another distribution at each t and has weights of its own.
+    coefficients = (normalise(positive)[:, None] - normalise(negative.T).T)[own]  # [k, T]
+    # Behind the end psi waits: there log psi(s_{1:t}) is that of the last token, to which the
+    # coefficients move.
+    is_counted = counted(drawn.tokens, sigma.model.end)  # [k, T]
+    last = is_counted.sum(1, keepdim=True) - 1  # [k, 1]
+    behind = (coefficients * ~is_counted).sum(1, keepdim=True)  # [k, 1]
+    coefficients = (coefficients * is_counted).scatter_add(1, last, behind)
     ess = effective_sample_size(positive).item()
     is_finite = bool((positive < torch.inf).all() and (negative < torch.inf).all())
     is_sound = is_finite and drawn.log_psi.abs().max().item() < EXPLODED

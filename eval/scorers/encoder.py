@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from tinystories.load import config_from_json, load_network, save_network
 
-BATCH = 64  # texts of a batch at most
-MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
+BATCH = 64  # texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +119,7 @@ class Encoder(nn.Module):
 class Runner:
     """A network, of ids and mask [B, T], run over texts in batches that are sorted by length.
 
-    A batch holds at most BATCH texts, and MAX_TOKENS tokens with padding. No result depends on the
-    other texts.
+    No result depends on the other texts.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer):
@@ -132,21 +130,12 @@ class Runner:
     def __call__(self, texts: list[str]) -> Tensor:
         """Results [N, ...] on the CPU in the order of the texts."""
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        batches = self.batches([rows[i] for i in order])
+        order = torch.tensor([len(row) for row in rows], dtype=torch.long).argsort(stable=True)
+        results = []
         with torch.inference_mode():
-            results = torch.cat([self.model(*self.pad(batch)) for batch in batches]).cpu()  # [N, .]
-        return results[torch.tensor(order, dtype=torch.long).argsort()]
-
-    def batches(self, rows: list[list[int]]) -> list[list[list[int]]]:
-        """Rows, sorted by length, in batches; no rows are one empty batch, whose shape is right."""
-        batches: list[list[list[int]]] = [[]]
-        for row in rows:
-            size = len(batches[-1])
-            if size > 0 and (size == BATCH or (size + 1) * len(row) > MAX_TOKENS):
-                batches.append([])
-            batches[-1].append(row)
-        return batches
+            for batch in order.split(BATCH):  # no texts are one empty batch, whose shape is right
+                results.append(self.model(*self.pad([rows[i] for i in batch])).cpu())
+        return torch.cat(results)[order.argsort()]
 
     def pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Tokens [B, T] padded to the longest row and the mask [B, T], on the model's device."""

@@ -70,14 +70,6 @@ def user_file(spec: str) -> tuple[Path, str] | None:
     return Path(path), name
 
 
-def kept_copy(spec: str, folder: Path) -> str:
-    """FILE.py:NAME with the copy of the file in a folder, if there is one; else as it is."""
-    own = user_file(spec)
-    if own is None or not (folder / own[0].name).exists():
-        return spec
-    return f"{(folder / own[0].name).absolute()}:{own[1]}"
-
-
 @contextlib.contextmanager
 def users_code(spec: str, path: Path) -> Iterator[None]:
     """Whatever a user's code raises becomes an InputError that names its line."""

@@ -45,8 +45,10 @@ class SentenceEncoder(Encoder):
 def pooling_of(path: Path) -> str:
     """What a `1_Pooling/config.json` of sentence-transformers says, mean where there is none."""
     raw = read_json(path) if path.exists() else {}
-    older = [name for name, is_on in raw.items() if name.startswith("pooling_mode_") and is_on]
-    mode = raw.get("pooling_mode") or "+".join(MODES.get(name, name) for name in older) or "mean"
+    older = [
+        MODES.get(name, name) for name in raw if name.startswith("pooling_mode_") and raw[name]
+    ]
+    mode = raw.get("pooling_mode") or "+".join(older) or "mean"
     if mode not in ("cls", "mean"):
         raise InputError(f"{path}: its pooling is {mode}; use a sentence encoder with cls or mean")
     return mode

@@ -14,8 +14,3 @@ if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve() == Path(__file__).parents[
     soon = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}  # GNU's turns, others' milliseconds
     if not {*soon, "OMP_WAIT_POLICY", "OMP_NUM_THREADS"} & os.environ.keys():  # the user's choice
         os.environ |= soon
-
-# isort: split
-from eval.sample import TrainedRun as load_run
-
-__all__ = ["load_run"]

@@ -3,17 +3,15 @@
     one pass    log p of the finished texts, and with a twist log psi: the same matrix products, all
                 steps at once. Token by token it is hard to be faster.
 
-All ways run in turns (A B C A B C ...); medians count. transformers has neither twist nor
-resampling, but the same weights. Rows with equal texts share one computation, so TSMC can take less
-than one pass.
+transformers has neither twist nor resampling, but the same weights. Rows with equal texts share one
+computation, so TSMC can take less than one pass.
 """
 
-import statistics
-import time
 from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 from transformers import GPTNeoForCausalLM
 
 import tinystories
@@ -23,24 +21,11 @@ from tinystories import Conditional
 from tsmc import proposal_log_probs, sample_proposal, tsmc
 from twist.mlp import make_twist
 
-LENGTH, PARTICLES, REPEATS = 20, (50, 100, 1000), 5
-
-
-def medians(ways: dict[str, partial]) -> dict[str, float]:
-    """Seconds of each way; the first turn does not count."""
-    seconds = {name: [] for name in ways}
-    for _ in range(REPEATS + 1):
-        for name, run in ways.items():
-            began = time.perf_counter()
-            run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+LENGTH, PARTICLES = 20, (50, 100, 1000)
 
 
 def bench(device: torch.device) -> None:
-    """Print a line for each K: the seconds of each way."""
+    """Print a line for each K: the median seconds of each way, on one thread."""
     network, tokenizer = tinystories.load(POCKET / "lm", device)
     prompt = torch.tensor(tokenizer.encode(RunOptions().prompt).ids, device=device)
     model = Conditional(network, prompt, LENGTH)
@@ -58,8 +43,11 @@ def bench(device: torch.device) -> None:
             "TSMC": partial(tsmc, model, twist, lambda tokens, log_p: 0 * log_p, rows, source),
             "one pass with psi": partial(proposal_log_probs, model, twist, texts),
         }
-        seconds = [f"{name} {value:.3f}" for name, value in medians(ways).items()]
-        print(f"K = {rows:4}, seconds:  {'   '.join(seconds)}", flush=True)
+        print(f"K = {rows}, seconds:", end="")
+        for name, run in ways.items():
+            seconds = Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=3).median
+            print(f"   {name} {seconds:.3f}", end="", flush=True)
+        print()
 
 
 if __name__ == "__main__":

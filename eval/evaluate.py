@@ -94,7 +94,11 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
     population = learner.population(pair, "evaluation", m, particles, runs)
     row = {"generation": m, "scores": learner.scores(m)}
     if world.exact is not None:
-        row |= kl_row(world, pair)
+        log_p, log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)  # [N], [N]
+        kl = metrics.kl_of_log_q(log_q, world.base, world.exact)
+        alone = metrics.kl_of_log_q(log_p, world.base, world.exact)  # the model without its twist
+        row |= {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
+        row["kl_target_model"] = alone.value
     samples = samples_of(world, population)
     vectors = world.encode(samples.texts)
     row |= metrics.describe(samples, vectors, world.exact_vectors)
@@ -112,15 +116,6 @@ def samples_of(world: World, population: Population) -> metrics.Samples:
     final = population.alive().samples  # [R, K, T]
     group = torch.arange(len(final)).repeat_interleave(final.shape[1]).tolist()  # [R K] its run
     return world.score(final.flatten(0, 1), group)
-
-
-def kl_row(world: World, pair: Pair) -> dict:
-    """KL(sigma||q), and KL(sigma||p^(m)), what the model without its twist has."""
-    log_p, log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)  # [N], [N]
-    kl = metrics.kl_of_log_q(log_q, world.base, world.exact)
-    alone = metrics.kl_of_log_q(log_p, world.base, world.exact)
-    row = {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
-    return row | {"kl_target_model": alone.value}
 
 
 def population_row(population: Population) -> dict:

@@ -1,4 +1,4 @@
-"""The genealogy of one run as a picture: `python -m tsmc ... --particles 24 --picture FILE`.
+"""The genealogy of one run as a picture: `python -m eval.sample ... --particles 24 --picture FILE`.
 
 Each dot is a particle after step t, the larger the larger its weight; lines lead to the particles
 that continue it, and at the end to the final samples. Blue particles have descendants among these,

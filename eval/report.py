@@ -14,7 +14,7 @@ from eval.command import OneLineParser, one_line_errors
 from eval.figures import KL, draw_generations, draw_histogram, draw_populations
 from eval.run import SECONDS, read_lines
 from eval.study import WORDS
-from eval.table import mean_cell, named_rows, read_results
+from eval.table import TABLE, mean_cell, named_rows, read_results
 from tinystories.checkpoint import read_json, write_json, write_text
 from tinystories.errors import InputError
 
@@ -46,14 +46,7 @@ TABLES = {  # rows and columns
     "beta": (["Base", "beta-1 Target", "Target"], ("toxicity", "similarity", "num_samples")),
 }
 TITLES = {  # title and format of a column
-    "energy": ("energy", ".4f"),
-    KL: ("KL(sigma, q)", ".2f"),
     "kl_target_model": ("KL(sigma, p^(m))", ".2f"),
-    "log_z_hat_mean": ("log Z-hat", ".2f"),
-    "log_z_hat_std": ("spread", ".1f"),
-    "log_z": ("log Z", ".1f"),
-    "phi_positive": ("phi > 0", ".3f"),
-    "ess": ("ESS", ".1f"),
     "largest_share": ("largest share of a particle", ".2f"),
     "distinct_texts": ("distinct texts distilled", ",.0f"),
     "generation": ("generation", ".1f"),
@@ -63,6 +56,7 @@ TITLES = {  # title and format of a column
     "worth": ("effective texts per score", ".3f"),
     "num_samples": ("texts", ".0f"),
 }
+TITLES |= {key: (title, form) for title, key, form in TABLE}
 Places = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
 
 

@@ -1,7 +1,7 @@
 """Weighted samples of the target, of a trained pair (p^(m), psi^(m)) or without any training.
 
-    python -m tsmc runs/pocket --samples 20
-    python -m tsmc --potential without:girl --prompt "One day, there was a"
+    python -m eval.sample runs/pocket --samples 20
+    python -m eval.sample --potential without:girl --prompt "One day, there was a"
 
 Texts are drawn by weight, their share of the weight of all particles of all runs. log Z is the
 evidence as estimated from all runs together; ESS is that of the weights at the last token, averaged
@@ -136,8 +136,8 @@ def run(args: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Command line to samples; bad input ends with one line and exit code 2."""
     raw = argparse.RawDescriptionHelpFormatter
-    usage = "python -m tsmc (RUN | --potential SPEC) [OPTIONS]"
-    parser = OneLineParser("python -m tsmc", usage, __doc__, formatter_class=raw)
+    usage = "python -m eval.sample (RUN | --potential SPEC) [OPTIONS]"
+    parser = OneLineParser("python -m eval.sample", usage, __doc__, formatter_class=raw)
     add = parser.add_argument
     add("run", nargs="?", help="directory that main.py wrote")
     add("--prompt", help="opening to continue")
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--lm", help="language model, without RUN; as in main.py --help")
     add("--device", help="auto, cpu, cuda or cuda:N")
     add("--picture", type=Path, metavar="FILE", help="draw the particles as PNG")
-    with one_line_errors("python -m tsmc", "lower --particles"):
+    with one_line_errors("python -m eval.sample", "lower --particles"):
         args = parser.parse_args(arguments)
         if args.run is None and args.potential is None:
             parser.error(f"no run is named: {usage}")

@@ -75,7 +75,7 @@ def closing(results: dict, run: Path) -> str:
         cost = f"training has scored as many texts as {rows[last]['scores'] * rate:,.0f} exact"
         gain = f"now a score gives at most {rows[last]['worth']:.2f} effective samples"
         lines += ["", f"{kept}; {cost} samples need; {gain}."]
-    return "\n".join([*lines, f"Everything is in {run}; more texts: python -m tsmc {run}"])
+    return "\n".join([*lines, f"Everything is in {run}; more texts: python -m eval.sample {run}"])
 
 
 def cell(row: dict, key: str, form: str) -> str:

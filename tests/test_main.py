@@ -10,10 +10,10 @@ from networks import assert_same
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tinystories
-from eval import load_run
 from eval.config import POCKET
 from eval.figures import draw_figures
 from eval.run import Run, read_lines
+from eval.sample import TrainedRun
 from eval.table import read_results
 from tinystories.checkpoint import read_json
 from tsmc.proposal import proposal_log_probs
@@ -106,7 +106,7 @@ def test_every_variant_learns_and_loads_as_it_was(
 
     monkeypatch.setattr(Run, "keep", keep_and_load)
     run_main([*options, "--out", path])
-    drawn = load_run(path).sample(particles=3, runs=2)
+    drawn = TrainedRun(path).sample(particles=3, runs=2)
     assert len(drawn.texts) == 6 and drawn.evidence().value < 0
     if name in ("weighted", "pooled", "dpo"):
         assert products(path) == products(finished_job(name))

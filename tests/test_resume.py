@@ -17,8 +17,8 @@ import torch
 from jobs import JOBS, contents, exit_codes, job, products, refusal, run_main, signal_at
 from safetensors.torch import load_file
 
-from eval import load_run
 from eval.config import saved_config
+from eval.sample import TrainedRun
 from eval.table import read_results
 from tinystories.errors import InputError
 
@@ -160,13 +160,13 @@ def test_a_run_keeps_the_users_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")
     run_main(["--resume", run, "--generations", 1])
     Path("own.py").write_text("def phi(texts):\n    return [-9.0 for _ in texts]\n")
-    drawn = load_run(run).sample(particles=3, runs=2)
+    drawn = TrainedRun(run).sample(particles=3, runs=2)
     log_phi = [-0.5 * text.count("w") for text in drawn.texts]
     assert drawn.scores["log_phi"].tolist() == log_phi
     copy.write_text(copy.read_text() + "\n")
     assert "own.py changed since the run was made" in refusal("--resume", run)
     with pytest.raises(InputError, match=r"own\.py changed since the run was made"):
-        load_run(run)
+        TrainedRun(run)
 
 
 @pytest.mark.parametrize("learner", ["weighted", "pooled"])

@@ -1,4 +1,4 @@
-"""`python -m tsmc` and `load_run` give what was sampled; bad input is one line."""
+"""`python -m eval.sample` and `TrainedRun` give what was sampled; bad input is one line."""
 
 import dataclasses
 import math
@@ -12,8 +12,8 @@ from jobs import refusal
 from safetensors.torch import load_file, save_file
 from worlds import generator
 
-from eval import load_run, sample
-from eval.sample import draw, report
+from eval import sample
+from eval.sample import TrainedRun, draw, report
 from tinystories.checkpoint import read_json, read_metadata, write_json
 from tsmc import proposal_log_probs
 from tsmc.proposal import sequence_log_probs
@@ -41,7 +41,7 @@ def runs(finished_job, tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize(("learner", "m"), [("weighted", 0), ("weighted", 1), ("pooled", 1)])
 @pytest.mark.parametrize("prompt", [PROMPT, OTHER])
 def test_without_resampling_the_weights_are_those_of_the_target(runs, learner, m, prompt):
-    trained = load_run(runs[learner], m)
+    trained = TrainedRun(runs[learner], m)
     options = dataclasses.replace(trained.config.run, prompt=prompt, beta=0.3)
     world = trained.world(options)
     pair = trained.pair(world)
@@ -67,7 +67,7 @@ def test_without_resampling_the_weights_are_those_of_the_target(runs, learner, m
 
 
 def test_the_table_has_a_line_for_every_sample(runs):
-    drawn = load_run(runs["weighted"], 0).sample(particles=12, runs=2)
+    drawn = TrainedRun(runs["weighted"], 0).sample(particles=12, runs=2)
     rows, samples = [drawn.row(k) for k in range(24)], drawn.samples(8)
     assert sum(row["weight"] for row in rows) == pytest.approx(1)
     assert all(sample in rows for sample in samples)
@@ -83,11 +83,11 @@ def test_the_table_has_a_line_for_every_sample(runs):
 
 def test_the_command_prints_what_programs_draw(runs, capsys):
     run, few = runs["weighted"], ["--particles", "6", "--runs", "3"]
-    last = load_run(run)
+    last = TrainedRun(run)
     soft = last.sample(6, 3, potential=("keyword~2:was",))
     had = [re.search(r"\bwas\b", text.removeprefix(PROMPT)) for text in soft.texts]
     assert soft.scores["log_phi"].tolist() == [0.0 if has else -2.0 for has in had]
-    other = load_run(run, generation=0).sample(6, 3, prompt=OTHER, length=3, seed=1)
+    other = TrainedRun(run, generation=0).sample(6, 3, prompt=OTHER, length=3, seed=1)
     changes = ["--generation", "0", "--prompt", OTHER, "--length", "3", "--seed", "1"]
     for options, drawn, head in (
         (["--runs", "2"], last.sample(50, 2, prompt=PROMPT, seed=0), "1, 2 runs of K = 50"),
@@ -108,7 +108,7 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
     (tmp_path / "file").write_text("")
     few = ("--particles", 2, "--runs", 1, "--length", 3)
     for arguments, words in (
-        ([], "no run is named: python -m tsmc "),
+        ([], "no run is named: python -m eval.sample "),
         ([tmp_path / "none"], f"{tmp_path / 'none'}: no such directory"),
         ([tmp_path], f"{tmp_path}: holds no saved generation"),
         ([other], f"{other}: lm changed since the run was made; restore"),

@@ -33,15 +33,6 @@ def padded(rows: Tensor, group: int) -> Tensor:
     return torch.cat([rows, rows[-1:].repeat(-len(rows) % group)])
 
 
-def merge(state_of: Tensor, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents [S] and tokens [S] of the new states, and each row's state [N]; equal rows share."""
-    pairs, pair_of = (state_of * vocab_size + tokens).unique(return_inverse=True)
-    pairs = padded(pairs, GROUP)
-    if len(pairs) <= SHARING_PAYS * len(tokens):
-        return pairs // vocab_size, pairs % vocab_size, pair_of
-    return state_of, tokens, torch.arange(len(tokens), device=tokens.device)
-
-
 def counted(tokens: Tensor, end: int) -> Tensor:
     """Which of tokens [N, T] belong to a text: those up to and including the first `end`."""
     ended = (tokens == end).cumsum(1)  # [N, T] how often the text has ended, this token included
@@ -88,10 +79,16 @@ class Decoder:
     @torch.no_grad()
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
-        state_of = self.state_of if ancestors is None else self.state_of[ancestors]  # [N]
-        parents, tokens, self.state_of = merge(
-            state_of, tokens, self.model.vocab_size
-        )  # [S] [S] [N]
+        parents = self.state_of if ancestors is None else self.state_of[ancestors]  # [N]
+        pairs = parents * self.model.vocab_size + tokens  # [N]
+        pairs, pair_of = pairs.unique(return_inverse=True)  # [S], [N]; equal rows share
+        pairs = padded(pairs, GROUP)
+        if len(pairs) <= SHARING_PAYS * len(tokens):
+            parents = pairs // self.model.vocab_size  # [S]
+            tokens = pairs % self.model.vocab_size  # [S]
+            self.state_of = pair_of
+        else:
+            self.state_of = torch.arange(len(tokens), device=tokens.device)
         if not torch.equal(parents, torch.arange(len(self.states), device=parents.device)):
             self.cache.reorder(parents)
         self.states = self.model.read(tokens[:, None], self.cache)[:, 0]  # [S, D]

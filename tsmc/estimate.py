@@ -14,17 +14,6 @@ import torch
 from torch import Tensor
 
 
-def student_quantile(probability: float, dof: float) -> float:
-    """The t below which Student's distribution with dof > 0 has mass `probability`, in (0, 1)."""
-    if dof > 1e4:
-        return torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)).item()
-    # t = sqrt(dof) tan(angle) turns the density into a power of the cosine
-    angles = np.linspace(-np.pi / 2, np.pi / 2, 40001)[1:-1]
-    density = np.cos(angles) ** (dof - 1)
-    distribution = (np.cumsum(density) - density / 2) / density.sum()
-    return math.sqrt(dof) * math.tan(np.interp(probability, distribution, angles))
-
-
 @dataclass(frozen=True)
 class Estimate:
     """A value, its standard error, and the degrees of freedom of that error."""
@@ -35,7 +24,15 @@ class Estimate:
 
     def quantile(self, probability: float) -> float:
         """The limit that the true value exceeds in a share 1 - probability of experiments."""
-        return self.value + self.std_error * student_quantile(probability, self.dof)
+        if self.dof > 1e4:  # the normal distribution
+            limit = torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)).item()
+            return self.value + self.std_error * limit
+        # t = sqrt(dof) tan(angle) turns Student's density into a power of the cosine.
+        angles = np.linspace(-np.pi / 2, np.pi / 2, 40001)[1:-1]
+        density = np.cos(angles) ** (self.dof - 1)
+        distribution = (np.cumsum(density) - density / 2) / density.sum()
+        limit = math.sqrt(self.dof) * math.tan(np.interp(probability, distribution, angles))
+        return self.value + self.std_error * limit
 
     def half_width(self) -> float:
         """Half of the 95 % interval."""

@@ -32,36 +32,29 @@ def propose(
     model: LanguageModel, decoder: Decoder, twist: Twist | None, uniform: Tensor
 ) -> Extension:
     """s_t ~ q_t for every row at uniform numbers [N, 1]."""
-    parts = []
+    all_tokens = []
+    all_numbers = []
     for rows in row_slices(len(uniform), model.vocab_size):
-        logits = decoder.evaluate(model.head, rows)  # [n, V]
-        log_psi = None if twist is None else decoder.evaluate(twist, rows)  # [n, V]
-        parts.append(draw(logits, log_psi, uniform[rows]))
-    return Extension(
-        tokens=torch.cat([part.tokens for part in parts]),
-        log_p=torch.cat([part.log_p for part in parts]),
-        log_psi=torch.cat([part.log_psi for part in parts]),
-        log_q=torch.cat([part.log_q for part in parts]),
-        log_normaliser=torch.cat([part.log_normaliser for part in parts]),
-    )
-
-
-def draw(logits: Tensor, log_psi: Tensor | None, uniform: Tensor) -> Extension:
-    """`propose` for n rows, from logits of p and log psi, both [n, V]."""
-    # For q = p one normalisation, that of the draw, serves both.
-    log_p = logits if log_psi is None else logits.log_softmax(-1)
-    tilted = log_p if log_psi is None else log_p + log_psi
-    tokens, log_normaliser = draw_categorical(tilted, uniform)  # [n], [n]
-    place = tokens[:, None]  # [n, 1]
-    log_q = tilted.gather(1, place).squeeze(1) - log_normaliser  # [n]
-    if log_psi is None:
-        zeros = torch.zeros_like(log_q)
-        return Extension(tokens, log_q, zeros, log_q, zeros)
-    is_dead = log_normaliser == -torch.inf  # then every weight shall be zero
-    log_p = log_p.gather(1, place).squeeze(1)  # [n]
-    log_psi = log_psi.gather(1, place).squeeze(1).masked_fill(is_dead, 0.0)  # [n]
-    log_q = log_q.masked_fill(is_dead, torch.inf)
-    return Extension(tokens, log_p, log_psi, log_q, log_normaliser)
+        tilted = decoder.evaluate(model.head, rows)  # [n, V]
+        if twist is not None:
+            log_p = tilted.log_softmax(-1)  # [n, V]
+            log_psi = decoder.evaluate(twist, rows)  # [n, V]
+            tilted = log_p + log_psi
+        tokens, log_normaliser = draw_categorical(tilted, uniform[rows])  # [n], [n]
+        place = tokens[:, None]
+        log_q = tilted.gather(1, place).squeeze(1) - log_normaliser  # [n]
+        if twist is None:  # q = p, and one normalisation serves both
+            zeros = torch.zeros_like(log_q)
+            numbers = [log_q, zeros, log_q, zeros]
+        else:
+            is_dead = log_normaliser == -torch.inf  # then every weight shall be zero
+            log_p = log_p.gather(1, place).squeeze(1)  # [n]
+            log_psi = log_psi.gather(1, place).squeeze(1).masked_fill(is_dead, 0.0)  # [n]
+            numbers = [log_p, log_psi, log_q.masked_fill(is_dead, torch.inf), log_normaliser]
+        all_tokens.append(tokens)
+        all_numbers.append(torch.stack(numbers))
+    log_p, log_psi, log_q, log_normaliser = torch.cat(all_numbers, 1)  # [N] each
+    return Extension(torch.cat(all_tokens), log_p, log_psi, log_q, log_normaliser)
 
 
 def wait(step: Extension, is_finished: Tensor, log_psi: Tensor, end: int) -> Extension:

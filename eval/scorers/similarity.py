@@ -42,22 +42,21 @@ class SentenceEncoder(Encoder):
         return F.normalize(mean.float(), dim=-1)
 
 
-def pooling_of(path: Path) -> str:
-    """What a `1_Pooling/config.json` of sentence-transformers says, mean where there is none."""
-    raw = read_json(path) if path.exists() else {}
+def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[SentenceEncoder, Tokenizer]:
+    """Network (float32, eval mode) and tokenizer; InputError names what does not fit.
+
+    A `1_Pooling/config.json` of sentence-transformers says how the network pools: by default, mean.
+    """
+    model, tokenizer = load_scorer(SentenceEncoder, path, device)
+    file = Path(path) / POOLING
+    raw = read_json(file) if file.exists() else {}
     older = [
         MODES.get(name, name) for name in raw if name.startswith("pooling_mode_") and raw[name]
     ]
-    mode = raw.get("pooling_mode") or "+".join(older) or "mean"
-    if mode not in ("cls", "mean"):
-        raise InputError(f"{path}: its pooling is {mode}; use a sentence encoder with cls or mean")
-    return mode
-
-
-def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[SentenceEncoder, Tokenizer]:
-    """Network (float32, eval mode) and tokenizer; InputError names what does not fit."""
-    model, tokenizer = load_scorer(SentenceEncoder, path, device)
-    model.pooling = pooling_of(Path(path) / POOLING)
+    model.pooling = raw.get("pooling_mode") or "+".join(older) or "mean"
+    if model.pooling not in ("cls", "mean"):
+        fault = f"its pooling is {model.pooling}; use a sentence encoder with cls or mean"
+        raise InputError(f"{file}: {fault}")
     return model, tokenizer
 
 

@@ -86,14 +86,13 @@ class Learner(abc.ABC):
 
 
 def option(default: Any, text: str, low: float = -1e9, high: float = 1e9, choices: Any = ()) -> Any:
-    """A dataclass field with its default, a line of help, limits and choices."""
-    metadata = {"help": text, "limits": (low, high), "choices": choices}
+    """A dataclass field with its default, a line of help, limits and choices.
+
+    The default also tells the type of the option, or of each of its values if it is a tuple.
+    """
+    kind = type(default[0] if isinstance(default, tuple) else default)
+    metadata = {"help": text, "kind": kind, "limits": (low, high), "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def kind_of(field: dataclasses.Field) -> type:
-    """int, float, bool or str: the type of an option, or of each of its values."""
-    return type(field.default[0] if isinstance(field.default, tuple) else field.default)
 
 
 def flag_of(name: str, value: Any = True) -> str:
@@ -104,25 +103,20 @@ def flag_of(name: str, value: Any = True) -> str:
 def check_all(options: Any) -> None:
     """InputError, which names the option, for a value of another type or out of range."""
     for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if not isinstance(field.default, tuple):
-            check(field, value)
-        elif not isinstance(value, tuple) or not value:
-            raise InputError(f"{flag_of(field.name)} is {value!r}; give a list of values")
-        else:
-            for one in value:
-                check(field, one)
-
-
-def check(field: dataclasses.Field, value: Any) -> None:
-    """The same for one value of an option."""
-    kind, choices = kind_of(field), field.metadata["choices"]
-    low, high = field.metadata["limits"]
-    fault = f"{flag_of(field.name, value)} is {shortened(repr(value))}"
-    is_kind = isinstance(value, (int, float) if kind is float else kind)
-    if not is_kind or isinstance(value, bool) != (kind is bool):
-        raise InputError(f"{fault}; give a value of type {kind.__name__}")
-    if choices and value not in choices:
-        raise InputError(f"{fault}; give one of {', '.join(choices)}")
-    if kind in (int, float) and not low <= value <= high:
-        raise InputError(f"{fault}; give a number from {low} to {high}")
+        given = getattr(options, field.name)
+        values = [given]
+        if isinstance(field.default, tuple):
+            values = given
+            if not isinstance(given, tuple) or not given:
+                raise InputError(f"{flag_of(field.name)} is {given!r}; give a list of values")
+        kind, choices = field.metadata["kind"], field.metadata["choices"]
+        low, high = field.metadata["limits"]
+        for value in values:
+            fault = f"{flag_of(field.name, value)} is {shortened(repr(value))}"
+            is_kind = isinstance(value, (int, float) if kind is float else kind)
+            if not is_kind or isinstance(value, bool) != (kind is bool):
+                raise InputError(f"{fault}; give a value of type {kind.__name__}")
+            if choices and value not in choices:
+                raise InputError(f"{fault}; give one of {', '.join(choices)}")
+            if kind in (int, float) and not low <= value <= high:
+                raise InputError(f"{fault}; give a number from {low} to {high}")

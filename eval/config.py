@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from distill import DPO, GRPO, WEIGHTED, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions
-from distill.learner import check_all, flag_of, kind_of, option
+from distill.learner import check_all, flag_of, option
 from eval.command import OneLineParser
 from tinystories.checkpoint import read_json
 from tinystories.errors import InputError, listed, shortened
@@ -157,7 +157,7 @@ def make_parser(description: str, learner: str) -> argparse.ArgumentParser:
 
 def add_argument(group: argparse._ArgumentGroup, field: dataclasses.Field, default: Any) -> None:
     """Add the argument of one option, or both of a switch."""
-    text, kind = field.metadata["help"], kind_of(field)
+    text, kind = field.metadata["help"], field.metadata["kind"]
     if choices := field.metadata["choices"]:
         text += f": {', '.join(choices)}"
     if kind is bool:

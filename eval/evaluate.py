@@ -31,7 +31,10 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
     count = run.config.run.row_size()
     base = world.score(world.draw_base(learner.streams, "base samples", count, run))
     samples = base.rows("base")
-    say_rate(run, base.scores["log_phi"])
+    alive = int((base.scores["log_phi"] > -math.inf).sum())
+    if alive < min(FEW, count):  # p^(0) hardly ever meets a hard potential
+        rate = f"{alive} of {count} base samples have phi > 0, which is little to learn from"
+        run.say(f"{rate}; use --learner pooled and hints, or {SOFTEN}")
     if world.exact is None:
         draw_target(run, world, learner.streams, base.scores["log_phi"])
     rows = {"base": metrics.describe(base, world.encode(base.texts), world.exact_vectors)}
@@ -75,14 +78,6 @@ def draw_target(run: Run, world: World, streams: Streams, base_log_phi: Tensor) 
     if run.writes:
         save_target(run.path / "target", exact, sigma_key(options, world.hashes))
     world.set_exact(exact)
-
-
-def say_rate(run: Run, log_phi: Tensor) -> None:
-    """Say where p^(0) hardly ever meets a hard potential; log phi [N] is that of base samples."""
-    alive = int((log_phi > -math.inf).sum())
-    if alive < min(FEW, len(log_phi)):
-        rate = f"{alive} of {len(log_phi)} base samples have phi > 0, which is little to learn from"
-        run.say(f"{rate}; use --learner pooled and hints, or {SOFTEN}")
 
 
 def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:

@@ -3,14 +3,12 @@
 import itertools
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from worlds import END, generator, letters, tiny_conditional
 
 from eval.config import POCKET
-from eval.evaluate import say_rate
 from eval.scorers import toxicity
 from eval.scorers.potentials import make_factors
 from tinystories.errors import InputError
@@ -98,11 +96,25 @@ def test_a_function_of_the_users_own(tmp_path, scorer, capsys, reads, body, log_
         make_factors([str(path)], 10.0, scorer)
 
 
+def complaint(factor) -> str:
+    """What is said of a function of texts, or of FILE.py:NAME, where something is wrong with it."""
+    try:
+        factors = make_factors([factor], 1.0, None) if isinstance(factor, str) else [factor]
+        potential = TextPotential(factors, letters, PROMPT)
+        check_potential(tiny_conditional(1), potential, generator(0))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+PREFIX = "def f(texts): return [0.0] * len(texts)\nf.prefix = lambda texts: [{}] * len(texts)"
+
+
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        ("def f(texts): return [float('nan')]", "nan for 'bcde'"),
-        ("def f(texts): return [[0.0]]", "shape [1, 1] for 1 texts"),
+        ("def f(texts): return [float('nan')] * len(texts)", "nan for 'bc"),
+        ("def f(texts): return [[0.0]]", "shape [1, 1] for 8 texts"),
         ("def f(texts): return [True]", "true or false; return 0 for true and -inf for false"),
         ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
         ("def f(texts): pass\nf.hints = 'cat'", "the hints are 'cat'; give a list"),
@@ -110,33 +122,18 @@ def test_a_function_of_the_users_own(tmp_path, scorer, capsys, reads, body, log_
         ("x = = 1", "SyntaxError"),
         ("f = 3", "a factor must be a function"),
         ("def f(texts): pass\nf.reads = 'words'", "give one of texts, continuations"),
+        (PREFIX.format("float('-inf')"), "is -inf; let it be a number"),
+        (PREFIX.format("-float(len(texts))"), "in a batch, -1 alone; it must"),
+        (PREFIX.format("float('nan')"), "log phi is nan for 'bc"),
     ],
 )
-def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, scorer, content, part):
-    (tmp_path / "my.py").write_text(content)
-    spec = f"{tmp_path / 'my.py'}:f"
-    with pytest.raises(InputError) as caught:
-        factors = make_factors([spec], 1.0, scorer)
-        TextPotential(factors, letters, PROMPT)(torch.tensor([[3, 4]]))
-    message = str(caught.value)
-    assert message.startswith(f"--potential {spec}") and part in message
+def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, content, part):
+    """With the function or with its prefix part."""
+    path = tmp_path / "my.py"
+    path.write_text(content)
+    message = complaint(f"{path}:f")
+    assert message.startswith(f"--potential {path}:f") and part in message
     assert message.isprintable() and ";" in message
-
-
-@pytest.mark.parametrize("wrong", ["dog", ["dog"], [None]])
-def test_what_is_no_function_is_one_line(wrong):
-    with pytest.raises(InputError, match="a factor must be a function"):
-        TextPotential(wrong, letters, PROMPT)
-
-
-def check(log_phi) -> str:
-    """What `check_potential` has to say of a function of texts."""
-    try:
-        potential = TextPotential([log_phi], letters, PROMPT)
-        check_potential(tiny_conditional(1), potential, generator(0))
-    except InputError as error:
-        return str(error)
-    return ""
 
 
 def sums(texts: list[str]) -> torch.Tensor:
@@ -145,19 +142,19 @@ def sums(texts: list[str]) -> torch.Tensor:
 
 
 def test_what_depends_on_the_other_texts_is_refused_and_half_precision_is_not():
-    assert "alone; it must depend on" in check(lambda texts: sums(texts).log_softmax(0))
-    assert "alone; it must depend on" in check(lambda texts: sums(texts) - len(texts) ** 2)
+    assert "alone; it must depend on" in complaint(lambda texts: sums(texts).log_softmax(0))
+    assert "alone; it must depend on" in complaint(lambda texts: sums(texts) - len(texts) ** 2)
     dead = lambda texts: [-INF if "a" in text[2:] else 0.0 for text in texts]  # noqa: E731
-    assert check(sums) == check(dead) == ""
+    assert complaint(sums) == complaint(dead) == ""
 
     def rounded(texts):
         """As rounding to bfloat16 in a network, whose products depend on the batch."""
         error = torch.randn(len(texts), generator=generator(len(texts))).clamp(-1, 1)
         return sums(texts) * (1 + 0.02 * error)
 
-    assert "alone; it must depend on" in check(rounded)
+    assert "alone; it must depend on" in complaint(rounded)
     rounded.rounding = 0.1
-    assert check(rounded) == ""
+    assert complaint(rounded) == ""
 
 
 def test_the_classifier_passes_in_half_precision():
@@ -166,12 +163,6 @@ def test_the_classifier_passes_in_half_precision():
     half = toxicity.ToxicityScorer(classifier.bfloat16(), tokenizer)
     potential = TextPotential(make_factors(["toxicity"], 10.0, half), decode, PROMPT)
     check_potential(tiny_conditional(1), potential, generator(0))
-
-
-def test_an_unfinished_character_at_the_end_is_left_out():
-    decode = lambda rows: [text + "\ufffd" for text in letters(rows)]  # noqa: E731
-    potential = TextPotential([sums], decode, PROMPT)
-    assert potential.texts(torch.tensor([[2, 3]])) == ["bccd"]
 
 
 @pytest.mark.parametrize("spec", ["without:dog", "without~2:dog"])
@@ -193,39 +184,9 @@ def test_products_add_their_prefix_parts():
     assert TextPotential([Factor(none)], letters, PROMPT).log_prefix is None
 
 
-WRONG = {  # log f: the fault
-    "[0.0 if len(t) > 3 else -math.inf for t in texts]": "is -inf; let it be a number",
-    "[-float(len(texts))] * len(texts)": "in a batch, -1 alone; it must",
-    "[math.nan] * len(texts)": "log phi is nan for 'bc",
-}
-
-
-@pytest.mark.parametrize("log_f", WRONG)
-def test_what_is_no_prefix_part_is_one_line(tmp_path, log_f):
-    path = tmp_path / "my.py"
-    parts = f"def g(texts): return {log_f}\ndef f(texts): return [0.0] * len(texts)\nf.prefix = g\n"
-    path.write_text(f"import math\n{parts}")
-    potential = TextPotential(make_factors([f"{path}:f"], 1.0, None), letters, PROMPT)
-    with pytest.raises(InputError) as caught:
-        check_potential(tiny_conditional(1), potential, generator(0))
-    assert f"--potential {path}:f" in str(caught.value) and WRONG[log_f] in str(caught.value)
-
-
-def test_the_potential_reads_the_text_without_its_end():
-    words = ["Once", "<end>", " a", " b"]
+def test_the_potential_reads_whole_characters_before_the_end():
+    words = ["Once", "<end>", " a", " b\ufffd"]
     decode = lambda rows: ["".join(words[t] for t in row) for row in rows]  # noqa: E731
     phi = TextPotential([], decode, torch.tensor([0]), END)
-    found = phi.texts(torch.tensor([[2, 1, 1], [1, 1, 1], [2, 3, 2]]))
-    assert found == ["Once a", "Once", "Once a b a"]
-
-
-def test_a_rare_constraint_names_the_remedy():
-    for alive in (0, 9, 10):
-        log_phi = torch.full((2000,), -torch.inf)
-        log_phi[:alive] = 0
-        said = []
-        say_rate(SimpleNamespace(say=said.append), log_phi)
-        assert [line.split(",")[0] for line in said] == (
-            [f"{alive} of 2000 base samples have phi > 0"] * (alive < 10)
-        )
-        assert all("--learner pooled and hints, or soften" in line for line in said)
+    found = phi.texts(torch.tensor([[2, 1, 1], [1, 1, 1], [2, 3, 2], [2, 2, 3]]))
+    assert found == ["Once a", "Once", "Once a b\ufffd a", "Once a a b"]

@@ -157,14 +157,6 @@ def test_what_depends_on_the_other_texts_is_refused_and_half_precision_is_not():
     assert complaint(rounded) == ""
 
 
-def test_the_classifier_passes_in_half_precision():
-    decode = lambda rows: [f"There was a {text} pig." for text in letters(rows)]  # noqa: E731
-    classifier, tokenizer = toxicity.load(POCKET / "toxicity")
-    half = toxicity.ToxicityScorer(classifier.bfloat16(), tokenizer)
-    potential = TextPotential(make_factors(["toxicity"], 10.0, half), decode, PROMPT)
-    check_potential(tiny_conditional(1), potential, generator(0))
-
-
 @pytest.mark.parametrize("spec", ["without:dog", "without~2:dog"])
 def test_f_is_never_below_phi_of_a_continuation(spec):
     (factor,) = make_factors([spec], 1.0, None)

@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from worlds import Recorded, rare_potential, tiny_conditional
 
+import distill.dpo
+import distill.grpo
 import distill.paper
 from distill import DPO, GRPO, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions, Streams
 from tinystories.errors import InputError
@@ -28,7 +30,7 @@ SIZES = {"particles": 5, "distill_runs": 7, "ctl_batch_size": 7}
 SIZES |= {"ctl_updates": 2, "distill_updates": 2}
 POOL = {"pool_first_draws": 99, "pool_first_rounds": 2, "pool_first_updates": 2}
 POOL |= {"pool_draws": 45, "pool_updates": 2, "pool_batch_size": 9}
-TUNED = {"updates": 2, "batch_size": 7}
+TUNED = {"updates": 2, "batch_size": 13}
 
 
 def observed(make, options, step) -> tuple[torch.Tensor, list, list]:
@@ -108,6 +110,8 @@ def in_two(folder: Path, function: Callable, *arguments: object) -> list:
 def test_a_step_of_two_processes_is_that_of_one(name, tmp_path, monkeypatch):
     monkeypatch.setattr(distill.paper, "BATCH_SIZE", 9)
     losses, *wanted = observed(*STEPS[name])  # first, so that forked processes have all libraries
+    monkeypatch.setattr(distill.dpo, "ROWS", 4)  # pairs by twos
+    monkeypatch.setattr(distill.grpo, "ROWS", 2)
     (some, *first), (others, *second) = in_two(tmp_path, observed, *STEPS[name])
     torch.testing.assert_close([some + others, *first], [losses, *wanted], rtol=0, atol=1e-5)
     torch.testing.assert_close(second, wanted, rtol=0, atol=1e-5)

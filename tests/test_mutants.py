@@ -13,6 +13,7 @@ import tsmc.proposal
 import tsmc.sampler
 from tinystories import InputError
 from tsmc.exact import TableModel, Target
+from tsmc.resampling import normalise
 from tsmc.runs import Streams, draw_population
 from tsmc.sampler import Sigma
 from tsmc.trace import Trace
@@ -26,24 +27,30 @@ def generation_one(sampler) -> float:
     return bias(*world, target=Target(base, potential), module=sampler)
 
 
-def sample_size(sampler) -> float:
-    """Largest error of the recorded ESS, and share of the steps that wrongly resample or do not.
+def records(sampler) -> float:
+    """Largest error of what an observer sees, and share of steps that wrongly resample or do not.
 
-    Both follow from the weights since the last resampling.
+    ESS and resampling follow from the weights since the last resampling. The ancestors give the
+    samples, and each step multiplies Z-hat by the mean of w under the weights from before it.
     """
     model, twist, potential = table_world(3, 6, seed=8)
-    trace, error, gathered = Trace(), 0.0, torch.zeros(50, 6, dtype=torch.float64)
+    trace, gathered = Trace(), torch.zeros(50, 6, dtype=torch.float64)
     options = {"ess_threshold": 0.7, "observer": trace}
-    sampler.tsmc(model, twist, potential, 6, generator(0), 50, **options)
+    population = sampler.tsmc(model, twist, potential, 6, generator(0), 50, **options)
+    before = normalise(trace.log_weights - trace.log_w)  # [T, R, K]
+    gained = (before * trace.log_w.exp()).sum(-1).log()
+    samples = trace.tokens.gather(2, trace.lineages()).permute(1, 2, 0)  # [R, K, T]
+    errors = [trace.log_z - gained.cumsum(0), trace.log_z[-1] - population.log_z]
+    errors += [trace.ess[-1] - population.ess, samples - population.samples]
     for t in range(6):
         gathered = gathered + trace.log_w[t]
         ess = 1 / gathered.softmax(-1).square().sum(-1)
         is_due = (ess < 0.7 * 6) | torch.tensor(t == 5)
         is_moved = (trace.ancestors[t] != torch.arange(6)).any(-1)  # but once in thousands
-        wrong = (is_moved != is_due).double().mean().item()
-        error = max(error, wrong, (trace.ess[t] - ess).abs().max().item())
+        errors += [(is_moved != is_due).double().mean(), trace.ess[t] - ess]
+        errors.append(trace.log_weights[t] - gathered)
         gathered = torch.where(is_due[:, None], 0.0, gathered)
-    return error
+    return torch.cat([error.abs().flatten() for error in errors]).max().item()
 
 
 def dead_beginnings(sampler) -> float:
@@ -76,7 +83,7 @@ CHECKS = {  # name: an error of the sampler in a module
     "generation one": generation_one,
     "dead beginnings": dead_beginnings,
     "ended texts": ended_texts,
-    "sample size": sample_size,
+    "records": records,
 }
 EVIDENCE = "evidence = log_z + log_mean_exp(log_weights)"
 GAINED = "log_z = torch.where(is_due, evidence, log_z)"
@@ -104,8 +111,8 @@ MUTANTS = {  # name: the check that notices it, what is replaced, by what
     "weights kept after resampling": ("always", KEPT, "pass"),
     "weights dropped without it": ("adaptive", KEPT, "log_weights = 0.0 * log_weights"),
     "no resampling at the end": ("adaptive", " | is_last", ""),
-    "ESS of the last increment": ("sample size", ESS, "ess = effective_sample_size(log_w)"),
-    "resampled at every step": ("sample size", "ess_threshold * particles)", "particles)"),
+    "ESS of the last increment": ("records", ESS, "ess = effective_sample_size(log_w)"),
+    "resampled at every step": ("records", "ess_threshold * particles)", "particles)"),
     "other weights resampled": ("always", DRAW, DRAW.replace("weights)", "weights).square()")),
     "no final samples": ("always", "samples = tokens[run, ancestors]", "samples = tokens"),
     "f leaves no trace in the weights": ("dead beginnings", "log_w = log_w + log_f", "pass"),

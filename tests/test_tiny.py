@@ -3,80 +3,59 @@
 import itertools
 import math
 import time
-from types import ModuleType
 
 import pytest
 import torch
 from worlds import ListedPotential, generator, mutant
 
-from eval.explainer import load_tiny
+import docs.tiny
 from tsmc.exact import TableModel, TableTwist, Target
 from twist.potential import effective_potential
-
-SMALL = ("V, T, BETA = 4, 8, 5.0", "V, T, BETA = 3, 4, 5.0")
-
-
-class World:
-    """A random p^(0), p^(1), twist and potential, in the forms of `tiny` and of `tsmc`."""
-
-    def __init__(self, tiny: ModuleType, generation: int):
-        source = generator(0)
-        tables = torch.randn(3, tiny.N, tiny.V, dtype=torch.float64, generator=source)
-        base, change, log_psi = tables
-        logits = base + generation * change / 2
-        log_phi = torch.randn(tiny.V**tiny.T, dtype=torch.float64, generator=source)
-        self.log_phi = -log_phi.abs()
-        self.base = tiny.language_model(base)
-        self.log_p = tiny.language_model(logits)
-        self.log_psi = tiny.by_prefix(log_psi)
-        log_phi_m = tiny.effective_potential(self.base, self.log_phi, self.log_p)
-        self.given = (self.log_p, self.log_psi, log_phi_m)  # of its sampler and of CTL
-        first, model = (TableModel(rows, tiny.T).requires_grad_(False) for rows in (base, logits))
-        potential = effective_potential(ListedPotential(self.log_phi, tiny.V), first)
-        self.target = Target(model, potential)  # sigma as p^(m) sees it
-        self.twist = TableTwist(log_psi)
-
-
-def check_enumeration(tiny: ModuleType, world: World) -> None:
-    """log Z_sigma, log sigma, KL(sigma || q) and the CTL loss."""
-    target = world.target
-    log_sigma, log_z = tiny.enumerate_target(world.base, world.log_phi)
-    log_q = tiny.joint(tiny.proposal(world.log_p, world.log_psi)[0])
-    kl = (log_sigma[tiny.N :].exp() * (log_sigma - log_q)[tiny.N :]).sum()
-    loss = tiny.ctl_loss(log_sigma, world.log_p, world.log_psi)
-    exact_log_q = target.tree.prefix_log_q(world.twist)
-    close = {"rtol": 0, "atol": 1e-9}
-    torch.testing.assert_close(log_sigma, torch.cat(target.log_sigma), **close)
-    torch.testing.assert_close(log_q, torch.cat(exact_log_q), **close)
-    exact = [target.log_z, target.kl_to(exact_log_q[-1]), target.ctl_loss(world.twist).item()]
-    assert [float(log_z), kl.item(), loss.item()] == pytest.approx(exact, rel=0, abs=1e-9)
 
 
 @pytest.mark.parametrize("generation", [0, 1])
 def test_the_page_agrees_with_enumeration(generation):
-    """E[Z-hat] and E[Z-hat f(words)], f = 1 on a third of the words; the CTL gradient."""
-    tiny = load_tiny()
-    check_enumeration(tiny, World(tiny, generation))
-    tiny = mutant(tiny, SMALL)
-    world = World(tiny, generation)
-    check_enumeration(tiny, world)
-    words, log_z = tiny.tsmc(*world.given, 20000, 5, generator(1))
-    sigma = world.target.log_sigma[-1].exp()
+    """For a random p^(0), p^(1), twist psi and potential: log Z_sigma, log sigma, KL(sigma || q)
+    and the CTL loss exactly; E[Z-hat], E[Z-hat f(words)], f = 1 on a third of the words, and the
+    CTL gradient by their means."""
+    tiny = mutant(docs.tiny, ("V, T, BETA = 4, 8, 5.0", "V, T, BETA = 3, 4, 5.0"))
+    source = generator(0)
+    base, change, log_psi = torch.randn(3, tiny.N, tiny.V, dtype=torch.float64, generator=source)
+    logits = base + generation * change / 2
+    log_phi = -torch.randn(tiny.V**tiny.T, dtype=torch.float64, generator=source).abs()
+    log_p_base, log_p = tiny.language_model(base), tiny.language_model(logits)
+    given = (log_p, tiny.by_prefix(log_psi), tiny.effective_potential(log_p_base, log_phi, log_p))
+    first, model = (TableModel(rows, tiny.T).requires_grad_(False) for rows in (base, logits))
+    potential = effective_potential(ListedPotential(log_phi, tiny.V), first)
+    target = Target(model, potential)  # sigma as p^(m) sees it
+    twist = TableTwist(log_psi)
+    log_sigma, log_z_sigma = tiny.enumerate_target(log_p_base, log_phi)
+    log_q = tiny.joint(tiny.proposal(*given[:2])[0])
+    kl = (log_sigma[tiny.N :].exp() * (log_sigma - log_q)[tiny.N :]).sum()
+    loss = tiny.ctl_loss(log_sigma, *given[:2])
+    exact_log_q = target.tree.prefix_log_q(twist)
+    close = {"rtol": 0, "atol": 1e-9}
+    torch.testing.assert_close(log_sigma, torch.cat(target.log_sigma), **close)
+    torch.testing.assert_close(log_q, torch.cat(exact_log_q), **close)
+    exact = [target.log_z, target.kl_to(exact_log_q[-1]), target.ctl_loss(twist).item()]
+    assert [log_z_sigma, kl.item(), loss.item()] == pytest.approx(exact, rel=0, abs=1e-9)
+    words, log_z = tiny.tsmc(*given, 20000, 5, generator(1))
+    sigma = target.log_sigma[-1].exp()
     third = (torch.arange(len(sigma)) % 3 == 0).double()
     for function in (torch.ones_like(sigma), third):
         found = log_z.exp() * function[words - tiny.N].mean(1)  # [R]
-        wanted = math.exp(world.target.log_z) * (sigma * function).sum()
+        wanted = math.exp(target.log_z) * (sigma * function).sum()
         assert (found.mean() - wanted).abs() < 4 * found.std() / math.sqrt(len(found))
-    world.target.ctl_loss(world.twist).backward()
-    wanted = tiny.by_prefix(-world.twist.log_psi.grad)
+    target.ctl_loss(twist).backward()
+    wanted = tiny.by_prefix(-twist.log_psi.grad)
     source = generator(2)
-    gradients = [tiny.ctl_gradient(*world.given, 20000, source)[0] for _ in range(20)]
+    gradients = [tiny.ctl_gradient(*given, 20000, source)[0] for _ in range(20)]
     assert (sum(gradients) / 20 - wanted).abs().max() < 0.006
 
 
 def test_a_run_takes_seconds_and_every_generation_is_closer_to_sigma(capsys):
     start = time.process_time()
-    load_tiny().main(3)
+    docs.tiny.main(3)
     assert time.process_time() - start < 15
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     *rows, last = [[float(cell.rstrip("%")) for cell in line[1:-3]] for line in lines]

@@ -243,17 +243,6 @@ def test_arrow_keys_step_and_change_the_generation(opened):
 
 
 @pytest.mark.browser
-def test_each_learner_resamples_as_its_name_says(opened):
-    for learner, times in (("paper", 8), ("weighted", 1), ("pooled", 0)):
-        window = opened(1280, address=f"#learner={learner}&m=0&phase=0")
-        captions = []
-        while not captions or captions[-1] != window.inner_text("#caption"):
-            captions.append(window.inner_text("#caption"))
-            window.keyboard.press("ArrowRight")
-        assert sum("resample:" in caption for caption in captions) == times
-
-
-@pytest.mark.browser
 def test_exact_and_drawn_values_differ_in_form_and_do_not_mix(opened):
     window = opened(1280)
 

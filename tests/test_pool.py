@@ -1,4 +1,4 @@
-"""The pool against enumeration: its weights, truncated and tempered; the adapter; the surrogate."""
+"""The pool: its weights, truncated and tempered; a fit to them; the surrogate."""
 
 import math
 from unittest import mock
@@ -11,22 +11,12 @@ from worlds import Recorded, generator, rare_potential, table_world, tiny_condit
 import distill.pooled
 from distill import Pooled, PooledOptions, Streams
 from tinystories.decoder import counted
-from tsmc.exact import Target, Tree
-from tsmc.proposal import proposal_log_probs
+from tsmc.exact import Target
 from twist.adapter import Adapted, Adapter
-from twist.pool import POWERS, Round, draw_round, joined, tempered, truncated
+from twist.pool import POWERS, Round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
 
 INF = math.inf
-
-
-def test_a_round_weighs_every_sequence_by_the_proposal_that_drew_it():
-    base, twist, potential = table_world(3, 3, seed=1, scale=0.8)
-    drawn = draw_round(base, twist, potential, 60, generator(0))
-    log_p, log_q = proposal_log_probs(base, twist, drawn.tokens)
-    wanted = (log_p + potential(drawn.tokens) - log_q).detach()
-    torch.testing.assert_close(drawn.log_weights, wanted, rtol=0, atol=1e-9)
-    torch.testing.assert_close(drawn.log_phi, potential(drawn.tokens))
 
 
 def test_weights_are_truncated_as_little_as_the_ess_allows():
@@ -62,39 +52,12 @@ def test_tempered_pools_have_the_largest_power_that_the_ess_allows():
     assert tempered(pool, 0.0)[1] == 1.0
 
 
-def adapter_of(base, scores) -> Adapter:
-    """An adapter of random weights."""
-    adapter = Adapter(base.output_embeddings, scores, generator(0))
-    for parameter in adapter.shift.parameters():
-        torch.nn.init.normal_(parameter, std=0.1, generator=generator(2))
-    return adapter
-
-
-@pytest.mark.parametrize("scores", [None, torch.linspace(-1, 2, 7)], ids=["none", "g"])
-@torch.no_grad()
-def test_an_adapter_is_p0_at_first_and_its_formula_then(scores):
-    """As a language model by teacher forcing and by its decoder, and as a twist of p^(0)."""
-    base, tokens = tiny_conditional(0), torch.randint(7, (9, 4), generator=generator(1))
-    log_p, plain, hidden = base.log_probs(tokens)
-    fresh = Adapted(base, Adapter(base.output_embeddings, scores, generator(0)))
-    torch.testing.assert_close(fresh.log_probs(tokens)[0], log_p)
-    adapter = adapter_of(base, scores)
-    shift = adapter.shift(hidden)  # [N, T, D] or [N, T, D + 1]
-    logits = (hidden + shift[..., :8]) @ base.output_embeddings.T
-    if scores is not None:
-        logits = logits + shift[..., 8:] * scores
-    model = Adapted(base, adapter)
-    torch.testing.assert_close(model.log_probs(tokens)[1], logits)
-    assert (logits - plain).abs().max() > 0.1
-    as_twist = Tree(base).prefix_log_q(adapter.tilt)[-1]
-    torch.testing.assert_close(Tree(model).prefix_log_q()[-1], as_twist, atol=1e-4, rtol=0)
-
-
 def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     """A step of size one from the MLP of the last adapter, on some rows drawn by the truncated
     weights: the gradient of the mean of -log q over the tokens of texts. p^(0) stays."""
     base, scores = tiny_conditional(0, end=6), torch.linspace(-1, 2, 7)
-    start, reports = adapter_of(base, scores), Recorded()
+    start, reports = Adapter(base.output_embeddings, scores, generator(0)), Recorded()
+    torch.nn.init.normal_(start.shift.last.weight, std=0.1, generator=generator(2))
     tokens = torch.randint(7, (9, 4), generator=generator(1))
     log_weights = torch.arange(9.0).double()
     rows, drawn_by = torch.tensor([[8, 1, 1, 5]]), []

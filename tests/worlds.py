@@ -6,7 +6,6 @@ combinations of cells, one combination for each run with a known probability. Su
 then exact expectations, and the sampler's own code has produced every term.
 """
 
-import contextlib
 import inspect
 import types
 from collections import defaultdict
@@ -160,31 +159,6 @@ class Paths:
         return self.chances * self.stride / len(self.number)
 
 
-@contextlib.contextmanager
-def injected(paths: Paths, module: types.ModuleType):
-    """Patch the randomness of a module that samples; yields multinomial resampling, anew."""
-    runs = len(paths.number)
-    draw = tsmc.categorical.draw_categorical
-
-    def draw_everywhere(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        inner = logits.double().softmax(-1).cumsum(-1)[:, :-1]  # where the token changes
-        paths.choose(inner.view(runs, -1, inner.shape[-1]))  # [R, K, V - 1]
-        return draw(logits, paths.uniforms.view(-1, 1))
-
-    def resample(weights: Tensor, _: torch.Generator) -> Tensor:
-        particles = weights.shape[1]
-        cumulative = weights.cumsum(-1)[:, None]  # [R, 1, K]
-        inner = cumulative[..., :-1] / cumulative[..., -1:]
-        paths.choose(inner.expand(-1, particles, -1))
-        return (paths.uniforms[..., None] > inner).sum(-1)
-
-    with (
-        mock.patch.object(module, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
-        mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere),
-    ):
-        yield resample
-
-
 def bias(model, twist, potential, target=None, module=tsmc.sampler, **rule) -> float:
     """The larger of two errors, both relative to Z_sigma, of the sampler in a module, K = 2.
 
@@ -192,9 +166,25 @@ def bias(model, twist, potential, target=None, module=tsmc.sampler, **rule) -> f
     Z_sigma sigma(s) over all sequences s. `rule` has further options of the sampler.
     """
     target = target or Target(model, potential)
-    paths = Paths((model.vocab_size**2 * 4) ** model.length)
-    with injected(paths, module) as resample:
-        given = (2, generator(0), len(paths.number), resample)
+    runs = (model.vocab_size**2 * 4) ** model.length
+    paths, draw = Paths(runs), tsmc.categorical.draw_categorical
+
+    def draw_everywhere(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        inner = logits.double().softmax(-1).cumsum(-1)[:, :-1]  # where the token changes
+        paths.choose(inner.view(runs, -1, inner.shape[-1]))  # [R, K, V - 1]
+        return draw(logits, paths.uniforms.view(-1, 1))
+
+    def resample(weights: Tensor, _: torch.Generator) -> Tensor:  # multinomially, written anew
+        cumulative = weights.cumsum(-1)[:, None]  # [R, 1, K]
+        inner = cumulative[..., :-1] / cumulative[..., -1:]
+        paths.choose(inner.expand(-1, 2, -1))
+        return (paths.uniforms[..., None] > inner).sum(-1)
+
+    with (
+        mock.patch.object(module, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
+        mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere),
+    ):
+        given = (2, generator(0), runs, resample)
         population = module.tsmc(model, twist, potential, *given, **rule)
     chances = paths.probabilities()
     assert abs(chances.sum().item() - 1) < 1e-12

@@ -243,7 +243,7 @@ def test_arrow_keys_step_and_change_the_generation(opened):
 
 
 @pytest.mark.browser
-def test_exact_and_drawn_values_differ_in_form_and_do_not_mix(opened):
+def test_another_run_has_other_shares_and_leaves_the_exact_ones(opened):
     window = opened(1280)
 
     def shares() -> tuple[list[str], list[str]]:
@@ -251,10 +251,7 @@ def test_exact_and_drawn_values_differ_in_form_and_do_not_mix(opened):
         return texts[3::3], texts[4::3]
 
     exact, drawn = shares()
-    assert all(re.fullmatch(r"\d+ %", text) for text in exact)
     assert sum(int(re.fullmatch(r"(\d+) of 16", text)[1]) for text in drawn) == 16
-    style = "(kind) => getComputedStyle(document.querySelector('#shares .' + kind)).fill"
-    assert window.evaluate(style, "outline") == "none" != window.evaluate(style, "full")
     window.click("#seed")
     assert shares()[0] == exact and shares()[1] != drawn
 

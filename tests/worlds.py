@@ -74,9 +74,9 @@ def table_world(vocab_size: int, length: int, seed: int = 0, scale: float = 1.5)
 END = 1
 
 
-def ended_world(vocab_size: int, length: int):
+def ended_world(vocab_size: int, length: int, seed: int = 1):
     """As `table_world`, but the token END finishes a text, and phi does not see what follows it."""
-    model, twist, potential = table_world(vocab_size, length, seed=1)
+    model, twist, potential = table_world(vocab_size, length, seed)
     model = TableModel(model.table.detach(), length, END)
 
     def log_phi(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
@@ -137,9 +137,8 @@ class Paths:
         self.number = torch.arange(combinations)
         self.stride = 1
         self.chances = torch.ones(combinations, dtype=torch.float64)
-        self.uniforms = torch.empty(0)
 
-    def choose(self, breakpoints: Tensor) -> None:
+    def choose(self, breakpoints: Tensor) -> Tensor:
         """The next uniforms [R, n]: midpoints of the cells between sorted breakpoints [R, n, m]."""
         border = torch.zeros(*breakpoints.shape[:2], 1, dtype=torch.float64)
         inner = breakpoints.double().clamp(0, 1)
@@ -151,12 +150,7 @@ class Paths:
             low, high = edge.gather(1, cell), edge.gather(1, cell + 1)
             self.chances *= (high - low)[:, 0]
             columns.append((low + high) / 2)
-        self.uniforms = torch.cat(columns, 1)
-
-    def probabilities(self) -> Tensor:
-        """Probability [R] of each path; unused combinations are counted once."""
-        assert len(self.number) % self.stride == 0
-        return self.chances * self.stride / len(self.number)
+        return torch.cat(columns, 1)
 
 
 def bias(model, twist, potential, target=None, module=tsmc.sampler, **rule) -> float:
@@ -171,14 +165,13 @@ def bias(model, twist, potential, target=None, module=tsmc.sampler, **rule) -> f
 
     def draw_everywhere(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         inner = logits.double().softmax(-1).cumsum(-1)[:, :-1]  # where the token changes
-        paths.choose(inner.view(runs, -1, inner.shape[-1]))  # [R, K, V - 1]
-        return draw(logits, paths.uniforms.view(-1, 1))
+        uniform = paths.choose(inner.view(runs, -1, inner.shape[-1]))  # from [R, K, V - 1]
+        return draw(logits, uniform.view(-1, 1))
 
     def resample(weights: Tensor, _: torch.Generator) -> Tensor:  # multinomially, written anew
         cumulative = weights.cumsum(-1)[:, None]  # [R, 1, K]
         inner = cumulative[..., :-1] / cumulative[..., -1:]
-        paths.choose(inner.expand(-1, 2, -1))
-        return (paths.uniforms[..., None] > inner).sum(-1)
+        return (paths.choose(inner.expand(-1, 2, -1))[..., None] > inner).sum(-1)
 
     with (
         mock.patch.object(module, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
@@ -186,7 +179,8 @@ def bias(model, twist, potential, target=None, module=tsmc.sampler, **rule) -> f
     ):
         given = (2, generator(0), runs, resample)
         population = module.tsmc(model, twist, potential, *given, **rule)
-    chances = paths.probabilities()
+    assert runs % paths.stride == 0
+    chances = paths.chances * paths.stride / runs  # [R], unused combinations are counted once
     assert abs(chances.sum().item() - 1) < 1e-12
     evidence = chances * (population.log_z - target.log_z).exp()  # [R]
     numbers = sequence_numbers(population.samples.flatten(0, 1), model.vocab_size)  # [R K]

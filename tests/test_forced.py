@@ -8,7 +8,7 @@ import torch
 from worlds import generator, mutant
 
 import twist.forced
-from tinystories.decoder import NO_END
+from tinystories.decoder import NO_END, counted
 from tinystories.errors import InputError
 from tsmc.exact import TableModel, all_sequences
 from twist.forced import forced_draws, forced_log_ratio
@@ -24,8 +24,6 @@ WORLDS = {  # hints, T, end
     "with an end": ([[1, 1]], 5, END),
     "more than the end": ([[END, 1], [0]], 4, END),
 }
-
-
 MUTANTS = [  # what of the recursion is replaced, by what
     ("[:, : -len(hint)]", "[:, 1 : 1 - len(hint) or None]"),  # hints overlap
     ("if chosen >> j & 1:", "if chosen >> j == 1:"),  # in one order only
@@ -44,9 +42,8 @@ def table_model(length, end):
 
 def enumerated(model):
     """All texts [S, T] of a model, and log p(s_t | s_{0:t-1}) [S, T] of each."""
-    tokens = all_sequences(3, model.length, torch.device("cpu"))
-    has_ended = tokens[:, :-1] == model.end
-    tokens = tokens[(~has_ended | (tokens[:, 1:] == model.end)).all(1)]
+    tokens = all_sequences(3, model.length)
+    tokens = tokens[(counted(tokens, model.end) | (tokens == model.end)).all(1)]
     return tokens, model.log_probs(tokens)[0]
 
 

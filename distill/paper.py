@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distill.finetune import Student, draw_batches
 from distill.learner import Learner, check_all, option
@@ -76,18 +77,7 @@ class Paper(Learner):
     def distil(self, pair: Pair, m: int) -> BaseModel:
         """Line 3: p^(m), fine-tuned from p^(m-1) on samples of TSMC(p^(m-1), psi^(m-1))."""
         options = self.options
-        # psi^(m-1) was learned for p^(m-1) and phi^(m-1), so the runs use this pair as well. Runs
-        # that die have no samples; the others count alike, because their Z-hat varies so much with
-        # a poor twist that one run would be nearly all that is distilled.
-        sizes = (options.particles, options.distill_runs)
-        population = self.population(pair, "sampling", m, *sizes).alive()
-        if options.ess_threshold == 1:
-            tokens = population.samples.flatten(0, 1)  # [N, T]
-            weights = torch.full_like(tokens[:, 0], 1 / len(tokens), dtype=torch.float32)  # [N]
-        else:
-            tokens = population.tokens.flatten(0, 1)  # [N, T]
-            weights = normalise(population.log_weights) / len(population.log_z)  # [R, K]
-            weights = weights.flatten()  # [N]
+        tokens, weights = self.samples(pair, m)
         self.report("distilled texts", m, 1, distinct=len(tokens.unique(dim=0)))
         generator = self.streams.stream("distillation", m)
         is_lora = options.student == "lora"
@@ -104,6 +94,20 @@ class Paper(Learner):
             student.step()
             self.report("distillation", m, options.distill_updates, loss=loss.detach())
         return self.base.with_network(student.finish(m))
+
+    def samples(self, pair: Pair, m: int) -> tuple[Tensor, Tensor]:
+        """Sequences [N, T] of the runs that did not die, and weights [N] that sum to one."""
+        options = self.options
+        # psi^(m-1) was learned for p^(m-1) and phi^(m-1), so the runs use this pair as well.
+        sizes = (options.particles, options.distill_runs)
+        population = self.population(pair, "sampling", m, *sizes).alive()
+        # Runs that die have no samples; the others count alike, because their Z-hat varies so much
+        # with a poor twist that one run would be nearly all that is distilled.
+        if options.ess_threshold == 1:
+            tokens = population.samples.flatten(0, 1)  # [N, T]
+            return tokens, tokens.new_full((len(tokens),), 1 / len(tokens), dtype=torch.float32)
+        weights = normalise(population.log_weights) / len(population.log_z)  # [R, K]
+        return population.tokens.flatten(0, 1), weights.flatten()
 
     def learn_twist(self, model: BaseModel, m: int) -> Pair:
         """Lines 1 and 4: p^(m) = model, and psi^(m) by CTL against the same sigma, from psi = 1."""

@@ -22,6 +22,7 @@ from tsmc import proposal_log_probs, sample_proposal, tsmc
 from twist.mlp import make_twist
 
 LENGTH, PARTICLES = 20, (50, 100, 1000)
+LEAST_SECONDS = 3  # of drawing in each way
 
 
 def bench(device: torch.device) -> None:
@@ -45,7 +46,8 @@ def bench(device: torch.device) -> None:
         }
         print(f"K = {rows}, seconds:", end="")
         for name, run in ways.items():
-            seconds = Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=3).median
+            timer = Timer("run()", globals={"run": run})
+            seconds = timer.blocked_autorange(min_run_time=LEAST_SECONDS).median
             print(f"   {name} {seconds:.3f}", end="", flush=True)
         print()
 

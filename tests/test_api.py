@@ -79,7 +79,7 @@ def test_the_examples_run_and_the_attributes_are_there(finished_job, tmp_path, m
     docs.any_model.main()
     printed = capsys.readouterr().out
     assert re.match(r"log Z-hat -\d.*\n(.*Once upon a time, there was a.*){3}", printed, re.DOTALL)
-    assert (tmp_path / "dog-pair" / "adapter.safetensors").exists()
+    assert (tmp_path / "dog-pair" / "pair.json").exists()
     page, names = (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), {}
     for code in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(code.replace("runs/pocket", "pocket"), names)

@@ -8,6 +8,7 @@ the page in Chromium: `python -m pytest -m browser`. N prefixes can grow, V lett
 import itertools
 import json
 import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,15 +19,15 @@ from worlds import ListedPotential
 
 import tsmc.resampling
 import tsmc.sampler
-from eval import explainer
-from eval.explainer import ALPHABET, PAGE, SCALE, load_tiny
+from distill import PooledOptions
+from docs import tiny as TINY
 from tsmc import Trace
 from tsmc.exact import TableModel, TableTwist, Target, all_sequences
 from tsmc.resampling import multinomial, systematic
 from twist.pool import Round, joined, tempered, truncated
 
+PAGE = Path(TINY.__file__).with_name("explainer.html")
 HTML = PAGE.read_text(encoding="utf-8")
-TINY = load_tiny()
 LETTERS = all_sequences(TINY.V, TINY.T)  # [V^T, T]
 BROKEN = (LETTERS.flip(1) != LETTERS).sum(1).double() / 2  # each pair is counted twice
 RULES = {"paper": (multinomial, 1.0), "weighted": (systematic, 0.0), "pooled": (systematic, 0.0)}
@@ -49,6 +50,7 @@ def part_of(text: str, name: str) -> str:
 
 
 DATA = json.loads(part_of(HTML, "data"))
+POOLED = PooledOptions()
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +66,11 @@ def log_p_of(learner: str, m: int) -> Tensor:
     table = torch.empty(TINY.N, TINY.V, dtype=torch.float64)
     changes = [{"rows": range(TINY.N), "log_p": DATA["base"]}, *DATA[learner][: m + 1]]
     for change in changes:
-        codes = torch.tensor([ALPHABET.index(code) for code in change["log_p"]], dtype=torch.long)
+        codes = torch.tensor(
+            [DATA["alphabet"].index(code) for code in change["log_p"]], dtype=torch.long
+        )
         rows = torch.tensor(change["rows"], dtype=torch.long)
-        table[rows] = (-codes.view(-1, TINY.V).double() / SCALE).log_softmax(-1)
+        table[rows] = (-codes.view(-1, TINY.V).double() / DATA["scale"]).log_softmax(-1)
     return table
 
 
@@ -88,7 +92,7 @@ def project_world(learner: str, m: int, name: str):
     """p^(m), a twist, the potential and sigma, read from the page's data anew."""
     base = log_p = log_p_of("paper", 0)
     if learner == "pooled":
-        log_q = log_q_of(DATA["pooled"][explainer.LADDER - 1 + m])
+        log_q = log_q_of(DATA["pooled"][DATA["ladder"] - 1 + m])
         log_p = log_q if m > 0 else base
         learned = log_q - log_p
     else:
@@ -163,9 +167,9 @@ def test_the_pool_of_the_page_is_that_of_the_project(found):
         draws.append(Round(LETTERS[drawn], (log_p - log_q)[drawn] + log_phi, log_phi))
         pool = joined(draws)
         log_weights, power = pool.log_weights, 1.0
-        if number < explainer.LADDER:
-            log_weights, power = tempered(pool, explainer.LADDER_ESS)
-        weights = truncated(log_weights, explainer.LEAST_ESS)
+        if number < DATA["ladder"]:
+            log_weights, power = tempered(pool, POOLED.pool_first_ess)
+        weights = truncated(log_weights, POOLED.pool_least_ess)
         assert fitted["power"] == pytest.approx(power)
         assert 1 / weights.square().sum() == pytest.approx(ess)
         twist = TableTwist(log_q_of(fitted) - log_p_of("paper", 0))
@@ -173,15 +177,17 @@ def test_the_pool_of_the_page_is_that_of_the_project(found):
         assert target.kl_to(log_q) == pytest.approx(kl, rel=0, abs=1e-9)
 
 
-def test_the_page_holds_what_its_command_learns():
-    assert explainer.page(DATA) == HTML, "run python -m eval.explainer"
-    with mock.patch.object(explainer, "DRAWS", explainer.DRAWS[:1]):
-        data = explainer.world_data()
-    first, own = data.pop("pooled")[0], DATA["pooled"][0]
-    assert data == {name: value for name, value in DATA.items() if name != "pooled"}
-    # The surrogate is float32: its last digits, and what follows from them, depend on the machine.
-    assert (first["words"], first["power"]) == (own["words"], own["power"])
-    assert log_q_of(first).sub(log_q_of(own)).abs().max() < 0.05
+def test_the_page_holds_what_tiny_learns():
+    """In its world, whose log p^(0) is rounded."""
+    source = torch.Generator().manual_seed(0)
+    logits = torch.randn(TINY.N, TINY.V, dtype=torch.float64, generator=source)
+    base = log_p_of("paper", 0)
+    assert (logits.log_softmax(-1) - base).abs().max() < 1 / DATA["scale"]
+    learned = TINY.self_distilled_tsmc(base, -TINY.BETA * BROKEN, source)
+    for own, (_, log_psi, *_) in zip(DATA["paper"], learned, strict=True):
+        steps = TINY.children(log_psi).split(TINY.COUNTS[:-1])  # T of [V^t, V]
+        for step, shown in zip(steps, own["log_psi"], strict=True):
+            assert (step[: TINY.V] - torch.tensor(shown)).abs().max() < 2e-3
 
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]

@@ -9,13 +9,13 @@ import torch
 from worlds import Recorded, generator, rare_potential, tiny_conditional
 
 from distill import WEIGHTED, Streams
-from distill.finetune import Student, add_lora, merge_lora
+from distill.finetune import Student
 from distill.paper import Paper, PaperOptions
 from distill.pooled import Pooled, PooledOptions
 from tinystories.errors import InputError
 from tsmc.exact import Target, Tree
 from twist.pair import Pair
-from twist.pool import joined, tempered
+from twist.pool import Round, tempered
 
 END = 4  # a third of the texts of sigma end early
 BASE = tiny_conditional(0, end=END)
@@ -103,11 +103,12 @@ def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows():
     learner = Pooled(BASE, rare_potential, options, Streams(0), reports)
     pair = learner.first_twist()
     for step in (1, 2, 3):
-        power = tempered(joined(learner.rounds[:step]), options.pool_first_ess)[1]
+        drawn = Round(*(values[: 25 * step] for values in vars(learner.pool).values()))
+        power = tempered(drawn, options.pool_first_ess)[1]
         assert [row["power"] for row in reports[f"ladder {step}"]] == [power] * 3 and power < 1
     assert {row["power"] for row in reports["distillation"]} == {1.0}
     model = learner.distil(pair, 1)
-    assert [len(one.tokens) for one in learner.rounds] == [25, 25, 25, 24, 600]
+    assert len(learner.pool.tokens) == 99 + 600
     assert learner.learn_twist(model, 1) == Pair(model, None)
 
 
@@ -147,18 +148,17 @@ def test_distilled_samples_become_likelier_and_the_teacher_stays(student):
     assert trained.network.state_dict().keys() == before.keys(), "LoRA is merged"
 
 
-def test_lora_starts_at_the_base_model_to_the_bit_and_merging_keeps_the_function():
-    model = tiny_conditional(0).network
-    ids = torch.arange(27).view(3, 9) % 7
-    expected = model(ids)
-    trained = add_lora(model, generator(0))
-    assert torch.equal(model(ids), expected)
-    assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in trained}
-    for parameter in trained:
+def test_lora_starts_at_the_base_model_to_the_bit_and_ends_in_plain_weights():
+    model, ids = tiny_conditional(0).network, torch.arange(27).view(3, 9) % 7
+    student = Student(model, 1e-2, True, generator(0))
+    assert torch.equal(student.network(ids), model(ids))
+    trained = {id(one) for one in student.network.parameters() if one.requires_grad}
+    assert trained == {id(one) for one in student.parameters}
+    for parameter in student.parameters:
         torch.nn.init.normal_(parameter, std=0.3)
-    expected = model(ids)
-    merge_lora(model)
-    torch.testing.assert_close(model(ids), expected, rtol=1e-4, atol=1e-4)
+    expected = student.network(ids)
+    assert (expected - model(ids)).abs().max() > 0.1
+    assert torch.equal(student.finish(1)(ids), expected)
 
 
 def test_a_model_that_is_not_finite_is_not_returned():

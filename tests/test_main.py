@@ -1,22 +1,18 @@
 """The main job at a small scale: its files, every learner, and the options that it must refuse."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from jobs import JOBS, contents, products, refusal, run_main
-from networks import assert_same
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import tinystories
-from eval.config import POCKET
 from eval.figures import draw_figures
 from eval.run import Run, read_lines
 from eval.sample import TrainedRun
 from eval.table import read_results
 from tinystories.checkpoint import read_json
 from tsmc.proposal import proposal_log_probs
+from twist import load_pair
 
 PROMPT = "Once upon a time, there was a"
 CTL = [f"twist learning {step}" for step in (1, 2, 3)]
@@ -56,18 +52,6 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
     assert [path.name for path in finished_run.rglob(".*")] == [".lock"]
 
 
-def assert_loads_in_transformers(directory: Path, wanted: str) -> None:
-    """Model and tokenizer are those of this project; `wanted` are the tensors that have changed."""
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    assert_same("lm", directory, theirs)
-    model, tokenizer = tinystories.load(directory)
-    ids = AutoTokenizer.from_pretrained(directory)(PROMPT)["input_ids"]
-    assert ids == tokenizer.encode(PROMPT).ids
-    before, after = tinystories.load(POCKET / "lm")[0].state_dict(), model.state_dict()
-    changed = {name for name in after if not torch.equal(after[name], before[name])}
-    assert changed and changed == {name for name in after if re.search(wanted, name)}
-
-
 NARROW = ["--dtype", "bfloat16"]
 OTHER_SEED = ["--seed", "1", "--eval-target-proposals", "0"]  # and no exact samples
 VARIANTS = JOBS | {
@@ -86,16 +70,20 @@ def test_every_variant_learns_and_loads_as_it_was(
     """And a run of the same options elsewhere is the same to the byte."""
     keep, path, options = Run.keep, tmp_path / "run", VARIANTS[name]
     is_policy, is_adapter = "--updates" in options, "--pool-draws" in options
+    wanted = "(q|v)_proj.weight" if "lora" in options else "wte|wpe|proj|fc|ln_"
 
-    def keep_and_load(run, m, row, samples, pair=None, world=None, state=None) -> None:
-        keep(run, m, row, samples, pair, world, state)
+    def keep_and_load(run, m, row, samples, learner=None, pair=None) -> None:
+        keep(run, m, row, samples, learner, pair)
         if m is None:
             return
-        again, tokens = run.load_pair(m, world), torch.arange(40, 60).view(4, 5)
+        again, tokens = load_pair(run.folder(m), learner.base), torch.arange(40, 60).view(4, 5)
         both = [proposal_log_probs(one.model, one.twist, tokens) for one in (again, pair)]
         torch.testing.assert_close(*both, rtol=0, atol=0)
-        is_fine_tuned = is_policy or (m == 1 and not is_adapter)
-        assert (run.folder(m) / "config.json").exists() == is_fine_tuned
+        if is_policy or (m == 1 and not is_adapter):
+            before, after = learner.base.network.state_dict(), pair.model.network.state_dict()
+            changed = {name for name in after if not torch.equal(after[name], before[name])}
+            unlike = changed ^ {name for name in after if re.search(wanted, name)}
+            assert changed and (not unlike or "bfloat16" in options)  # where a step may vanish
         assert (pair.twist is None) == (is_policy or is_adapter)
         if not is_policy:
             learned = pair.model.adapter.shift if is_adapter else pair.twist
@@ -110,9 +98,6 @@ def test_every_variant_learns_and_loads_as_it_was(
     assert len(drawn.texts) == 6 and drawn.evidence().value < 0
     if name in ("weighted", "pooled", "dpo"):
         assert products(path) == products(finished_job(name))
-    if name in ("weighted", "LoRA", "dpo"):
-        wanted = "(q|v)_proj.weight" if name == "LoRA" else "wte|wpe|proj|fc|ln_"
-        assert_loads_in_transformers(path / "generation-1", wanted)
     if name == "no surrogate":
         printed = capsys.readouterr().out
         assert "Generation 1" in printed and "Target" not in printed and "KL" not in printed
@@ -158,21 +143,19 @@ def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys):
 
 
 BAD = {  # options, and a pattern of the one line
-    "--generation 5": r"did you mean --generations\?",
+    "--generation 5": "unrecognized arguments: --generation 5; see",
     "--preset pockets": "--preset is 'pockets'; give one of pocket, paper",
     "--learner magic": "--learner is 'magic'; give one of paper, weighted, pooled, dpo, grpo",
     "--pool-draws 5": "unrecognized arguments: --pool-draws",
-    "--learner pooled --pool-draws 0": "--pool-draws is 0; give at least 1",
-    "--eval-particles 0": "--eval-particles is 0; give at least 1",
-    "--beta nan": "--beta is nan; give at least 0",
-    "--prompt a\x1b[2J": "--prompt .*cannot be printed",
+    "--learner pooled --pool-draws 0": "--pool-draws is 0; give a number from 1 to ",
+    "--eval-particles 0": "--eval-particles is 0; give a number from 1 to ",
+    "--beta nan": "--beta is nan; give a number from 0 to ",
     f"--prompt {'a-' * 200}": r"the prompt \(.*shorten",
     "--end END": "--end END.*name one",
     "--lm no/such/place": "--lm no/such/place: ",
     "--device abacus": "--device abacus.*cpu",
     "--preset paper": "--lm roneneldan/TinyStories-33M@",
     "--potential kindness": "--potential kindness.*keyword:WORD",
-    "--potential a/own.py:phi --potential b/own.py:phi": "b/own.py.*rename",
     "--target a": "a/samples.safetensors: no such file",
     "--target sixty --beta 9": "sixty: holds samples of another sigma",
     "--out precious.txt": "--out precious.txt: exists already",
@@ -189,10 +172,6 @@ def test_bad_options_are_refused_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sixty").symlink_to(finished_run.with_name("sixty"))
     (tmp_path / "precious.txt").write_text("mine")
-    for folder in "ab":
-        (tmp_path / folder).mkdir()
-        text = f"def phi(texts):\n    return [0.0 for _ in texts]  # {folder}\n"
-        (tmp_path / folder / "own.py").write_text(text)
     before = contents(tmp_path)
     said = refusal("--out", "run", *line.split(" "))
     assert re.search(BAD[line], said), said

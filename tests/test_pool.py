@@ -63,8 +63,8 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     rows, drawn_by = torch.tensor([[8, 1, 1, 5]]), []
     options = PooledOptions(pool_learning_rate=1.0, pool_least_ess=0.4)
     learner = Pooled(base, rare_potential, options, Streams(0), reports)
-    learner.rounds = [Round(tokens, log_weights, torch.zeros(9))]
-    learner.scores_of_tokens = lambda: scores
+    learner.pool = Round(tokens, log_weights, torch.zeros(9))
+    monkeypatch.setattr(distill.pooled, "fit_surrogate", lambda *_: scores)
     draw = lambda weights, *_: drawn_by.append(weights) or rows  # noqa: E731
     monkeypatch.setattr(distill.pooled, "draw_batches", draw)
     with mock.patch("torch.optim.Adam", torch.optim.SGD):

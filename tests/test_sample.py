@@ -14,10 +14,12 @@ from worlds import generator
 
 from eval import sample
 from eval.sample import TrainedRun, draw, report
-from tinystories.checkpoint import read_json, read_metadata, write_json
+from eval.world import load_sigma
+from tinystories.checkpoint import read_json, write_json
 from tsmc import proposal_log_probs
 from tsmc.proposal import sequence_log_probs
 from tsmc.resampling import log_mean_exp, normalise
+from twist import load_pair
 
 PROMPT = "Once upon a time, there was a"
 OTHER = "The ugly dog said"
@@ -30,11 +32,12 @@ def runs(finished_job, tmp_path_factory) -> dict[str, Path]:
     for learner in ("weighted", "pooled"):
         place = tmp_path_factory.mktemp("runs") / learner
         copies[learner] = shutil.copytree(finished_job(learner), place)
-        for file in sorted(copies[learner].glob("generation-*/[at]*.safetensors")):
+        names = "twist" if learner == "weighted" else "model"
+        for file in sorted(copies[learner].glob(f"generation-*/{names}.safetensors")):
             tensors = load_file(file)
             for name in sorted(tensors):
                 tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=source)
-            save_file(tensors, file, read_metadata(file))
+            save_file(tensors, file)
     return copies
 
 
@@ -43,9 +46,9 @@ def runs(finished_job, tmp_path_factory) -> dict[str, Path]:
 def test_without_resampling_the_weights_are_those_of_the_target(runs, learner, m, prompt):
     trained = TrainedRun(runs[learner], m)
     options = dataclasses.replace(trained.config.run, prompt=prompt, beta=0.3)
-    world = trained.world(options)
-    pair = trained.pair(world)
-    drawn = draw(world, pair, options, 9, 4, **trained.rule(world))
+    world = load_sigma(options)
+    pair = load_pair(trained.folder, world.base)
+    drawn = draw(options, trained.folder, 9, 4, **trained.rule)
     tokens = drawn.population.tokens.flatten(0, 1)  # [R K, T]
     log_phi = options.beta * world.log_toxicity(drawn.texts).double()
     log_q = proposal_log_probs(pair.model, pair.twist, tokens)[1]
@@ -109,8 +112,8 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
     few = ("--particles", 2, "--runs", 1, "--length", 3)
     for arguments, words in (
         ([], "no run is named: python -m eval.sample "),
-        ([tmp_path / "none"], f"{tmp_path / 'none'}: no such directory"),
-        ([tmp_path], f"{tmp_path}: holds no saved generation"),
+        ([tmp_path / "none"], f"{tmp_path / 'none'}/config.json: no such file; name a run"),
+        ([tmp_path], f"{tmp_path}/config.json: no such file"),
         ([other], f"{other}: lm changed since the run was made; restore"),
         ([run, "--generation", 7], f"generation 7 is not in {run}; it holds 0, 1"),
         ([run, "--samples", 0, *few], "0 samples cannot be drawn"),

@@ -34,8 +34,8 @@ from distill.learner import Learner, check_all, option
 from tinystories.decoder import counted, padded
 from tinystories.errors import InputError
 from tsmc import processes
-from tsmc.interfaces import LanguageModel, row_slices
-from twist.adapter import Adapted, Adapter
+from tsmc.interfaces import BaseModel, row_slices
+from twist.adapter import Adapter, adapted
 from twist.ctl import EXPLODED
 from twist.forced import MOST_HINTS
 from twist.pair import Pair
@@ -101,7 +101,7 @@ class Pooled(Learner):
                 q = self.fit(f"ladder {step}", 0, updates, log_weights, power, q)
         return Pair(self.fit_to_sigma(0), None)
 
-    def distil(self, pair: Pair, m: int) -> LanguageModel:
+    def distil(self, pair: Pair, m: int) -> BaseModel:
         """Line 3: p^(m) = q^(m), fitted to all draws so far, to which q^(m-1) adds."""
         assert self.pool, "the pool is empty; begin with first_twist(), or resume(state)"
         self.draw(pair.model.adapter, "sampling", m, self.options.pool_draws)
@@ -119,12 +119,12 @@ class Pooled(Learner):
         drawn = Round(**self.streams.draw(word, m, count, draw, 1, self.report))
         self.pool = joined([self.pool, drawn]) if self.pool else drawn
 
-    def fit_to_sigma(self, m: int) -> Adapted:
+    def fit_to_sigma(self, m: int) -> BaseModel:
         """q^(m): an adapter of p^(0), learned anew from the whole pool."""
         # Anew, because an adapter that goes on learns the few heavy texts by heart.
         log_weights = self.pool.log_weights
         q = self.fit("distillation", m, self.options.pool_updates, log_weights, 1.0, None)
-        return Adapted(self.base, q)
+        return adapted(self.base, q)
 
     def fit(
         self,

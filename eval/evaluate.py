@@ -102,7 +102,6 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
     row["examples"] = samples.texts[::particles][:EXAMPLES]
     if len(options.eval_particles) > 1:
         row["populations"] = populations(options, world, learner, pair, m)
-    remark(run, row, options)
     return row, samples.rows(f"generation {m}")
 
 
@@ -144,14 +143,3 @@ def populations(
         scores = samples_of(world, population).scores
         found[particles] = scores.get("toxicity", scores["log_phi"]).mean().item()
     return found
-
-
-def remark(run: Run, row: dict, options: RunOptions) -> None:
-    """Say what the numbers of a generation mean where they are poor."""
-    m = row["generation"]
-    if row.get("ess", 2) < 2:
-        fault = f"generation {m}: one particle has nearly all the weight of a run"
-        run.say(f"{fault}; lower the learning rate, draw more, or {SOFTEN}")
-    if row.get("dead_runs", 0) > options.eval_runs / 10:
-        fault = f"generation {m}: {row['dead_runs']} of {options.eval_runs} runs died"
-        run.say(f"{fault}, all weights zero; raise --eval-particles, or {SOFTEN}")

@@ -9,7 +9,7 @@ checkpoints belong to another sigma. N samples, T tokens, D width of an embeddin
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +108,9 @@ def load_sigma(options: RunOptions) -> World:
     if end is None:
         raise InputError(f"--end {options.end}: is not one of the tokenizer's tokens; name one")
     base = Conditional(network.to(dtype), ids, options.length, end)
-
-    def decode(rows: list[list[int]]) -> list[str]:
-        return tokenizer.decode_batch(rows, skip_special_tokens=True)
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
+    decode = partial(tokenizer.decode_batch, skip_special_tokens=True)
     factors = make_factors(options.potential, options.beta, scorer)
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
     potential = TextPotential(factors, decode, ids, end, encode)
     # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
     potential.scale = max(options.beta, 1.0) if scorer is not None else 1.0

@@ -12,7 +12,7 @@ import distill.pooled
 from distill import Pooled, PooledOptions, Streams
 from tinystories.decoder import counted
 from tsmc.exact import Target
-from twist.adapter import Adapted, Adapter
+from twist.adapter import Adapter, adapted
 from twist.pool import POWERS, Round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
 
@@ -72,7 +72,7 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     torch.testing.assert_close(drawn_by, [truncated(log_weights, 0.4)])
     is_counted = counted(tokens[rows[0]], 6)
     assert 4 < is_counted.sum() < 16
-    loss = -Adapted(base, start).log_probs(tokens[rows[0]])[0].sum() / is_counted.sum()
+    loss = -adapted(base, start).log_probs(tokens[rows[0]])[0].sum() / is_counted.sum()
     gradients = torch.autograd.grad(loss, list(start.shift.parameters()))
     assert reports["x"] == [{"loss": pytest.approx(loss.item(), rel=1e-5), "power": 0.5}]
     both = zip(start.shift.parameters(), fitted.shift.parameters(), strict=True)

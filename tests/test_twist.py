@@ -8,7 +8,7 @@ from worlds import generator, tiny_conditional
 
 from tinystories.errors import InputError
 from tsmc.exact import Tree
-from twist.adapter import Adapted, Adapter
+from twist.adapter import Adapter, adapted
 from twist.mlp import FORMS, TwistMLP
 from twist.pair import Pair, load_pair, save_pair
 
@@ -41,7 +41,7 @@ def pair_of(kind: str) -> Pair:
     scores = torch.linspace(-1, 1, 7) if kind == "q with surrogate" else None
     adapter = Adapter(BASE.output_embeddings, scores, generator(0))
     randomise(adapter.shift, 3)
-    return Pair(Adapted(BASE, adapter), None)
+    return Pair(adapted(BASE, adapter), None)
 
 
 @torch.no_grad()

@@ -11,13 +11,14 @@ Read as a twist of p^(0), log psi = U e + a g, the adapter has q as its twist-in
 width, H hidden units, V vocabulary, N rows, T tokens.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.decoder import Autoregressive
 from tinystories.gpt_neo import at_least_float32
-from tsmc.interfaces import BaseModel, Decoder
+from tsmc.interfaces import BaseModel
 from twist.mlp import TwistMLP
 
 
@@ -53,24 +54,9 @@ class Adapter(nn.Module):
         return F.linear(self.shift(hidden).to(self.embeddings.dtype), self.embeddings)
 
 
-class Adapted(Autoregressive):
-    """The language model q: p^(0) whose logits an adapter makes."""
-
-    def __init__(self, base: BaseModel, adapter: Adapter):
-        self.base = base
-        self.adapter = adapter
-        self.length = base.length
-        self.end = base.end
-        self.vocab_size = base.vocab_size
-
-    def decoder(self, rows: int) -> Decoder:
-        """A fresh decoder of `rows` continuations."""
-        return self.base.decoder(rows)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] of hidden states [..., D]."""
-        return self.adapter(hidden)
-
-    def states(self, tokens: Tensor) -> Tensor:
-        """The hidden states [N, T, D] that predict each of tokens [N, T]."""
-        return self.base.states(tokens)
+def adapted(base: BaseModel, adapter: Adapter) -> BaseModel:
+    """The language model q: p^(0) = base, whose logits an adapter makes; it is in `q.adapter`."""
+    q = copy.copy(base)
+    q.head = adapter
+    q.adapter = adapter
+    return q

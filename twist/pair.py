@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tinystories.checkpoint import read_json, read_tensors, reading, write_json, write_tensors
 from tsmc.interfaces import BaseModel
-from twist.adapter import Adapted, Adapter
+from twist.adapter import Adapter, adapted
 from twist.mlp import FORMS, make_twist
 
 MODEL, TWIST, PAIR = "model.safetensors", "twist.safetensors", "pair.json"
@@ -31,7 +31,7 @@ REMEDY = "restore the run's own file, or make the run again"
 class Pair:
     """What twisted SMC runs with: a language model and its twist."""
 
-    model: Any  # p^(m): a BaseModel, or an Adapted
+    model: BaseModel  # p^(m)
     twist: Any  # psi^(m): a module, or None for psi = 1
 
 
@@ -39,7 +39,7 @@ def save_pair(directory: str | Path, pair: Pair, base: BaseModel) -> None:
     """Write a pair over p^(0) = base."""
     directory = Path(directory)
     kind, form = BASE, None
-    if isinstance(pair.model, Adapted):
+    if hasattr(pair.model, "adapter"):
         kind = ADAPTER
         write_module(directory / MODEL, pair.model.adapter)
     elif pair.model is not base:
@@ -65,7 +65,7 @@ def load_pair(directory: str | Path, base: BaseModel) -> Pair:
         with reading(directory / MODEL, MISFIT, REMEDY):
             if kind == ADAPTER:
                 adapter = Adapter(embeddings, tensors.get("scores"), source)
-                model = Adapted(base, restored(adapter, tensors).to(embeddings.device))
+                model = adapted(base, restored(adapter, tensors).to(embeddings.device))
             else:
                 model = base.with_network(restored(copy.deepcopy(base.network), tensors))
     if form is not None:

@@ -22,7 +22,6 @@ from tinystories.tokenizer import UNFINISHED
 from tsmc.interfaces import LanguageModel, LogPotential, LogPrefix
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.sampler import Sigma
-from twist.adapter import Adapted
 
 READS = ("texts", "continuations")
 """What a factor can read: N texts with the prompt, or without it."""
@@ -223,7 +222,7 @@ def effective_potential(log_phi: Callable[[Tensor], Tensor], base: LanguageModel
 
 
 def seen_from(
-    model: LanguageModel | Adapted,
+    model: LanguageModel,
     base: LanguageModel,
     log_phi: Callable[[Tensor], Tensor],
     is_effective: bool = True,

@@ -20,7 +20,6 @@ from eval.table import closing, table
 from eval.world import World, load_world
 from tsmc import processes
 from tsmc.runs import Streams
-from twist import load_pair
 
 
 def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
@@ -36,8 +35,7 @@ def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
         run.keep(0, *evaluate(run, world, learner, pair, 0), learner, pair)
         last = 0
     else:
-        pair = load_pair(run.folder(last), world.base)
-        learner.resume(run.state(last))
+        pair = run.restore(last, learner)
     for m in range(last + 1, config.run.generations + 1):  # line 2
         model = learner.distil(pair, m)  # line 3: p^(m)
         pair = learner.learn_twist(model, m)  # line 4: (p^(m), psi^(m))

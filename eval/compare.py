@@ -77,7 +77,7 @@ def add_texts(
         target = world.score(world.exact.tokens)
         rows["Target"] = [target_row(world, target, min(map(len, texts.values())))]
     for path, own in texts.items():
-        samples = world.score_texts(own)
+        samples = world.score(None, texts=own)
         rows[str(path)] = [describe(samples, world.encode(own), world.exact_vectors)]
 
 

@@ -20,13 +20,14 @@ Samples are the particles after the last resampling, where copies count as often
 Particles of one run are dependent, so the energy distance leaves out their pairs.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eval.scorers.similarity import mean_pairwise_cosine
-from tsmc.estimate import Estimate, difference, mean_estimate
+from tsmc.estimate import Estimate, mean_estimate
 from tsmc.interfaces import LanguageModel
 from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import ExactSamples
@@ -115,4 +116,6 @@ def kl_of_log_q(log_q: Tensor, base: LanguageModel, exact: ExactSamples) -> Esti
     q = p^(0) and the shipped samples it is .065, where their covariance would make it .054.
     """
     terms = sequence_log_probs(base, exact.tokens) + exact.log_phi - log_q  # [N]
-    return difference(mean_estimate(terms), exact.evidence())
+    mean = mean_estimate(terms)
+    error = math.hypot(mean.std_error, exact.log_z_std_error)
+    return Estimate(mean.value - exact.log_z, error, mean.dof)

@@ -34,7 +34,7 @@ from eval.config import Config
 from tinystories import checkpoint
 from tinystories.errors import InputError
 from tsmc import processes
-from twist.pair import Pair, save_pair
+from twist.pair import Pair, load_pair, save_pair
 
 STATE, ROW, SECONDS = "state.safetensors", "row.json", "seconds.json"
 
@@ -54,9 +54,19 @@ class Run(contextlib.AbstractContextManager):
         self.title = ""  # of the bar
         self.start = time.monotonic()
         self.processor_start = time.process_time()
-        self.path = processes.first(resumed or (new_directory(config) if self.writes else None))
+        path = resumed or Path(config.run.out or f"runs/{config.run.preset}")
+        number = 1
+        while not (resumed or config.run.out) and path.exists():
+            number += 1
+            path = Path(f"runs/{config.run.preset}-{number}")
+        self.path = processes.first(path)
         if not self.writes:
             return
+        try:
+            self.path.mkdir(parents=True, exist_ok=resumed is not None)
+        except FileExistsError:
+            fault = f"--out {path}: exists already"
+            raise InputError(f"{fault}; choose another, or go on with --resume") from None
         self.lock = filelock.FileLock(self.path / ".lock")
         try:
             self.lock.acquire(timeout=0)
@@ -121,6 +131,11 @@ class Run(contextlib.AbstractContextManager):
         self.processor_start = time.process_time()
         processes.gather(None)  # nobody reads before it is there
 
+    def restore(self, m: int, learner: Learner) -> Pair:
+        """(p^(m), psi^(m)) of a generation, and the learner as it was then."""
+        learner.resume(checkpoint.read_tensors(self.folder(m) / STATE))
+        return load_pair(self.folder(m), learner.base)
+
     def finish(self) -> dict:
         """Write results.json: the rows Base and Target, and those of all generations."""
         if not self.writes:
@@ -133,10 +148,6 @@ class Run(contextlib.AbstractContextManager):
         results["generations"] = [checkpoint.read_json(row) for row in rows]
         checkpoint.write_json(self.path / "results.json", results)
         return results
-
-    def state(self, m: int) -> dict[str, Tensor]:
-        """What the learner needs to go on after generation m."""
-        return checkpoint.read_tensors(self.folder(m) / STATE)
 
     def __call__(self, word: str, m: int | None, steps: int, **figures: float | Tensor) -> None:
         """Show one step and record its figures (a `Report`)."""
@@ -187,21 +198,6 @@ def read_lines(path: Path) -> list[dict]:
     """The rows of such a file."""
     with checkpoint.reading(path, "is no file of rows"):
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def new_directory(config: Config) -> Path:
-    """The directory of --out, or else a new one in runs/; InputError where it exists already."""
-    path = Path(config.run.out or f"runs/{config.run.preset}")
-    number = 1
-    while not config.run.out and path.exists():
-        number += 1
-        path = Path(f"runs/{config.run.preset}-{number}")
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        fault = f"--out {path}: exists already"
-        raise InputError(f"{fault}; choose another, or continue its run with --resume") from None
-    return path
 
 
 def finite_or_null(value: Any) -> Any:

@@ -21,7 +21,7 @@ from eval.config import LEARNERS, RunOptions, saved_config
 from eval.run import ROW
 from eval.scorers.potentials import SOFTEN
 from eval.world import check_unchanged, identity, load_sigma
-from tinystories.errors import InputError, listed, printable
+from tinystories.errors import InputError, printable
 from tsmc import SCHEMES
 from twist import Drawn, load_pair, sample
 
@@ -36,14 +36,15 @@ class TrainedRun:
         """The last generation unless another is named; InputError names what is missing."""
         run = Path(directory)
         self.config = saved_config(run).change(device=device)
-        names = [path.parent.name[11:] for path in run.glob(f"generation-*/{ROW}")]
-        saved = sorted(int(name) for name in names if name.isdecimal())
-        if not saved:
+        count = 0
+        while (run / f"generation-{count}" / ROW).exists():
+            count += 1
+        if count == 0:
             raise InputError(f"{run}: holds no saved generation; name a run that has finished one")
-        self.generation = saved[-1] if generation is None else generation
-        if self.generation not in saved:
-            there = listed(map(str, saved))
-            raise InputError(f"generation {self.generation} is not in {run}; it holds {there}")
+        self.generation = count - 1 if generation is None else generation
+        if not 0 <= self.generation < count:
+            fault = f"generation {self.generation} is not in {run}"
+            raise InputError(f"{fault}; it holds 0 to {count - 1}")
         check_unchanged(run, identity(self.config.run))
         self.folder = run / f"generation-{self.generation}"  # of the pair
         self.rule = LEARNERS[self.config.run.learner][0].rule(self.config.learner)

@@ -53,14 +53,11 @@ class World:
     exact_vectors: Tensor | None = None  # [N, D] embeddings of the exact samples
     hashes: dict[str, str] = field(default_factory=dict)  # of what it was loaded from (`identity`)
 
-    def score(self, tokens: Tensor, group: list[int] | None = None) -> Samples:
-        """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
-        return self.score_texts(self.potential.texts(tokens), tokens, group)
-
-    def score_texts(
-        self, texts: list[str], tokens: Tensor | None = None, group: list[int] | None = None
+    def score(
+        self, tokens: Tensor | None, group: list[int] | None = None, texts: list[str] = ()
     ) -> Samples:
-        """The same of N texts; without tokens nothing is said of their ends."""
+        """Score sequences tokens [N, T], or else N texts; without groups each is its own group."""
+        texts = self.potential.texts(tokens) if tokens is not None else texts
         scores = {"log_phi": self.potential.of_texts(texts)}
         if tokens is not None and self.base.end != NO_END:
             scores["ended"] = (tokens == self.base.end).any(1).cpu().double()  # else cut at T

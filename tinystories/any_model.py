@@ -24,14 +24,6 @@ except ImportError as error:
     raise InputError("AnyModel needs transformers; pip install transformers") from error
 
 
-class Cache(DynamicCache):
-    """Keys and values as `transformers` holds them."""
-
-    def reorder(self, parents: Tensor) -> None:
-        """Row b continues the history of row parents[b]; parents [B], any number of rows."""
-        self.reorder_cache(parents)
-
-
 LARGE = 100.0  # size of the largest logits of a trained network
 
 
@@ -108,7 +100,9 @@ class AnyModel(Conditional):
 
     def cache(self) -> Any:
         """An empty cache of keys and values."""
-        return Cache(config=self.network.config)
+        cache = DynamicCache(config=self.network.config)
+        cache.reorder = cache.reorder_cache
+        return cache
 
     def read(self, ids: Tensor, cache: Any = None) -> Tensor:
         """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""

@@ -1,7 +1,6 @@
 """Means with their standard errors.
 
     mean x-bar, error s / sqrt(N), N - 1 degrees of freedom
-    difference of independent means: errors in quadrature, the fewer degrees of freedom
 
 Intervals use Student's t. One value alone has an infinite error.
 """
@@ -48,9 +47,3 @@ def mean_estimate(values: Tensor) -> Estimate:
     if len(values) < 2:
         return Estimate(mean, math.inf, math.inf)
     return Estimate(mean, values.std().item() / math.sqrt(len(values)), len(values) - 1.0)
-
-
-def difference(a: Estimate, b: Estimate) -> Estimate:
-    """a - b of independent estimates."""
-    error = math.hypot(a.std_error, b.std_error)
-    return Estimate(a.value - b.value, error, min(a.dof, b.dof))

@@ -37,14 +37,6 @@ def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
     return torch.where(log_a > -torch.inf, log_a.exp() * (log_a - log_b), 0.0).sum()
 
 
-def absorbed(log_p: Tensor, tokens: Tensor, end: int) -> Tensor:
-    """log p [N, V] of the last of tokens [N, t], where `end` is certain behind a finished text."""
-    is_finished = ~counted(tokens, end)[:, -1:]  # [N, 1]
-    is_other = torch.arange(log_p.shape[1], device=log_p.device) != end  # [V]
-    certain = torch.zeros_like(log_p).masked_fill(is_other, -torch.inf)  # [N, V]
-    return torch.where(is_finished, certain, log_p)
-
-
 class Tree:
     """All prefixes of a language model: conditional log probabilities and hidden states."""
 
@@ -65,7 +57,11 @@ class Tree:
             slices = row_slices(len(ends), t * self.vocab_size)
             parts = [model.log_probs(ends[rows])[1:] for rows in slices]
             logits = torch.cat([logits[:, -1] for logits, _ in parts])  # [V^(t-1), V]
-            self.log_p.append(absorbed(logits.log_softmax(-1), ends, model.end))
+            # Behind a finished text its end is certain.
+            is_finished = ~counted(ends, model.end)[:, -1:]  # [V^(t-1), 1]
+            is_end = torch.arange(self.vocab_size, device=device) == model.end  # [V]
+            certain = torch.where(is_end, 0.0, -torch.inf)  # [V]
+            self.log_p.append(torch.where(is_finished, certain, logits.log_softmax(-1)))
             self.hidden.append(torch.cat([hidden[:, -1] for _, hidden in parts]))
 
     def sequences(self) -> Tensor:

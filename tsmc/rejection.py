@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
-from tsmc.estimate import Estimate
 from tsmc.interfaces import LanguageModel, call_potential
 from tsmc.proposal import sample_proposal
 from tsmc.resampling import log_mean_exp
@@ -34,10 +33,6 @@ class ExactSamples:
     def to(self, device: torch.device) -> "ExactSamples":
         """The same with its tensors on `device`."""
         return replace(self, tokens=self.tokens.to(device), log_phi=self.log_phi.to(device))
-
-    def evidence(self) -> Estimate:
-        """log Z_sigma with its error."""
-        return Estimate(self.log_z, self.log_z_std_error, self.num_proposals - 1.0)
 
 
 def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:

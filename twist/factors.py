@@ -10,12 +10,10 @@ a word unfinished. `without` has a prefix part log f_t (`tsmc/sampler.py`), the 
 no continuation can change: there only finished words count.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from tinystories.errors import InputError
@@ -25,12 +23,8 @@ from twist.potential import ROUNDING, Factor
 def power(
     log_score: Callable[[list[str]], Tensor], beta: float, rounding: float = ROUNDING
 ) -> Factor:
-    """phi = score^beta of whole texts; at beta = 0 phi is 1 even where the score is 0."""
-
-    def log_phi(texts: list[str]) -> Tensor:
-        return beta * log_score(texts).double() if beta > 0 else torch.zeros(len(texts))
-
-    return Factor(log_phi, rounding=rounding)
+    """phi = score^beta of whole texts; the score is above zero."""
+    return Factor(lambda texts: beta * log_score(texts).double(), rounding=rounding)
 
 
 def search(pattern: str, if_found: float, if_not: float) -> Callable[[list[str]], list[float]]:
@@ -54,8 +48,8 @@ def regex(pattern: str, strength: float = math.inf) -> Factor:
 
 def keyword(word: str, strength: float = math.inf) -> Factor:
     """The continuation holds the word (or words) as a whole, in capitals or not."""
-    factor = regex(rf"(?i)(?<!\w){re.escape(word)}(?!\w)", strength)
-    return dataclasses.replace(factor, hints=(word,))
+    log_phi = search(rf"(?i)(?<!\w){re.escape(word)}(?!\w)", 0.0, -strength)
+    return Factor(log_phi, "continuations", hints=(word,))
 
 
 def without(word: str, strength: float = math.inf) -> Factor:

@@ -10,7 +10,7 @@ N texts, T tokens, P tokens of the prompt.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -229,21 +229,13 @@ def seen_from(
 ) -> Sigma:
     """sigma as p^(m) = model sees it: through phi^(m) (eq. 8), which is phi if p^(m) is p^(0).
 
-    Without `is_effective` phi stays as it is, and the target drifts with p^(m). Where p^(m) is not
-    p^(0), only the zeros of the prefix part remain: p^(m) has learned the rest, which would count
-    twice (measured in docs/results.md). Any f that is positive where phi is leaves Z-hat unbiased.
+    Without `is_effective` phi stays as it is, and the target drifts with p^(m). Only p^(0) has the
+    prefix part: another p^(m) has learned what it says, which would count twice (measured in
+    docs/results.md). Any f that is positive where phi is leaves Z-hat unbiased, f = 1 as well.
     """
-    log_prefix = getattr(log_phi, "log_prefix", None)
-    sigma = Sigma(model, lambda tokens, log_p: log_phi(tokens), log_prefix)
     if model is base:
-        return sigma
-    if is_effective:
-        sigma = replace(sigma, log_potential=effective_potential(log_phi, base))
-    if log_prefix is None:
-        return sigma
-
-    def only_zeros(tokens: Tensor) -> Tensor:
-        values = log_prefix(tokens)  # [N]
-        return values.masked_fill(values > -torch.inf, 0.0)
-
-    return replace(sigma, log_prefix=only_zeros)
+        log_prefix = getattr(log_phi, "log_prefix", None)
+        return Sigma(model, lambda tokens, log_p: log_phi(tokens), log_prefix)
+    if not is_effective:
+        return Sigma(model, lambda tokens, log_p: log_phi(tokens))
+    return Sigma(model, effective_potential(log_phi, base))

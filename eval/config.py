@@ -18,7 +18,7 @@ from distill import DPO, GRPO, WEIGHTED, BaselineOptions, Paper, PaperOptions, P
 from distill.learner import check_all, flag_of, option
 from eval.command import OneLineParser
 from tinystories.checkpoint import read_json
-from tinystories.errors import InputError, listed, shortened
+from tinystories.errors import InputError, listed, reason_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 POCKET = Path(__file__).resolve().parents[1] / "checkpoints" / "pocket"
@@ -87,13 +87,12 @@ class RunOptions:
         name = self.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cuda" and "LOCAL_RANK" in os.environ:
-            name = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
+        if name == "cuda":
+            name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         try:
             return torch.Generator(name).device
         except (RuntimeError, AssertionError) as error:
-            reason = shortened(str(error).splitlines()[0])
-            fault = f"--device {self.device} is not available ({reason})"
+            fault = f"--device {self.device} is not available ({reason_of(error)})"
             raise InputError(f"{fault}; use --device cpu") from error
 
 

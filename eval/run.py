@@ -1,17 +1,8 @@
-"""A run of `main.py` is a directory:
+"""A run of `main.py` is a directory (docs/options.md lists its files), locked by process 0.
 
-    config.json       every option, the versions that began it, and hashes of the networks
-    base/             the rows Base and Target, and their texts
-    target/           exact samples of sigma, if the run drew them
-    generation-m/     p^(m) and psi^(m), what the learner needs to go on (state.safetensors), its
-                      row (row.json), texts (samples.jsonl) and steps (metrics.jsonl)
-    results.json      all rows, once the run has finished
-    figures/          PNG
-
-A folder is written under another name and renamed, so it is there completely or not at all. With
---resume a run goes on behind its last generation; at most one generation is lost. Every random
-stream has a name, so the results are those of a run that was never interrupted, to the byte.
-Process 0 writes, while it holds `.lock`.
+Each of its folders is written under another name and renamed, so it is there completely or not at
+all. With --resume a run goes on behind its last generation; at most one generation is lost. Every
+random stream has a name, so the results are those of a run that was never interrupted, to the byte.
 """
 
 import contextlib
@@ -19,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,10 +21,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distill import Learner
-from eval.command import say
 from eval.config import Config
 from tinystories import checkpoint
-from tinystories.errors import InputError
+from tinystories.errors import InputError, printable
 from tsmc import processes
 from twist.pair import Pair, load_pair, save_pair
 
@@ -43,14 +34,13 @@ class Run(contextlib.AbstractContextManager):
     """The directory of a run, locked inside the `with` block, and its progress."""
 
     def __init__(self, config: Config, resumed: Path | None, hashes: dict[str, str]):
-        """A new run, or the one in the directory `resumed`; InputError where it cannot be.
-
-        `hashes` are those of its networks and of the user's files.
+        """A new run, or that in the directory `resumed`, with the hashes of its networks and of the
+        user's files; InputError where it cannot be.
         """
         self.config = config
         self.writes = processes.rank() == 0
         self.records: list[dict] = []  # the figures of each step of this generation
-        self.bar: tqdm | None = None
+        self.bar = tqdm(disable=True)
         self.title = ""  # of the bar
         self.start = time.monotonic()
         self.processor_start = time.process_time()
@@ -82,7 +72,7 @@ class Run(contextlib.AbstractContextManager):
         checkpoint.write_json(self.path / "config.json", made)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        self.close_bar()
+        self.bar.close()
         if self.writes:
             self.lock.release()
         if isinstance(error, KeyboardInterrupt):
@@ -157,7 +147,7 @@ class Run(contextlib.AbstractContextManager):
             self.records.append({"phase": word, "generation": m, "step": step} | numbers)
         title = word if m is None else f"generation {m}, {word}"
         if title != self.title:
-            self.close_bar()
+            self.bar.close()
             self.title = title
             # Without a terminal there is no bar, only the line of each generation.
             hidden = None if self.writes else True
@@ -165,18 +155,10 @@ class Run(contextlib.AbstractContextManager):
         self.bar.set_postfix({name: f"{value:.3g}" for name, value in numbers.items()}, False)
         self.bar.update()
 
-    def close_bar(self) -> None:
-        """Make room for other lines."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-            self.title = ""
-
     def say(self, line: str) -> None:
-        """A line on standard error, of one process."""
-        self.close_bar()
+        """A line on standard error, of one process; the bar makes room for it."""
         if self.writes:
-            say(line)
+            self.bar.write(printable(line), file=sys.stderr)
 
     def say_time(self, m: int, row: dict) -> None:
         """What generation m has come to, its seconds, and how long the others will take."""

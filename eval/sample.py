@@ -72,32 +72,24 @@ def draw(options: RunOptions, folder: Path | None, particles: int, runs: int, **
     return sample(*given, **rule)
 
 
-def remarks(drawn: Drawn, is_trained: bool) -> list[str]:
-    """What the numbers do not say by themselves, a line each."""
-    lines = []
-    if drawn.ess < FEW:
-        worth = f"The weights have collapsed: all texts are worth {drawn.ess:.1f} samples"
-        lines.append(f"{worth}; raise --particles, {SOFTEN}, or train (main.py)")
-    if warning := drawn.warning():
-        lines.append(warning)
-    log_phi = drawn.scores["log_phi"]
-    if not is_trained and log_phi.isneginf().any() and (log_phi[log_phi > -math.inf] == 0).all():
-        evidence = drawn.evidence()
-        low, high = (math.exp(-evidence.quantile(share)) for share in (0.975, 0.025))
-        rate = f"About 1 in {math.exp(-evidence.value):.3g} texts of the model satisfies it"
-        lines.append(f"{rate} (95 %: {low:.3g} to {high:.3g})")
-    return lines
-
-
 def report(drawn: Drawn, is_trained: bool, samples: int) -> str:
-    """Estimates, what to think of them, then a line for every sample."""
+    """Estimates, what they do not say by themselves, then a line for every sample."""
     rows = drawn.samples(samples)
     evidence = drawn.evidence()
+    log_phi = drawn.scores["log_phi"]
     log_z = f"log Z {evidence.value:.2f} +- {evidence.half_width():.2f}"
     ess = f"ESS {drawn.population.ess.mean().item():.1f}"
     worth = f"all texts are worth {drawn.ess:.1f} samples (1 / sum W^2)"
-    distinct = f"distinct texts {len(set(drawn.texts))}"
-    lines = ["   ".join([log_z, ess, worth, distinct]), *remarks(drawn, is_trained)]
+    lines = [f"{log_z}   {ess}   {worth}   distinct texts {len(set(drawn.texts))}"]
+    if drawn.ess < FEW:
+        remedy = f"raise --particles, {SOFTEN}, or train (main.py)"
+        lines.append(f"The weights have collapsed; {remedy}")
+    if warning := drawn.warning():
+        lines.append(warning)
+    if not is_trained and log_phi.isneginf().any() and (log_phi[log_phi > -math.inf] == 0).all():
+        low, high = (math.exp(-evidence.quantile(share)) for share in (0.975, 0.025))
+        rate = f"About 1 in {math.exp(-evidence.value):.3g} texts of the model satisfies it"
+        lines.append(f"{rate} (95 %: {low:.3g} to {high:.3g})")
     has_toxicity = "toxicity" in drawn.scores
     lines.append(f" share  log phi  {'toxicity  ' if has_toxicity else ''}text")
     for row in rows:

@@ -137,8 +137,7 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
         world.set_exact(exact)
     elif directory != SHIPPED:
         fault = f"{directory}: holds samples of another sigma"
-        remedy = "name another --target" if options.target else "make a new run"
-        raise InputError(f"{fault}; restore what it was drawn with, or {remedy}")
+        raise InputError(f"{fault}; restore what it was drawn with, or name another --target")
     return world
 
 

@@ -76,6 +76,6 @@ def test_an_exploded_twist_stops_before_the_step(psi):
 
 def test_a_batch_without_positive_weight_teaches_nothing():
     model, _, _ = table_world(2, 2)
-    twist = TableTwist.ones(model)
+    twist = TableTwist(torch.zeros_like(model.table))
     assert learn(twist, model, hard_potential(2, 2, {}), 3) == [0.0, 0.0, 0.0]
     assert (twist.log_psi == 0).all()

@@ -7,10 +7,10 @@ import torch
 from worlds import generator, letters, table_world, tiny_conditional
 
 from tinystories.errors import InputError
+from tsmc.estimate import pareto_k
 from tsmc.exact import Target
 from twist import Factor, Pair, TextPotential, sample
 from twist.factors import regex
-from twist.pareto import pareto_k
 
 
 def spelled(texts):

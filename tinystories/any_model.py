@@ -13,16 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from tinystories.decoder import NO_END, Conditional, check_positions
 from tinystories.errors import InputError, reason_of
 from tinystories.gpt_neo import at_least_float32
-
-try:
-    from transformers import DynamicCache
-except ImportError as error:
-    raise InputError("AnyModel needs transformers; pip install transformers") from error
-
 
 LARGE = 100.0  # size of the largest logits of a trained network
 

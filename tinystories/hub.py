@@ -8,7 +8,6 @@ huggingface_hub downloads and caches; its environment variables apply, for examp
 """
 
 import functools
-import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -17,16 +16,12 @@ from tinystories.checkpoint import CONFIG, INDEX, OLDER_TOKENIZER, POOLING, WEIG
 from tinystories.errors import InputError, reason_of
 
 SMALL = [CONFIG, POOLING, "tokenizer*.json", *OLDER_TOKENIZER]
-NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
 def checkpoint_directory(name: str, flag: str) -> Path:
     """The directory of the checkpoint that the option `flag` names; InputError if there is none."""
     if Path(name).is_dir():
         return Path(name)
-    if not NAME.fullmatch(name):
-        fault = "no such directory, and not a Hub repository (owner/repository[@revision])"
-        raise InputError(f"{flag} {name}: {fault}; give {flag} an existing directory")
     repository, _, revision = name.partition("@")
     try:
         return fetch(repository, revision or None)

@@ -132,11 +132,6 @@ class Target:
         return loss
 
 
-def count_prefixes(vocab_size: int, length: int) -> int:
-    """How many prefixes are shorter than `length` tokens."""
-    return sum(vocab_size**t for t in range(length))
-
-
 class TableDecoder:
     """N continuations in a table."""
 
@@ -168,12 +163,11 @@ class TableModel(nn.Module, Autoregressive):
         self.length = length
         self.end = end
         self.vocab_size = logits.shape[1]
-        assert len(logits) == count_prefixes(self.vocab_size, length), "a row for each prefix"
 
     @classmethod
     def random(cls, vocab_size: int, length: int, generator: torch.Generator) -> "TableModel":
         """Logits from the standard normal distribution, in float64."""
-        shape = (count_prefixes(vocab_size, length), vocab_size)
+        shape = (sum(vocab_size**t for t in range(length)), vocab_size)
         return cls(torch.randn(shape, dtype=torch.float64, generator=generator), length)
 
     def decoder(self, rows: int) -> TableDecoder:
@@ -198,11 +192,6 @@ class TableTwist(nn.Module):
     def __init__(self, log_psi: Tensor):
         super().__init__()
         self.log_psi = nn.Parameter(log_psi)
-
-    @classmethod
-    def ones(cls, model: TableModel) -> "TableTwist":
-        """psi = 1, with which the proposal is the model itself."""
-        return cls(torch.zeros_like(model.table))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """log psi of every next token [..., V] after hidden [..., 1]."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinystories.errors import InputError
 from tsmc.categorical import uniforms
-from tsmc.estimate import Estimate
+from tsmc.estimate import Estimate, pareto_k
 from tsmc.interfaces import LanguageModel
 from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import log_mean_with_error
@@ -27,8 +27,9 @@ from tsmc.runs import Streams, draw_population
 from tsmc.sampler import Population, Step
 from tsmc.trace import Trace
 from twist.pair import Pair
-from twist.pareto import TOO_HEAVY, pareto_k
 from twist.potential import TextPotential, check_potential, each_once, seen_from
+
+TOO_HEAVY = 0.7  # Pareto k
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Drawn:
 
     @property
     def pareto_k(self) -> float:
-        """How heavy the tail of the weights is (`twist/pareto.py`); it too ignores beginnings."""
+        """How heavy the tail of the weights is (`tsmc/estimate.py`); it too ignores beginnings."""
         return pareto_k(self.log_weights)
 
     def warning(self) -> str:
@@ -62,13 +63,8 @@ class Drawn:
         shape = f"The largest weights are too far apart (Pareto k {self.pareto_k:.2f})"
         return f"{shape}: estimates may be further off than their errors say; draw more"
 
-    def row(self, k: int) -> dict[str, str | float]:
-        """Particle k: its text, its scores, and its weight W."""
-        row = {"text": self.texts[k], "weight": self.log_weights[k].exp().item()}
-        return row | {name: values[k].item() for name, values in self.scores.items()}
-
     def samples(self, count: int, generator: torch.Generator | None = None) -> list[dict]:
-        """`count` independent draws by the weights, for large R K from sigma; a `row` for each.
+        """`count` independent draws by the weights, for large R K from sigma: text, W and scores.
 
         Equal calls give equal draws, others with a `generator` on the CPU. InputError unless count
         is at least 1.
@@ -77,7 +73,11 @@ class Drawn:
             raise InputError(f"{count} samples cannot be drawn; give a whole number from 1 on")
         generator = generator or torch.Generator().manual_seed(self.seed)
         places = invert(self.log_weights.exp()[None], uniforms(1, count, generator).double())[0]
-        return [self.row(k) for k in places.tolist()]
+        rows = []
+        for k in places.tolist():
+            row = {"text": self.texts[k], "weight": self.log_weights[k].exp().item()}
+            rows.append(row | {name: values[k].item() for name, values in self.scores.items()})
+        return rows
 
     def evidence(self) -> Estimate:
         """log of the mean of Z-hat over the runs, with its error; a dead run counts as zero.

@@ -17,14 +17,12 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tinystories.errors import InputError
-from twist.potential import ROUNDING, Factor
+from twist.potential import Factor
 
 
-def power(
-    log_score: Callable[[list[str]], Tensor], beta: float, rounding: float = ROUNDING
-) -> Factor:
+def power(log_score: Callable[[list[str]], Tensor], beta: float) -> Factor:
     """phi = score^beta of whole texts; the score is above zero."""
-    return Factor(lambda texts: beta * log_score(texts).double(), rounding=rounding)
+    return Factor(lambda texts: beta * log_score(texts).double())
 
 
 def search(pattern: str, if_found: float, if_not: float) -> Callable[[list[str]], list[float]]:

@@ -25,8 +25,7 @@ from tsmc.sampler import Sigma
 
 READS = ("texts", "continuations")
 """What a factor can read: N texts with the prompt, or without it."""
-ROUNDING = 1e-3  # relative error of log phi, up to which it may depend on the batch
-HALF = 0.1  # the same of a network in half precision
+ROUNDING = 0.1  # relative error of log phi: as much has a network in half precision
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
 
@@ -40,11 +39,8 @@ class Factor:
     log_prefix: Callable[[list[str]], Any] | None = None  # N unfinished texts -> N numbers log f_t
     name: str = "the potential"  # in messages
     hints: Sequence[str] = ()  # a text with phi > 0 is likely to hold one of them
-    rounding: float = ROUNDING  # relative error of log phi
 
     def __post_init__(self):
-        if not callable(self.log_phi) or not (self.log_prefix is None or callable(self.log_prefix)):
-            raise InputError("a factor must be a function, and so must its prefix part; give one")
         if self.reads not in READS:
             raise InputError(f"a factor reads {self.reads!r}; give one of {', '.join(READS)}")
         if isinstance(self.hints, str) or not all(self.hints):
@@ -52,8 +48,8 @@ class Factor:
 
 
 def factor_of(function: Any) -> Factor:
-    """A function as a factor; `reads`, `prefix`, `hints` and `rounding` may be its attributes."""
-    names = [name for name in ("reads", "hints", "rounding") if hasattr(function, name)]
+    """A function as a factor; `reads`, `prefix` and `hints` may be its attributes."""
+    names = [name for name in ("reads", "hints") if hasattr(function, name)]
     given = {name: getattr(function, name) for name in names}
     return Factor(function, log_prefix=getattr(function, "prefix", None), **given)
 
@@ -201,7 +197,7 @@ def check_alone(
 ) -> Tensor:
     """A function of a factor on tokens [N, t], as `apply` gives it [N].
 
-    InputError where one of the rows, asked alone, differs by more than the factor's rounding.
+    InputError where one of the rows, asked alone, differs by more than ROUNDING.
     """
     texts = potential.texts(tokens)
     together = potential.apply(function, factor.reads, texts)  # [N]
@@ -209,7 +205,7 @@ def check_alone(
     for row in rows:
         number = together[row].item()
         alone = potential.apply(function, factor.reads, texts[row : row + 1]).item()
-        if alone != number and not abs(alone - number) <= factor.rounding * largest:
+        if alone != number and not abs(alone - number) <= ROUNDING * largest:
             numbers = f"is {number:.4g} in a batch, {alone:.4g} alone"
             fault = f"{factor.name}: the number of {texts[row][-80:]!r} {numbers}"
             raise InputError(f"{fault}; it must depend on its text alone")

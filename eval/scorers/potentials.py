@@ -3,7 +3,7 @@
 Everything after the first colon belongs to a pattern. A user's function gets N texts, or what its
 attribute `reads` says, and returns log phi, N numbers below infinity, in whatever form. Its
 attribute `prefix`, if it has one, is a function of the same, unfinished, that returns log f_t;
-`hints` and `rounding` are those of `twist.potential.Factor`.
+`hints` are those of `twist.potential.Factor`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from torch import Tensor
 from eval.scorers.toxicity import ToxicityScorer
 from tinystories.errors import InputError, listed, reason_of
 from twist.factors import READY, power
-from twist.potential import HALF, ROUNDING, Factor, as_log_phi, factor_of
+from twist.potential import Factor, as_log_phi, factor_of
 
 CLASSIFIED = ("toxicity", "nontoxicity")
 SOFTEN = "soften the potential (docs/potentials.md)"  # advice where phi is nearly always 0
@@ -36,8 +36,7 @@ def make_factors(potential: Sequence[str], beta: float, scorer: ToxicityScorer) 
     for spec in potential:
         if spec in CLASSIFIED:
             score = scorer if spec == "toxicity" else scorer.log_nontoxic
-            is_half = next(scorer.model.parameters()).dtype.itemsize < 4
-            factors.append(power(score, beta, HALF if is_half else ROUNDING))
+            factors.append(power(score, beta))
         else:
             factors.append(user_factor(spec) if user_file(spec) else ready_factor(spec))
     return factors

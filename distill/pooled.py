@@ -25,6 +25,7 @@ width, V vocabulary.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -68,7 +69,7 @@ class Pooled(Learner):
     """Draw, weigh and fit, with PooledOptions; psi^(m) = 1, because q has learned what a twist
     could add."""
 
-    pool: Round | None = None  # all draws so far
+    pool: Any = None  # a Round of all draws so far; None before the first
 
     def first_twist(self) -> Pair:
         """Line 1: psi^(0) = q^(0) / p^(0), kept as q^(0): the last step of the ladder."""

@@ -95,7 +95,7 @@ class AnyModel(Conditional):
 
     def cache(self) -> Any:
         """An empty cache of keys and values."""
-        cache = DynamicCache(config=self.network.config)
+        cache: Any = DynamicCache(config=self.network.config)
         cache.reorder = cache.reorder_cache
         return cache
 

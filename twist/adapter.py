@@ -12,13 +12,13 @@ width, H hidden units, V vocabulary, N rows, T tokens.
 """
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinystories.gpt_neo import at_least_float32
-from tsmc.interfaces import BaseModel
 from twist.mlp import TwistMLP
 
 
@@ -54,7 +54,7 @@ class Adapter(nn.Module):
         return F.linear(self.shift(hidden).to(self.embeddings.dtype), self.embeddings)
 
 
-def adapted(base: BaseModel, adapter: Adapter) -> BaseModel:
+def adapted(base: Any, adapter: Adapter) -> Any:
     """The language model q: p^(0) = base, whose logits an adapter makes; it is in `q.adapter`."""
     q = copy.copy(base)
     q.head = adapter

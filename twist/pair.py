@@ -31,7 +31,7 @@ REMEDY = "restore the run's own file, or make the run again"
 class Pair:
     """What twisted SMC runs with: a language model and its twist."""
 
-    model: BaseModel  # p^(m)
+    model: Any  # p^(m)
     twist: Any  # psi^(m): a module, or None for psi = 1
 
 
@@ -80,7 +80,7 @@ def write_module(path: Path, module: nn.Module) -> None:
     write_tensors(path, {name: value.clone() for name, value in module.state_dict().items()})
 
 
-def restored(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
+def restored(module: Any, tensors: dict[str, Tensor]) -> Any:
     """The module with these tensors; an error where they do not fit or are not finite."""
     module.load_state_dict(tensors)
     if not all(value.isfinite().all() for value in tensors.values()):

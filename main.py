@@ -11,12 +11,12 @@ p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). `distill/paper.py` ha
 soon as it is learned.
 """
 
-from eval.command import one_line_errors, say
+from eval.command import one_line_errors
 from eval.config import LEARNERS, Config, read_config
 from eval.evaluate import evaluate, evaluate_ends
 from eval.figures import draw_figures
 from eval.run import Run
-from eval.table import closing, table
+from eval.table import closing
 from eval.world import World, load_world
 from tsmc import processes
 from tsmc.runs import Streams
@@ -48,14 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
     with one_line_errors("main.py", "lower --eval-particles or the learner's batch sizes"):
         config, resumed = read_config(arguments, __doc__.splitlines()[0])
         processes.join(config.run.torch_device())
-        if processes.rank() == 0:
-            say("loading the networks")
         world = load_world(config.run, resumed)
         with Run(config, resumed, world.hashes) as run:
             results = self_distilled_tsmc(config, world, run)
             if run.writes:
                 draw_figures(results, run.path)
-                print(f"\n{table(results)}\n\n{closing(results, run.path)}")
+                print(closing(results, run.path))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from eval.command import OneLineParser, one_line_errors, say
+from eval.command import OneLineParser, one_line_errors
 from eval.config import RunOptions, saved_config
 from eval.evaluate import target_row
 from eval.metrics import describe, kl_of_log_q
@@ -126,7 +126,6 @@ def main(arguments: list[str] | None = None) -> None:
                 elif all(name in one for one in runs):
                     rows[f"{title}, {name.lower()}"] = [one[name] for one in runs]
         if args.texts or args.best_of is not None or args.log_q:
-            say("loading the networks")
             options = saved_config(args.runs[0]).change(device="auto").run
             world = load_world(options, args.runs[0])  # with its exact samples
             if args.texts:

@@ -60,11 +60,11 @@ def table(results: dict) -> str:
 
 
 def closing(results: dict, run: Path) -> str:
-    """What a run ends with: texts, the break-even against rejection, and the next command.
+    """What a run ends with: its table, texts, what it takes to beat rejection, the next command.
 
     A score gives 1 / sum W^2 over the number of particles, for their weights W in the last row.
     """
-    lines = []
+    lines = ["", table(results), ""]
     rows = named_rows(results)
     last = list(rows)[-1]
     for name in ("Base", last):

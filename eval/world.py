@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import tinystories
+from eval.command import say
 from eval.config import DTYPES, POCKET, RunOptions
 from eval.metrics import Samples
 from eval.scorers import similarity, toxicity
@@ -29,6 +30,7 @@ from tinystories.decoder import NO_END
 from tinystories.errors import InputError, listed
 from tinystories.hub import checkpoint_directory
 from tinystories.tokenizer import encode_prompt
+from tsmc import processes
 from tsmc.interfaces import Report, ignore
 from tsmc.proposal import sample_proposal
 from tsmc.rejection import ExactSamples
@@ -120,6 +122,8 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
 
     InputError where something that the options of a run name has changed since it was made.
     """
+    if processes.rank() == 0:
+        say("loading the networks")
     hashes = identity(options)
     if run is not None:
         check_unchanged(run, hashes)

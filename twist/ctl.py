@@ -67,7 +67,7 @@ def draw_batch(
     is_counted = counted(drawn.tokens, sigma.model.end)  # [k, T]
     last = is_counted.sum(1, keepdim=True) - 1  # [k, 1]
     behind = (coefficients * ~is_counted).sum(1, keepdim=True)  # [k, 1]
-    coefficients = (coefficients * is_counted).scatter_add(1, last, behind)
+    coefficients.mul_(is_counted).scatter_add_(1, last, behind)
     ess = effective_sample_size(positive).item()
     is_finite = bool((positive < torch.inf).all() and (negative < torch.inf).all())
     is_sound = is_finite and drawn.log_psi.abs().max().item() < EXPLODED

@@ -40,7 +40,7 @@ def draw_batches(
 
 
 class LoRA(nn.Module):
-    """An update of rank r of a weight W [D, D] (Hu et al. 2021)."""
+    """An update of rank r of a weight W (Hu et al. 2021)."""
 
     def __init__(self, weight: Tensor, generator: torch.Generator):
         super().__init__()
@@ -54,8 +54,8 @@ class LoRA(nn.Module):
         return weight + self.b @ self.a
 
 
-def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Parameter]:
-    """Freeze the network and put LoRA on all q and v projections, in place; returns what to train.
+def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Module]:
+    """Freeze the network and put LoRA on all q and v projections, in place; returns these layers.
 
     InputError where no linear layer has such a name.
     """
@@ -67,7 +67,7 @@ def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Paramete
             if isinstance(layer, nn.Linear):
                 lora = LoRA(layer.weight, generator)
                 parametrize.register_parametrization(layer, "weight", lora)
-                added += [lora.a, lora.b]
+                added.append(layer)
     if not added:
         wanted = " or ".join(PROJECTIONS)
         raise InputError(f"the network has no linear layer {wanted}; fine-tune all parameters")
@@ -85,8 +85,10 @@ class Student:
         # A step of 3e-5 would vanish in bfloat16, so training is in float32 at least.
         self.network = copy.deepcopy(network).to(wide).requires_grad_(True)
         self.parameters = list(self.network.parameters())
+        self.lora = []  # layers
         if lora:
-            self.parameters = add_lora(self.network, generator)
+            self.lora = add_lora(self.network, generator)
+            self.parameters = [one for one in self.network.parameters() if one.requires_grad]
         matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
         vectors = [parameter for parameter in self.parameters if parameter.ndim <= 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -100,9 +102,8 @@ class Student:
 
     def finish(self, m: int) -> nn.Module:
         """The trained network in the type it came in; InputError where it is not finite."""
-        for layer in list(self.network.modules()):
-            if parametrize.is_parametrized(layer, "weight"):
-                parametrize.remove_parametrizations(layer, "weight")  # W becomes W + B A
+        for layer in self.lora:
+            parametrize.remove_parametrizations(layer, "weight")  # W becomes W + B A
         if not all(parameter.isfinite().all() for parameter in self.network.parameters()):
             fault = f"the language model of generation {m} is not finite"
             raise InputError(f"{fault}; lower the learning rate")

@@ -64,10 +64,7 @@ class GRPO(Baseline):
     """Trained by the advantages of its own samples."""
 
     def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
-        """One update; returns the loss of this process's rows and the samples' mean phi.
-
-        For texts of one length the loss is b times the penalty, because A has mean 0.
-        """
+        """One update; returns the loss of this process's rows and the samples' mean phi."""
         options, own = self.options, processes.own_rows(self.options.batch_size)
         policy = self.base.with_network(student.network)
         tokens = sample_proposal(policy, None, options.batch_size, generator, part=own).tokens

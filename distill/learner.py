@@ -68,7 +68,7 @@ class Learner(abc.ABC):
 
     @staticmethod
     def rule(options: Any) -> dict[str, Any]:
-        """How runs resample, as arguments of `tsmc`: at T alone, or earlier for a prefix part."""
+        """How runs resample, as arguments of `tsmc`."""
         return {"resample": systematic, "ess_threshold": 0.0}
 
     def population(self, pair: Pair, word: str, m: int, particles: int, runs: int) -> Population:
@@ -118,5 +118,9 @@ def check_all(options: Any) -> None:
                 raise InputError(f"{fault}; give a value of type {kind.__name__}")
             if choices and value not in choices:
                 raise InputError(f"{fault}; give one of {', '.join(choices)}")
-            if kind in (int, float) and not low <= value <= high:
-                raise InputError(f"{fault}; give a number from {low} to {high}")
+            if kind is str and not value.isprintable():
+                raise InputError(f"{fault}; give text that can be printed")
+            if kind in (int, float) and not value >= low:  # nor where it is NaN
+                raise InputError(f"{fault}; give at least {low}")
+            if kind in (int, float) and value > high:
+                raise InputError(f"{fault}; give at most {high}")

@@ -31,6 +31,9 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
     """End the program in one line that opens with its name; `out_of_memory` is the remedy then."""
     signal.signal(signal.SIGINT, interrupt_once)
     keep_freed_memory()
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (the caller has closed it)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # where its encoding lacks characters
     try:
         yield
         print(end="", flush=True)
@@ -67,8 +70,9 @@ def stop(program: str, message: str, code: int) -> NoReturn:
 
 
 def say(line: str) -> None:
-    """Print one line on standard error."""
-    print(printable(line), file=sys.stderr, flush=True)
+    """Print one line on standard error; that nobody reads it does not end a run."""
+    with contextlib.suppress(OSError):
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 def keep_freed_memory() -> None:

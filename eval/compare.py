@@ -31,7 +31,7 @@ NEUTRAL = ("seed", "out", "device", "target", "generations")
 def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
     """The named rows of the runs of each kind, by a title for the kind.
 
-    InputError where two runs have other sigmas.
+    InputError where two runs have other sigmas, or two of a kind the same seed.
     """
     kinds: dict[str, dict[int, dict]] = {}  # by its options: the rows of each seed
     first: dict[str, Any] = {}
@@ -46,8 +46,10 @@ def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
                 raise InputError(f"{fault}; compare runs of one target")
         options = config.as_json().items()
         own = {name: value for name, value in options if name not in NEUTRAL}
-        rows = named_rows(read_results(run))
-        kinds.setdefault(json.dumps(own), {})[config.run.seed] = rows
+        kind = kinds.setdefault(json.dumps(own), {})
+        if config.run.seed in kind:
+            raise InputError(f"{run}: another run has its seed; name each seed once")
+        kind[config.run.seed] = named_rows(read_results(run))
     learners = [json.loads(own)["learner"] for own in kinds]
     named = {}
     for number, (name, kind) in enumerate(zip(learners, kinds.values(), strict=True), 1):
@@ -77,7 +79,7 @@ def add_texts(
         target = world.score(world.exact.tokens)
         rows["Target"] = [target_row(world, target, min(map(len, texts.values())))]
     for path, own in texts.items():
-        samples = world.score(None, texts=own)
+        samples = world.score_texts(own)
         rows[str(path)] = [describe(samples, world.encode(own), world.exact_vectors)]
 
 

@@ -42,7 +42,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Defaults by preset, of whichever options the run has."""
 MADE_BY = ("versions", "networks")  # entries of config.json that are no options
-METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,8 @@ class RunOptions:
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cuda":
-            name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+            rank = int(os.environ.get("LOCAL_RANK", 0))
+            name = f"cuda:{rank % max(1, torch.cuda.device_count())}"
         try:
             return torch.Generator(name).device
         except (RuntimeError, AssertionError) as error:
@@ -163,7 +163,7 @@ def add_argument(group: argparse._ArgumentGroup, field: dataclasses.Field, defau
         text += f" [{'on' if default else 'off'}]"
     elif "[" not in text and default != "":
         text += f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
-    extra: dict[str, Any] = {"type": kind, "metavar": METAVARS.get(kind)}
+    extra: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}
     if kind is bool:
         extra = {"action": argparse.BooleanOptionalAction}
     elif isinstance(default, tuple):  # texts hold spaces, so each has the flag of its own

@@ -99,7 +99,9 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
     row |= metrics.describe(samples, vectors, world.exact_vectors)
     if particles > 1:
         row |= population_row(population)
-    row["examples"] = samples.texts[::particles][:EXAMPLES]
+    source = torch.Generator().manual_seed(options.seed)
+    places = torch.randperm(len(samples.texts), generator=source)[:EXAMPLES]
+    row["examples"] = [samples.texts[n] for n in places]
     if len(options.eval_particles) > 1:
         row["populations"] = populations(options, world, learner, pair, m)
     return row, samples.rows(f"generation {m}")

@@ -2,7 +2,7 @@
 
     log phi      mean over the final particles of R independent TSMC runs of K
     phi > 0      share of the texts that the potential does not rule out
-    toxicity     mean of p(toxic | s), where the potential reads the classifier or it is asked for
+    toxicity     mean of p(toxic | s), where the potential reads the classifier
     ended        share of the texts that have the token --end; the others are cut at T
     similarity   mean cosine over distinct index pairs of the same R K texts
     energy       2 E|x - y| - E|x - x'| - E|y - y'|: energy distance of sentence embeddings, texts x

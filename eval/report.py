@@ -45,7 +45,9 @@ TABLES = {  # rows and columns
     "words": ([f"{words} 1" for words in WORDS], EVIDENCE),
     "beta": (["Base", "beta-1 Target", "Target"], ("toxicity", "similarity", "num_samples")),
 }
-TITLES = {  # title and format of a column
+TITLES = {key: (title, form) for title, key, form in TABLE}
+TITLES |= {  # title and format of a column
+    "energy": ("energy", ".4f"),
     "kl_target_model": ("KL(sigma, p^(m))", ".2f"),
     "largest_share": ("largest share of a particle", ".2f"),
     "distinct_texts": ("distinct texts distilled", ",.0f"),
@@ -56,7 +58,6 @@ TITLES = {  # title and format of a column
     "worth": ("effective texts per score", ".3f"),
     "num_samples": ("texts", ".0f"),
 }
-TITLES |= {key: (title, form) for title, key, form in TABLE}
 Places = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
 
 

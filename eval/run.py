@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distill import Learner
+from eval.command import say
 from eval.config import Config
 from tinystories import checkpoint
-from tinystories.errors import InputError, printable
+from tinystories.errors import InputError
 from tsmc import processes
 from twist.pair import Pair, load_pair, save_pair
 
@@ -34,9 +34,7 @@ class Run(contextlib.AbstractContextManager):
     """The directory of a run, locked inside the `with` block, and its progress."""
 
     def __init__(self, config: Config, resumed: Path | None, hashes: dict[str, str]):
-        """A new run, or that in the directory `resumed`, with the hashes of its networks and of the
-        user's files; InputError where it cannot be.
-        """
+        """A new run, or that in the directory `resumed`; InputError where it cannot be."""
         self.config = config
         self.writes = processes.rank() == 0
         self.records: list[dict] = []  # the figures of each step of this generation
@@ -50,13 +48,16 @@ class Run(contextlib.AbstractContextManager):
             number += 1
             path = Path(f"runs/{config.run.preset}-{number}")
         self.path = processes.first(path)
+        if resumed is None and processes.first(path.exists()):
+            fault = f"--out {path}: exists already"
+            raise InputError(f"{fault}; choose another, or go on with --resume")
+        last = self.last()
+        if last is not None and last > config.run.generations:
+            fault = f"--generations {config.run.generations}: {path} has {last} already"
+            raise InputError(f"{fault}; give at least {last}")
         if not self.writes:
             return
-        try:
-            self.path.mkdir(parents=True, exist_ok=resumed is not None)
-        except FileExistsError:
-            fault = f"--out {path}: exists already"
-            raise InputError(f"{fault}; choose another, or go on with --resume") from None
+        self.path.mkdir(parents=True, exist_ok=True)
         self.lock = filelock.FileLock(self.path / ".lock")
         try:
             self.lock.acquire(timeout=0)
@@ -158,7 +159,8 @@ class Run(contextlib.AbstractContextManager):
     def say(self, line: str) -> None:
         """A line on standard error, of one process; the bar makes room for it."""
         if self.writes:
-            self.bar.write(printable(line), file=sys.stderr)
+            self.bar.clear()
+            say(line)
 
     def say_time(self, m: int, row: dict) -> None:
         """What generation m has come to, its seconds, and how long the others will take."""

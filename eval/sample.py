@@ -19,14 +19,12 @@ from typing import Any
 from eval.command import OneLineParser, one_line_errors, say
 from eval.config import LEARNERS, RunOptions, saved_config
 from eval.run import ROW
-from eval.scorers.potentials import SOFTEN
-from eval.world import check_unchanged, identity, load_sigma
+from eval.world import World, check_unchanged, identity, load_sigma
 from tinystories.errors import InputError, printable
 from tsmc import SCHEMES
 from twist import Drawn, load_pair, sample
 
 OPTIONS = ("prompt", "length", "seed", "potential", "device", "lm")
-FEW = 10  # independent samples below which weights are said to have collapsed
 
 
 class TrainedRun:
@@ -48,6 +46,7 @@ class TrainedRun:
         check_unchanged(run, identity(self.config.run))
         self.folder = run / f"generation-{self.generation}"  # of the pair
         self.rule = LEARNERS[self.config.run.learner][0].rule(self.config.learner)
+        self.world = lru_cache(maxsize=1)(load_sigma)
 
     def sample(self, particles: int = 50, runs: int = 8, **changes: Any) -> Drawn:
         """R = runs populations of K = particles texts; `changes` are a prompt, length or seed.
@@ -55,21 +54,18 @@ class TrainedRun:
         InputError for options out of range, and where all weights are zero.
         """
         options = dataclasses.replace(self.config.run, **changes)
-        return draw(options, self.folder, particles, runs, **self.rule)
+        return draw(self.world(options), self.folder, options.seed, particles, runs, **self.rule)
 
 
-load = lru_cache(maxsize=1)(load_sigma)
-
-
-def draw(options: RunOptions, folder: Path | None, particles: int, runs: int, **rule: Any) -> Drawn:
+def draw(
+    world: World, folder: Path | None, seed: int, particles: int, runs: int, **rule: Any
+) -> Drawn:
     """R = runs populations of K = particles of the pair in a folder; without one p^(0) proposes."""
-    world = load(options)
     pair = None if folder is None else load_pair(folder, world.base)
     scores = {}
     if world.log_toxicity is not None:
         scores["toxicity"] = lambda texts: world.log_toxicity(texts).exp()
-    given = (world.base, world.potential, pair, particles, runs, options.seed, scores)
-    return sample(*given, **rule)
+    return sample(world.base, world.potential, pair, particles, runs, seed, scores, **rule)
 
 
 def report(drawn: Drawn, is_trained: bool, samples: int) -> str:
@@ -81,9 +77,6 @@ def report(drawn: Drawn, is_trained: bool, samples: int) -> str:
     ess = f"ESS {drawn.population.ess.mean().item():.1f}"
     worth = f"all texts are worth {drawn.ess:.1f} samples (1 / sum W^2)"
     lines = [f"{log_z}   {ess}   {worth}   distinct texts {len(set(drawn.texts))}"]
-    if drawn.ess < FEW:
-        remedy = f"raise --particles, {SOFTEN}, or train (main.py)"
-        lines.append(f"The weights have collapsed; {remedy}")
     if warning := drawn.warning():
         lines.append(warning)
     if not is_trained and log_phi.isneginf().any() and (log_phi[log_phi > -math.inf] == 0).all():
@@ -113,16 +106,17 @@ def run(args: argparse.Namespace) -> None:
         folder, rule, source = trained.folder, trained.rule, f"generation {trained.generation}"
     if args.resampling is not None:
         rule["resample"] = SCHEMES[args.resampling]
-    drawn = draw(options, folder, args.particles, args.runs, **rule)
+    world = load_sigma(options)
+    drawn = draw(world, folder, options.seed, args.particles, args.runs, **rule)
     sizes = f"{args.runs} runs of K = {args.particles}, T = {options.length}"
     found = report(drawn, folder is not None, args.samples)
     heading = f"{printable(options.prompt)}\n{source}, {sizes}, seed {options.seed}"
     print(f"{heading}\n{found}", flush=True)
     if args.picture:
-        from eval.picture import draw_genealogy  # matplotlib takes a second to load
+        from eval.figures import draw_genealogy  # matplotlib takes a second to load
 
         log_phi = drawn.scores["log_phi"][: args.particles]  # of the first run
-        draw_genealogy(drawn.trace, log_phi, load(options).tokenizer, args.picture)
+        draw_genealogy(drawn.trace, log_phi, world.tokenizer, args.picture)
         say(f"wrote {args.picture}")
 
 
@@ -154,3 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
         if args.run is not None and args.lm is not None:
             parser.error("--lm is for sampling without RUN; leave one of them out")
         run(args)
+
+
+if __name__ == "__main__":
+    main()

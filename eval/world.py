@@ -55,11 +55,14 @@ class World:
     exact_vectors: Tensor | None = None  # [N, D] embeddings of the exact samples
     hashes: dict[str, str] = field(default_factory=dict)  # of what it was loaded from (`identity`)
 
-    def score(
-        self, tokens: Tensor | None, group: list[int] | None = None, texts: list[str] = ()
+    def score(self, tokens: Tensor, group: list[int] | None = None) -> Samples:
+        """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
+        return self.score_texts(self.potential.texts(tokens), tokens, group)
+
+    def score_texts(
+        self, texts: list[str], tokens: Tensor | None = None, group: list[int] | None = None
     ) -> Samples:
-        """Score sequences tokens [N, T], or else N texts; without groups each is its own group."""
-        texts = self.potential.texts(tokens) if tokens is not None else texts
+        """The same of N texts; without tokens nothing is said of their ends."""
         scores = {"log_phi": self.potential.of_texts(texts)}
         if tokens is not None and self.base.end != NO_END:
             scores["ended"] = (tokens == self.base.end).any(1).cpu().double()  # else cut at T
@@ -109,7 +112,10 @@ def load_sigma(options: RunOptions) -> World:
     base = Conditional(network.to(dtype), ids, options.length, end)
     decode = partial(tokenizer.decode_batch, skip_special_tokens=True)
     factors = make_factors(options.potential, options.beta, scorer)
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
     potential = TextPotential(factors, decode, ids, end, encode)
     # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
     potential.scale = max(options.beta, 1.0) if scorer is not None else 1.0
@@ -141,7 +147,8 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
         world.set_exact(exact)
     elif directory != SHIPPED:
         fault = f"{directory}: holds samples of another sigma"
-        raise InputError(f"{fault}; restore what it was drawn with, or name another --target")
+        remedy = "name another --target" if options.target else "make a new run"
+        raise InputError(f"{fault}; restore what it was drawn with, or {remedy}")
     return world
 
 
@@ -166,10 +173,13 @@ def check_unchanged(run: Path, hashes: dict[str, str]) -> None:
 
 
 def sigma_key(options: RunOptions, hashes: dict[str, str]) -> dict[str, Any]:
-    """What the sigma of a run depends on."""
-    key: dict[str, Any] = {name: hashes[name] for name in hashes if name != "similarity_model"}
+    """What the sigma of a run depends on; a user's file counts by its content."""
+    key: dict[str, Any] = {name: hashes.get(name) for name in ("lm", "toxicity_model")}
     key |= {name: getattr(options, name) for name in ("prompt", "length", "beta", "end")}
-    return key | {"potential": list(options.potential)}
+    files = [user_file(spec) for spec in options.potential]
+    pairs = zip(options.potential, files, strict=True)
+    specs = [f"{hashes.get(str(own[0]))}:{own[1]}" if own else spec for spec, own in pairs]
+    return {name: value for name, value in key.items() if value is not None} | {"potential": specs}
 
 
 def save_target(directory: Path, exact: ExactSamples, key: dict) -> None:

@@ -73,9 +73,17 @@ def test_seeds_are_averaged_and_variants_have_rows_of_their_own(tmp_path, capsys
     # Student's t with one degree of freedom: 12.71 times the error of .05
     assert "0.550 ± 0.635" in lines[3] and "0.700" in lines[7]
     networks = read_json(weighted / "config.json")["networks"]
+
+    def own(digest: str) -> Path:
+        """The run for a user's file of a digest, by one of two spellings of its path."""
+        name = f"{digest}/../own.py"
+        options = {"potential": [f"{name}:phi"], "networks": networks | {name: digest}}
+        return changed(f"own-{digest}", 0.5, **options)
+
     for given, words in (
         ([one, changed("other", 0.5, beta=1.0)], "differs from .*one in beta"),
-        ([one, changed("file", 0.5, networks=networks | {"own.py": "0"})], "differs .*in own.py"),
+        ([own("0"), own("1")], "differs from .*in potential"),
+        ([one, weighted], "another run has its seed"),
         ([weighted, "--best-of", 0], "a sample of size 0"),
         ([tmp_path], "config.json: no such file; name a run"),
     ):

@@ -95,6 +95,7 @@ def test_a_resume_that_is_refused_changes_nothing(copied):
     before = contents(copied)
     line = refusal("--resume", copied, "--beta", 3, "--no-effective-potential")
     assert line.endswith("leave out --beta, --no-effective-potential")
+    assert "run has 1 already; give at least 1" in refusal("--resume", copied, "--generations", 0)
     with filelock.FileLock(copied / ".lock"):
         assert f"{copied}: another process is writing there" in refusal("--resume", copied)
     assert contents(copied) == before
@@ -124,7 +125,7 @@ EDITED += [
         ({"effective_potential": "no"}, "--effective-potential is 'no'; give a value of type bool"),
         ({"potential": "toxicity"}, "--potential is 'toxicity'; give a list"),
         ({"eval_particles": []}, r"--eval-particles is \(\); give a list"),
-        ({"beta": 10**400}, "--beta is 1000.*; give a number from 0 to "),
+        ({"beta": 10**400}, "--beta is 1000.*; give at most"),
         ({"pool_draws": 5}, "--pool-draws: no option of --learner weighted"),
     )
 ]

@@ -4,6 +4,8 @@ import dataclasses
 import math
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,7 +50,7 @@ def test_without_resampling_the_weights_are_those_of_the_target(runs, learner, m
     options = dataclasses.replace(trained.config.run, prompt=prompt, beta=0.3)
     world = load_sigma(options)
     pair = load_pair(trained.folder, world.base)
-    drawn = draw(options, trained.folder, 9, 4, **trained.rule)
+    drawn = draw(world, trained.folder, options.seed, 9, 4, **trained.rule)
     tokens = drawn.population.tokens.flatten(0, 1)  # [R K, T]
     log_phi = options.beta * world.log_toxicity(drawn.texts).double()
     log_q = proposal_log_probs(pair.model, pair.twist, tokens)[1]
@@ -125,6 +127,13 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
         (["--potential", "without:a", "--generation", 1], "--generation is one of RUN"),
     ):
         assert words in refusal(*arguments, command=sample.main), arguments
+
+
+def test_the_command_is_there():
+    command = [sys.executable, "-W", "error", "-m", "eval.sample", "--potential", "luck"]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    *_, line = ended.stderr.splitlines()
+    assert ended.returncode == 2 and line.startswith("python -m eval.sample: error: --potential lu")
 
 
 def test_sampling_without_training(capsys, tmp_path):

@@ -39,7 +39,10 @@ class AnyModel(Conditional):
         if self.output is None:
             raise InputError("the network has no output layer; load it as a causal language model")
         self.vocab_size = self.output.weight.shape[0]
-        self.prompt = torch.as_tensor(prompt, dtype=torch.long, device=network.device).flatten()
+        self.prompt = torch.as_tensor(prompt, dtype=torch.long, device=network.device)
+        if self.prompt.shape[:-1].numel() != 1:
+            raise InputError(f"the prompt has shape {list(self.prompt.shape)}; give tokens [P]")
+        self.prompt = self.prompt.flatten()
         self.length = length
         self.end = end
         limit = getattr(network.config, "max_position_embeddings", None) or sys.maxsize

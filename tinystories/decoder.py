@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinystories.cache import KeyValueCache
 from tinystories.errors import InputError
-from tinystories.gpt_neo import GPTNeo
+from tinystories.gpt_neo import GPTNeo, KeyValueCache
 
 GROUP = 16  # states are padded to a multiple of this, to avoid fragmentation of the heap
 NO_END = -1  # in place of the token that finishes a text: texts have T tokens

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.cache import KeyValueCache
+Part = tuple[Tensor, Tensor]  # keys and values of some positions, of each row or of all rows
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -49,6 +49,41 @@ def product(x: Tensor, y: Tensor) -> Tensor:
         return x @ y
     rows = x.transpose(0, 1).flatten(1, 2)  # [H, B T, .]
     return (rows @ y[0]).unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
+
+
+class KeyValueCache:
+    """Keys and values of what has been read, so that only new tokens are computed.
+
+    In each layer they have two parts [B, H, S, D/H]: the first that was read, and the rest. A
+    prompt is read at batch 1 and continued by any number of rows; it is not copied for them.
+    """
+
+    def __init__(self):
+        self.layers: list[list[Part]] = []
+
+    @property
+    def length(self) -> int:
+        """S, the positions read so far."""
+        return sum(keys.shape[2] for keys, _ in self.layers[0]) if self.layers else 0
+
+    def parts(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
+        """Add new keys and values [B, H, T, D/H] of a layer; returns both parts of its history."""
+        if layer == len(self.layers):
+            self.layers.append([])
+        parts = self.layers[layer]
+        if len(parts) == 2:
+            old_keys, old_values = parts.pop()
+            keys = torch.cat([old_keys, keys], 2)
+            values = torch.cat([old_values, values], 2)
+        parts.append((keys, values))
+        return parts
+
+    def reorder(self, parents: Tensor) -> None:
+        """Row b continues the history of row parents[b]; parents [B], any number of rows."""
+        for parts in self.layers:
+            if len(parts) == 2:  # the first part, the prompt, serves every row
+                keys, values = parts[1]
+                parts[1] = (keys.index_select(0, parents), values.index_select(0, parents))
 
 
 class Attention(nn.Module):

@@ -27,9 +27,6 @@ class Estimate:
 
     def quantile(self, probability: float) -> float:
         """The limit that the true value exceeds in a share 1 - probability of experiments."""
-        if self.dof > 1e4:  # the normal distribution
-            limit = torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)).item()
-            return self.value + self.std_error * limit
         # t = sqrt(dof) tan(angle) turns Student's density into a power of the cosine.
         angles = np.linspace(-np.pi / 2, np.pi / 2, 40001)[1:-1]
         density = np.cos(angles) ** (self.dof - 1)
@@ -47,9 +44,9 @@ def mean_estimate(values: Tensor) -> Estimate:
     values = values.cpu().double().flatten()
     mean = values.mean().item()
     if math.isinf(mean):
-        return Estimate(mean, 0.0, math.inf)
+        return Estimate(mean, 0.0, 1.0)
     if len(values) < 2:
-        return Estimate(mean, math.inf, math.inf)
+        return Estimate(mean, math.inf, 1.0)
     return Estimate(mean, values.std().item() / math.sqrt(len(values)), len(values) - 1.0)
 
 

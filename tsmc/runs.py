@@ -16,8 +16,7 @@ from tsmc import processes
 from tsmc.interfaces import Report, Twist, ignore
 from tsmc.sampler import Population, Sigma, tsmc
 
-Draw = Callable[[int, torch.Generator], dict[str, Tensor]]
-"""draw(size, generator) gives tensors by name, the rows of `size` members of the sample in each."""
+Draw = Callable[[int, torch.Generator], dict[str, Tensor]]  # (size, generator) -> tensors [size, .]
 
 
 class Streams:

@@ -14,10 +14,8 @@ The particles then follow pi_t, proportional to p psi f_t (eq. 4), and at T sigm
 the cumulative log weights are resampled, log Z-hat gains their log-mean-exp. Z-hat is an unbiased
 estimate of Z_sigma under any scheme and threshold (docs/method.md derives both).
 
-Where this departs from the paper:
- 1. The paper's weight at t = T sums p phi over all s_T, one potential for each token of the
-    vocabulary. Here s_T is drawn from q_T like every other token, and the weight corrects for it.
- 2. The paper resamples multinomially at every step. Here the caller decides.
+The paper's weight at t = T sums p phi over all s_T; here s_T is drawn from q_T like every other
+token, and the weight corrects for it. The paper resamples at every step, here the caller decides.
 """
 
 from collections.abc import Callable

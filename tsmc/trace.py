@@ -38,8 +38,3 @@ class Trace:
         for step in reversed(self.steps[:-1]):
             lines.append(step["ancestors"].gather(1, lines[-1]))
         return torch.stack(lines[::-1])
-
-    def unique_ancestors(self) -> Tensor:
-        """How many distinct particles of step t have descendants among the final samples [T, R]."""
-        lines = self.lineages().sort(-1).values
-        return 1 + (lines.diff(dim=-1) > 0).sum(-1)

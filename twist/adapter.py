@@ -56,6 +56,7 @@ class Adapter(nn.Module):
 
 def adapted(base: Any, adapter: Adapter) -> Any:
     """The language model q: p^(0) = base, whose logits an adapter makes; it is in `q.adapter`."""
+    assert not isinstance(base, nn.Module), "a module cannot have another head"
     q = copy.copy(base)
     q.head = adapter
     q.adapter = adapter

@@ -29,8 +29,6 @@ from tsmc.trace import Trace
 from twist.pair import Pair
 from twist.potential import TextPotential, check_potential, each_once, seen_from
 
-TOO_HEAVY = 0.7  # Pareto k
-
 
 @dataclass(frozen=True)
 class Drawn:
@@ -58,10 +56,10 @@ class Drawn:
 
     def warning(self) -> str:
         """A line where the weights have too heavy a tail for estimates and their errors, or ""."""
-        if not self.pareto_k > TOO_HEAVY:  # nor where it is NaN
+        if not self.pareto_k > 0.7:  # nor where it is NaN
             return ""
         shape = f"The largest weights are too far apart (Pareto k {self.pareto_k:.2f})"
-        return f"{shape}: estimates may be further off than their errors say; draw more"
+        return f"{shape}: estimates may be further off than their errors say; draw more, or train"
 
     def samples(self, count: int, generator: torch.Generator | None = None) -> list[dict]:
         """`count` independent draws by the weights, for large R K from sigma: text, W and scores.

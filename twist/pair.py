@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tinystories.checkpoint import read_json, read_tensors, reading, write_json, write_tensors
+from tinystories.errors import InputError
 from tsmc.interfaces import BaseModel
 from twist.adapter import Adapter, adapted
 from twist.mlp import FORMS, make_twist
@@ -54,6 +55,8 @@ def save_pair(directory: str | Path, pair: Pair, base: BaseModel) -> None:
 def load_pair(directory: str | Path, base: BaseModel) -> Pair:
     """The pair over p^(0) = base; InputError names a file that is missing, damaged or misfits."""
     directory = Path(directory)
+    if not (directory / PAIR).exists():
+        raise InputError(f"{directory}: holds no {PAIR}, so no pair of this version; make it again")
     made = read_json(directory / PAIR)
     embeddings = base.output_embeddings
     source = torch.Generator(embeddings.device)  # of first values, which are replaced

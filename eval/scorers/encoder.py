@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from tinystories.load import config_from_json, load_network, save_network
 
-BATCH = 64  # texts
+BATCH = 64  # texts at most
+MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +132,10 @@ class Runner:
         """Results [N, ...] on the CPU in the order of the texts."""
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
         order = torch.tensor([len(row) for row in rows], dtype=torch.long).argsort(stable=True)
+        size = max(1, min(BATCH, MAX_TOKENS // max(map(len, rows), default=1)))
         results = []
         with torch.inference_mode():
-            for batch in order.split(BATCH):  # no texts are one empty batch, whose shape is right
+            for batch in order.split(size):  # no texts are one empty batch, whose shape is right
                 results.append(self.model(*self.pad([rows[i] for i in batch])).cpu())
         return torch.cat(results)[order.argsort()]
 

@@ -39,13 +39,16 @@ class SentenceEncoder(Encoder):
 def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[SentenceEncoder, Tokenizer]:
     """Network (float32, eval mode) and tokenizer; InputError names what does not fit.
 
-    A `1_Pooling/config.json` of sentence-transformers says how the network pools, if not by mean.
+    A `1_Pooling/config.json` of sentence-transformers may say that the network pools by mean.
     """
     file = Path(path) / POOLING
-    raw = read_json(file) if file.exists() else {"pooling_mode": "mean"}
-    modes = {name for name in raw if name.startswith("pooling_mode") and raw[name]}
-    if modes != {"pooling_mode_mean_tokens"} and raw.get("pooling_mode") != "mean":
-        raise InputError(f"{file}: use a sentence encoder with mean pooling, not {listed(modes)}")
+    raw = read_json(file) if file.exists() else {}
+    older = [name for name in raw if name.startswith("pooling_mode_") and raw[name]]
+    mode = raw.get("pooling_mode") or listed(older) or "mean"
+    if mode not in ("mean", "pooling_mode_mean_tokens"):
+        raise InputError(
+            f"{file}: its pooling is {mode}; use a sentence encoder that pools by mean"
+        )
     return load_scorer(SentenceEncoder, path, device)
 
 

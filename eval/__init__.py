@@ -7,10 +7,12 @@ it leaves the environment as it is.
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve() == Path(__file__).parents[1] / "main.py":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is quiet while the libraries load
     soon = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}  # GNU's turns, others' milliseconds
     if not {*soon, "OMP_WAIT_POLICY", "OMP_NUM_THREADS"} & os.environ.keys():  # the user's choice
         os.environ |= soon

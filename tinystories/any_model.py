@@ -98,9 +98,7 @@ class AnyModel(Conditional):
 
     def cache(self) -> Any:
         """An empty cache of keys and values."""
-        cache: Any = DynamicCache(config=self.network.config)
-        cache.reorder = cache.reorder_cache
-        return cache
+        return DynamicCache(config=self.network.config)
 
     def read(self, ids: Tensor, cache: Any = None) -> Tensor:
         """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""

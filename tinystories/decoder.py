@@ -89,7 +89,7 @@ class Decoder:
         else:
             self.state_of = torch.arange(len(tokens), device=tokens.device)
         if not torch.equal(parents, torch.arange(len(self.states), device=parents.device)):
-            self.cache.reorder(parents)
+            self.cache.reorder_cache(parents)
         self.states = self.model.read(tokens[:, None], self.cache)[:, 0]  # [S, D]
 
 
@@ -137,7 +137,7 @@ class Conditional(Autoregressive):
         return self.network.transformer.wte.weight
 
     def cache(self) -> Any:
-        """An empty cache of keys and values, with a method `reorder`."""
+        """An empty cache of keys and values, with a method `reorder_cache`."""
         return KeyValueCache()
 
     def read(self, ids: Tensor, cache: Any) -> Tensor:

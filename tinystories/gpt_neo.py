@@ -78,7 +78,7 @@ class KeyValueCache:
         parts.append((keys, values))
         return parts
 
-    def reorder(self, parents: Tensor) -> None:
+    def reorder_cache(self, parents: Tensor) -> None:
         """Row b continues the history of row parents[b]; parents [B], any number of rows."""
         for parts in self.layers:
             if len(parts) == 2:  # the first part, the prompt, serves every row

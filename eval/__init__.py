@@ -1,4 +1,4 @@
-"""What is made with the method: runs, tables, figures, samples, benchmarks, the small checkpoints.
+"""What is made with the method: runs, tables, figures, samples, the small checkpoints.
 
 A command, started as `python -m eval...` or main.py, imports this first. It lets the threads of
 OpenMP sleep soon when they wait for each other: by default they spin, which on a busy machine stops

@@ -3,8 +3,7 @@
     AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01 of matrices only
     LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8
 
-LoRA trains A and B of the query and value projections, whose W is frozen. W + B A takes the place
-of W in the end.
+LoRA trains A and B of the query and value projections; in the end, W + B A takes the place of W.
 
 The paper's appendix ("Optimization") has the options of the two baselines, DPO and GRPO, and tunes
 step size, decay and strength on grids. N sequences, n rows of a batch, U updates, T continuation
@@ -84,11 +83,8 @@ class Student:
         wide = torch.promote_types(self.dtype, torch.float32)
         # A step of 3e-5 would vanish in bfloat16, so training is in float32 at least.
         self.network = copy.deepcopy(network).to(wide).requires_grad_(True)
-        self.parameters = list(self.network.parameters())
-        self.lora = []  # layers
-        if lora:
-            self.lora = add_lora(self.network, generator)
-            self.parameters = [one for one in self.network.parameters() if one.requires_grad]
+        self.lora = add_lora(self.network, generator) if lora else []  # the layers that have it
+        self.parameters = [one for one in self.network.parameters() if one.requires_grad]
         matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
         vectors = [parameter for parameter in self.parameters if parameter.ndim <= 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

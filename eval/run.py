@@ -82,10 +82,8 @@ class Run(contextlib.AbstractContextManager):
 
     def last(self) -> int | None:
         """The last generation that is there; None if there is none."""
-        m = -1
-        while self.writes and self.folder(m + 1).exists():
-            m += 1
-        return processes.first(None if m < 0 else m)
+        count = processes.first(count_generations(self.path))
+        return count - 1 if count > 0 else None
 
     def folder(self, m: int | None) -> Path:
         """The folder of a generation, or of Base and Target where m is None."""
@@ -170,6 +168,14 @@ class Run(contextlib.AbstractContextManager):
         numbers = [f"{name} {row[key]:.3g}" for name, key in said.items() if row.get(key)]
         time_left = f", about {left:.0f} s left" if left else ""
         self.say(", ".join([f"generation {m}: {seconds:.0f} s", *numbers]) + time_left)
+
+
+def count_generations(run: Path) -> int:
+    """How many generations the directory of a run holds, up to the first that is not there."""
+    count = 0
+    while (run / f"generation-{count}").exists():
+        count += 1
+    return count
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:

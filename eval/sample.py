@@ -18,7 +18,7 @@ from typing import Any
 
 from eval.command import OneLineParser, one_line_errors, say
 from eval.config import LEARNERS, RunOptions, saved_config
-from eval.run import ROW
+from eval.run import count_generations
 from eval.world import World, check_unchanged, identity, load_sigma
 from tinystories.errors import InputError, printable
 from tsmc import SCHEMES
@@ -34,9 +34,7 @@ class TrainedRun:
         """The last generation unless another is named; InputError names what is missing."""
         run = Path(directory)
         self.config = saved_config(run).change(device=device)
-        count = 0
-        while (run / f"generation-{count}" / ROW).exists():
-            count += 1
+        count = count_generations(run)
         if count == 0:
             raise InputError(f"{run}: holds no saved generation; name a run that has finished one")
         self.generation = count - 1 if generation is None else generation

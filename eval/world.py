@@ -174,12 +174,12 @@ def check_unchanged(run: Path, hashes: dict[str, str]) -> None:
 
 def sigma_key(options: RunOptions, hashes: dict[str, str]) -> dict[str, Any]:
     """What the sigma of a run depends on; a user's file counts by its content."""
-    key: dict[str, Any] = {name: hashes.get(name) for name in ("lm", "toxicity_model")}
+    roles = ("lm", "toxicity_model")
+    key: dict[str, Any] = {role: hashes[role] for role in roles if role in hashes}
     key |= {name: getattr(options, name) for name in ("prompt", "length", "beta", "end")}
-    files = [user_file(spec) for spec in options.potential]
-    pairs = zip(options.potential, files, strict=True)
+    pairs = [(spec, user_file(spec)) for spec in options.potential]
     specs = [f"{hashes.get(str(own[0]))}:{own[1]}" if own else spec for spec, own in pairs]
-    return {name: value for name, value in key.items() if value is not None} | {"potential": specs}
+    return key | {"potential": specs}
 
 
 def save_target(directory: Path, exact: ExactSamples, key: dict) -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from worlds import Recorded, generator, rare_potential, tiny_conditional
+from worlds import Recorded, generator, log_q, rare_potential, tiny_conditional
 
 from distill import WEIGHTED, Streams
 from distill.finetune import Student
 from distill.paper import Paper, PaperOptions
 from distill.pooled import Pooled, PooledOptions
 from tinystories.errors import InputError
-from tsmc.exact import Target, Tree
+from tsmc.exact import Target
 from twist.pair import Pair
 from twist.pool import Round, tempered
 
@@ -33,12 +33,6 @@ LEARNERS = {  # the learner, its options, and what KL after lines 1, 3 and 4 may
     "pooled": (Pooled, POOLED, (0.52, 0.3, 0.3)),
     "no surrogate": (Pooled, replace(POOLED, surrogate=False), (0.49, 0.32, 0.32)),
 }
-
-
-@torch.no_grad()
-def log_q(pair: Pair) -> torch.Tensor:
-    """log q of all sequences, by the proposal of a pair."""
-    return Tree(pair.model).prefix_log_q(pair.twist)[-1]
 
 
 @pytest.mark.parametrize("name", LEARNERS)

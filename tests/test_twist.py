@@ -4,10 +4,9 @@ import pytest
 import torch
 from networks import randomise
 from safetensors.torch import load_file, save_file
-from worlds import generator, tiny_conditional
+from worlds import generator, log_q, tiny_conditional
 
 from tinystories.errors import InputError
-from tsmc.exact import Tree
 from twist.adapter import Adapter, adapted
 from twist.mlp import FORMS, TwistMLP
 from twist.pair import Pair, load_pair, save_pair
@@ -42,12 +41,6 @@ def pair_of(kind: str) -> Pair:
     adapter = Adapter(BASE.output_embeddings, scores, generator(0))
     randomise(adapter.shift, 3)
     return Pair(adapted(BASE, adapter), None)
-
-
-@torch.no_grad()
-def log_q(pair: Pair) -> torch.Tensor:
-    """log q of all sequences, by the proposal of a pair."""
-    return Tree(pair.model).prefix_log_q(pair.twist)[-1]
 
 
 @KINDS

@@ -20,7 +20,8 @@ import tsmc.proposal
 import tsmc.sampler
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
 from tinystories.decoder import NO_END, counted
-from tsmc.exact import TableModel, TableTwist, Target
+from tsmc.exact import TableModel, TableTwist, Target, Tree
+from twist.pair import Pair
 
 ADAPTIVE = 0.9
 """An ESS threshold: two particles resample where the smaller weight is under a third."""
@@ -198,3 +199,9 @@ class Recorded(defaultdict):
 
     def __call__(self, word: str, m: int | None, steps: int, **figures: float | Tensor) -> None:
         self[word].append({name: float(value) for name, value in figures.items()})
+
+
+@torch.no_grad()
+def log_q(pair: Pair) -> Tensor:
+    """log q of all sequences, by the proposal of a pair."""
+    return Tree(pair.model).prefix_log_q(pair.twist)[-1]

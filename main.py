@@ -6,52 +6,52 @@
     line 4          psi^(m) <- contrastive twist learning (CTL) on p^(m)      eq. 6
 
 The target never changes: sigma(s_{1:T}) is proportional to p^(0)(s_{1:T}) phi(s_{1:T}) (eq. 2), and
-p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). `distill/paper.py` has the paper's lines
-1, 3 and 4, `distill/pooled.py` ours (`--learner pooled`). Each generation is measured and kept as
-soon as it is learned.
+p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). This is the loop of docs/tiny.py, with
+networks in place of tables. `distill/paper.py` has the paper's lines 1, 3 and 4, and
+`distill/pooled.py` ours (`--learner pooled`). A generation is measured and kept once it is learned.
 """
 
 from eval.command import one_line_errors
-from eval.config import LEARNERS, Config, read_config
 from eval.evaluate import evaluate, evaluate_ends
 from eval.figures import draw_figures
+from eval.options import LEARNERS, Config, read_config
 from eval.run import Run
 from eval.table import closing
 from eval.world import World, load_world
-from tsmc import processes
-from tsmc.runs import Streams
+from tsmc import streams
 
 
 def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
     """Algorithm 1, from the beginning or behind the last generation that the run has kept."""
-    streams = Streams(config.run.seed, config.run.torch_device())
-    make = LEARNERS[config.run.learner][0]
-    learner = make(world.base, world.potential, config.learner, streams, run)
-    # Base and Target come first: they tell early whether phi is too rare to learn from.
+    source = streams.Streams(config.run.seed, config.run.torch_device())
+    learner = LEARNERS[config.run.learner](world.base, world.potential, config.learner, source)
+    # The rows Base and Target come first: they tell early whether phi is too rare to learn from.
     evaluate_ends(run, world, learner)
-    last = run.last()
-    if last is None:
-        pair = learner.first_twist()  # line 1: (p^(0), psi^(0))
-        run.keep(0, *evaluate(run, world, learner, pair, 0), learner, pair)
-        last = 0
-    else:
-        pair = run.restore(last, learner)
-    for m in range(last + 1, config.run.generations + 1):  # line 2
-        model = learner.distil(pair, m)  # line 3: p^(m)
-        pair = learner.learn_twist(model, m)  # line 4: (p^(m), psi^(m))
-        run.keep(m, *evaluate(run, world, learner, pair, m), learner, pair)
-    return run.finish()
+    done = run.generations()
+    if done > 0:
+        pair = run.restore(done - 1, learner)
+    for m in range(done, config.run.generations + 1):  # line 2
+        if m == 0:
+            pair = learner.first_twist()  # line 1: (p^(0), psi^(0))
+        else:
+            model = learner.distil(pair, m)  # line 3: p^(m)
+            pair = learner.learn_twist(model, m)  # line 4: (p^(m), psi^(m))
+        streams.align(pair.modules(world.base).values())
+        row, samples = evaluate(run, world, learner, pair, m)  # the table's row, and its texts
+        run.keep(m, row, samples, learner, pair)  # from here on --resume goes on behind it
+    return run.finish()  # all rows
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to table; bad input ends with one line and exit code 2, Ctrl-C with code 130."""
     with one_line_errors("main.py", "lower --eval-particles or the learner's batch sizes"):
         config, resumed = read_config(arguments, __doc__.splitlines()[0])
-        processes.join(config.run.torch_device())
+        streams.join(config.run.torch_device())
+        run = Run(config, resumed)
         world = load_world(config.run, resumed)
-        with Run(config, resumed, world.hashes) as run:
+        with run:
             results = self_distilled_tsmc(config, world, run)
-            if run.writes:
+            if streams.rank() == 0:
                 draw_figures(results, run.path)
                 print(closing(results, run.path))
 

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.finetune import ROWS, Baseline, Student
-from tsmc import processes
-from tsmc.interfaces import call_potential
+from distill.finetune import ROWS, Baseline, BaselineOptions, Student
+from tsmc import streams
 from tsmc.proposal import sample_proposal
+from tsmc.sampler import call_potential
 
 
 def preference_pairs(reward: Tensor) -> Tensor:
@@ -47,17 +47,22 @@ def dpo_loss(log_pi: Tensor, log_ref: Tensor, strength: float) -> Tensor:
 class DPO(Baseline):
     """Trained by pairs of samples of p^(0)."""
 
+    Options = BaselineOptions
+
     def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
-        """One update; returns the loss of this process's pairs."""
-        options, own = self.options, processes.own_rows(self.options.batch_size)
-        drawn = sample_proposal(self.base, None, options.batch_size, generator, part=own)
-        tokens = processes.gather_rows(drawn.tokens)  # [N, T]
-        log_ref = processes.gather_rows(drawn.log_p.sum(-1))  # [N]
-        reward = processes.gather_rows(call_potential(self.log_phi, drawn.tokens))  # [N]
+        """One update; returns its loss. ValueError for a batch without a pair."""
+        options = self.options
+        if options.batch_size < 2:
+            raise ValueError("--batch-size is 1, which makes no pair; give at least 2")
+        own = streams.own_rows(options.batch_size)
+        drawn = sample_proposal(self.base, None, options.batch_size, generator, own)
+        tokens = streams.gather_rows(drawn.tokens)  # [N, T]
+        log_ref = streams.gather_rows(drawn.log_p.sum(-1))  # [N]
+        reward = streams.gather_rows(call_potential(self.log_phi, drawn.tokens))  # [N]
         pairs = preference_pairs(reward)  # [M, 2]
         policy = self.base.with_network(student.network)
         total = 0.0
-        for part in pairs[processes.own_rows(len(pairs))].split(ROWS // 2):
+        for part in pairs.split(ROWS // 2):
             log_pi = policy.log_probs(tokens[part].flatten(0, 1))[0].sum(-1).view(-1, 2)  # [m, 2]
             loss = dpo_loss(log_pi, log_ref[part], options.strength) * (len(part) / len(pairs))
             loss.backward()

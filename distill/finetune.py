@@ -3,7 +3,8 @@
     AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01 of matrices only
     LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8
 
-LoRA trains A and B of the query and value projections; in the end, W + B A takes the place of W.
+LoRA trains A and B of the query and value projections, also where one layer makes queries, keys and
+values; in the end, W + B A takes the place of W.
 
 The paper's appendix ("Optimization") has the options of the two baselines, DPO and GRPO, and tunes
 step size, decay and strength on grids. N sequences, n rows of a batch, U updates, T continuation
@@ -12,22 +13,23 @@ tokens, D width.
 
 import abc
 import copy
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from distill.learner import Learner, check_all, option
-from tinystories.errors import InputError
-from tsmc import processes
-from tsmc.interfaces import BaseModel
+from distill.learner import Learner, option
+from tinystories.decoder import Conditional
+from tsmc.streams import progress, title_of
 from twist.pair import Pair
 
 WEIGHT_DECAY = 0.01
 ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits
 RANK = 8  # of LoRA
-PROJECTIONS = ("q_proj", "v_proj")  # that LoRA trains
+# What LoRA trains: q_proj, v_proj, q_lin, query, value; fused: qkv_proj, Wqkv, query_key_value...
+PROJECTIONS = re.compile(r"(q|v|query|value)(_\w+)?|\w*qkv\w*|c_attn|in_proj", re.IGNORECASE)
 
 
 def draw_batches(
@@ -54,22 +56,21 @@ class LoRA(nn.Module):
 
 
 def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Module]:
-    """Freeze the network and put LoRA on all q and v projections, in place; returns these layers.
+    """Freeze the network and put LoRA on its query and value projections, in place.
 
-    InputError where no linear layer has such a name.
+    Returns these layers. ValueError where no layer with a matrix has such a name.
     """
     network.requires_grad_(False)
     added = []
-    for parent in list(network.modules()):
-        for name in PROJECTIONS:
-            layer = getattr(parent, name, None)
-            if isinstance(layer, nn.Linear):
-                lora = LoRA(layer.weight, generator)
-                parametrize.register_parametrization(layer, "weight", lora)
-                added.append(layer)
+    for name, layer in list(network.named_modules()):
+        weight = getattr(layer, "weight", None)
+        is_matrix = isinstance(weight, Tensor) and weight.ndim == 2
+        if is_matrix and PROJECTIONS.fullmatch(name.rpartition(".")[2]):
+            parametrize.register_parametrization(layer, "weight", LoRA(weight, generator))
+            added.append(layer)
     if not added:
-        wanted = " or ".join(PROJECTIONS)
-        raise InputError(f"the network has no linear layer {wanted}; fine-tune all parameters")
+        fault = "the network has no query or value projection that LoRA knows"
+        raise ValueError(f"{fault}; fine-tune all parameters (--student full)")
     return added
 
 
@@ -91,31 +92,27 @@ class Student:
         self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, weight_decay=WEIGHT_DECAY)
 
     def step(self) -> None:
-        """One update with the gradients of all processes, which are zero afterwards."""
-        processes.sum_gradients(self.parameters)
+        """One update with the gradients that were summed, which are zero afterwards."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def finish(self, m: int) -> nn.Module:
-        """The trained network in the type it came in; InputError where it is not finite."""
+        """The trained network in the type it came in; ValueError where it is not finite."""
         for layer in self.lora:
             parametrize.remove_parametrizations(layer, "weight")  # W becomes W + B A
         if not all(parameter.isfinite().all() for parameter in self.network.parameters()):
             fault = f"the language model of generation {m} is not finite"
-            raise InputError(f"{fault}; lower the learning rate")
+            raise ValueError(f"{fault}; lower the learning rate")
         return self.network.to(self.dtype)
 
 
 @dataclass(frozen=True)
 class BaselineOptions:
     student: str = option("full", "what is fine-tuned", choices=("full", "lora"))
-    learning_rate: float = option(1e-4, "AdamW's step size", 0, 1)
-    strength: float = option(0.4, "b, how strongly the policy is held to p^(0)", 0)
-    updates: int = option(398, "gradient steps of a generation", 1)
-    batch_size: int = option(128, "N, sequences drawn for one update", 2)
-
-    def __post_init__(self):
-        check_all(self)
+    learning_rate: float = option(1e-4, "AdamW's step size", high=1)
+    strength: float = option(0.4, "b, how strongly the policy is held to p^(0)")
+    updates: int = option(398, "gradient steps of a generation")
+    batch_size: int = option(128, "N, sequences drawn for one update")
 
 
 class Baseline(Learner):
@@ -125,21 +122,22 @@ class Baseline(Learner):
     twist, so no weight corrects its samples.
     """
 
+    generations = 0
     samples_policy = True
 
     def first_twist(self) -> Pair:
         """The policy, trained from p^(0), and psi = 1."""
         return Pair(self.distil(Pair(self.base, None), 0), None)
 
-    def distil(self, pair: Pair, m: int) -> BaseModel:
+    def distil(self, pair: Pair, m: int) -> Conditional:
         """The policy, trained from p^(m-1)."""
         options = self.options
         generator = self.streams.stream("fine-tuning", m)
         is_lora = options.student == "lora"
         student = Student(pair.model.network, options.learning_rate, is_lora, generator)
-        for _ in range(options.updates):
+        for _ in progress(options.updates, title_of("fine-tuning", m)):
             figures = self.update(student, generator)
-            self.report("fine-tuning", m, options.updates, **figures)
+            self.record("fine-tuning", m, **figures)
         return self.base.with_network(student.finish(m))
 
     @abc.abstractmethod

@@ -10,7 +10,8 @@ gradient. L = 0 where pi = p^(0), but its gradient is not.
 Where the paper departs from Shao et al. 2024:
  1. One prompt and one group, the whole batch of 1024; there 64 outputs for each of many questions.
  2. One update for each batch, so there is no older policy and no clipping.
- 3. All outputs have T tokens, so the mean over n and t weighs all outputs alike.
+ 3. The mean over t is taken within each text, so that all outputs count alike where a token `end`
+    finishes some of them before T.
  4. The reference stays p^(0); there, in the iterated form, the policy replaces it now and then.
  5. The reward of a whole sequence is given, not learned.
 
@@ -27,14 +28,17 @@ What the paper leaves open:
 N sequences, T tokens; sg stops the gradient.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from distill.finetune import ROWS, Baseline, Student
+from distill.finetune import ROWS, Baseline, BaselineOptions, Student
+from distill.learner import option
 from tinystories.decoder import counted
-from tsmc import processes
-from tsmc.interfaces import call_potential
+from tsmc import streams
 from tsmc.proposal import sample_proposal
+from tsmc.sampler import call_potential
 
 
 def advantages(reward: Tensor) -> Tensor:
@@ -57,29 +61,37 @@ def grpo_loss(
     log_ratio = log_ref - log_pi  # [N, T]
     k3 = log_ratio.exp() - log_ratio - 1
     loss = strength * k3 - ratio * advantage[:, None].to(ratio.dtype)  # [N, T]
-    return loss[is_counted].mean()
+    return ((loss * is_counted).sum(1) / is_counted.sum(1)).mean()
+
+
+@dataclass(frozen=True)
+class GRPOOptions(BaselineOptions):
+    learning_rate: float = option(1e-3, "AdamW's step size", high=1)
+    strength: float = option(0.64, "b, how strongly the policy is held to p^(0)")
 
 
 class GRPO(Baseline):
     """Trained by the advantages of its own samples."""
 
+    Options = GRPOOptions
+
     def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
-        """One update; returns the loss of this process's rows and the samples' mean phi."""
-        options, own = self.options, processes.own_rows(self.options.batch_size)
+        """One update; returns its loss and the samples' mean phi."""
+        options = self.options
+        own = streams.own_rows(options.batch_size)
         policy = self.base.with_network(student.network)
-        tokens = sample_proposal(policy, None, options.batch_size, generator, part=own).tokens
-        reward = processes.gather_rows(call_potential(self.log_phi, tokens))  # [N]
-        advantage = advantages(reward)[own]  # [n]
-        is_counted = counted(tokens, self.base.end)  # [n, T]
-        tokens_of_all = processes.gather_rows(is_counted.sum(1)).sum().item()
+        drawn = sample_proposal(policy, None, options.batch_size, generator, own).tokens
+        reward = streams.gather_rows(call_potential(self.log_phi, drawn))  # [N]
+        tokens = streams.gather_rows(drawn)  # [N, T]
+        advantage = advantages(reward)  # [N]
+        is_counted = counted(tokens, self.base.end)  # [N, T]
         total = 0.0
         for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
             with torch.no_grad():
                 log_ref = self.base.log_probs(tokens[rows])[0]  # [r, T]
             log_pi = policy.log_probs(tokens[rows])[0]  # [r, T]
-            some = is_counted[rows]  # [r, T]
-            loss = grpo_loss(log_pi, log_ref, advantage[rows], options.strength, some)
-            loss = loss * (some.sum().item() / tokens_of_all)  # the rows' share of the batch
+            loss = grpo_loss(log_pi, log_ref, advantage[rows], options.strength, is_counted[rows])
+            loss = loss * (len(rows) / len(tokens))  # the rows' share of the batch
             loss.backward()
             total += loss.item()
         student.step()

@@ -4,46 +4,66 @@
     line 3   model = learner.distil(pair, m)            p^(m)
     line 4   pair  = learner.learn_twist(model, m)      (p^(m), psi^(m))
 
-A learner is made of p^(0), log phi, its options, random streams by name, and a callback for
-progress. It knows nothing of files. A new one is a file like its neighbours and a line of LEARNERS
-in `eval/config.py`. The fields of an options class become options of the command line.
+A learner is made of p^(0), log phi, its options, and random streams by name. It knows nothing of
+files: the figures of its steps are in `records`. A new one is a file like its neighbours and an
+entry of LEARNERS; the fields of its Options become options of the command line.
 """
 
 import abc
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from tinystories.errors import InputError, shortened
-from tsmc.interfaces import BaseModel, Report, ignore
-from tsmc.resampling import systematic
-from tsmc.runs import Streams, draw_population
+from tinystories.decoder import Conditional
+from tsmc.draws import systematic
 from tsmc.sampler import Population, Sigma
+from tsmc.streams import Streams, draw_population
 from twist.pair import Pair
 from twist.potential import check_potential, seen_from
+
+
+def option(default: Any, text: str, choices: Sequence[str] = (), high: float = math.inf) -> Any:
+    """A dataclass field with its default, a line of help, its choices and its largest value.
+
+    The default also tells the type of the option, or of each of its values if it is a tuple.
+    """
+    metadata = {"help": text, "choices": tuple(choices), "high": high}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class Learner(abc.ABC):
     """Lines 1, 3 and 4 of Algorithm 1, and what a run and its table ask of a learner."""
 
+    Options: type  # the dataclass of its options
+    generations = 2  # M, unless the user says another
     samples_policy = False  # True: its samples are texts of p^(m) alone, which no weight corrects
 
     def __init__(
         self,
-        base: BaseModel,
+        base: Conditional,
         log_phi: Callable[[Tensor], Tensor],
         options: Any,
         streams: Streams,
-        report: Report = ignore,
     ):
-        """For p^(0) = base and log_phi(tokens [N, T]) -> log phi [N]."""
+        """For p^(0) = base and log_phi(tokens [N, T]) -> log phi [N].
+
+        ValueError for a number that is out of range: whole ones are at least 1, others at least 0.
+        """
+        for field in dataclasses.fields(options):
+            value, high = getattr(options, field.name), field.metadata["high"]
+            low = 1 if type(field.default) is int else 0
+            if isinstance(value, (int, float)) and not low <= value <= high:
+                fault = f"--{field.name.replace('_', '-')} is {value}"
+                limits = f"at least {low}" if high == math.inf else f"a number from {low} to {high}"
+                raise ValueError(f"{fault}; give {limits}")
         self.base = base
         self.log_phi = log_phi
         self.options = options
         self.streams = streams
-        self.report = report
+        self.records: list[dict[str, Any]] = []  # the figures of each step, since they were kept
         check_potential(base, log_phi, streams.stream("check"))
 
     @abc.abstractmethod
@@ -73,9 +93,14 @@ class Learner(abc.ABC):
 
     def population(self, pair: Pair, word: str, m: int, particles: int, runs: int) -> Population:
         """R = runs runs of K = particles of (p^(m), psi^(m)), from the random stream of a word."""
-        sigma = self.sigma(pair.model)
-        given = (self.streams, word, m, sigma, pair.twist, particles, runs, self.report)
-        return draw_population(*given, **self.rule(self.options))
+        sigma, rule = self.sigma(pair.model), self.rule(self.options)
+        return draw_population(self.streams, word, m, sigma, pair.twist, particles, runs, **rule)
+
+    def record(self, phase: str, m: int, **figures: float | Tensor) -> None:
+        """Keep the figures of one step of a phase of generation m."""
+        step = 1 + sum(record["phase"] == phase for record in self.records)
+        numbers = {name: float(value) for name, value in figures.items()}
+        self.records.append({"phase": phase, "generation": m, "step": step} | numbers)
 
     def state(self) -> dict[str, Tensor]:
         """What the learner needs to go on, beside the last pair."""
@@ -83,44 +108,3 @@ class Learner(abc.ABC):
 
     def resume(self, state: dict[str, Tensor]) -> None:  # noqa: B027 (most have nothing to do)
         """Go on with a state that was kept."""
-
-
-def option(default: Any, text: str, low: float = -1e9, high: float = 1e9, choices: Any = ()) -> Any:
-    """A dataclass field with its default, a line of help, limits and choices.
-
-    The default also tells the type of the option, or of each of its values if it is a tuple.
-    """
-    kind = type(default[0] if isinstance(default, tuple) else default)
-    metadata = {"help": text, "kind": kind, "limits": (low, high), "choices": choices}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def flag_of(name: str, value: Any = True) -> str:
-    """`--ctl-updates` of ctl_updates, and `--no-surrogate` of a switch that is off."""
-    return ("--no-" if value is False else "--") + name.replace("_", "-")
-
-
-def check_all(options: Any) -> None:
-    """InputError, which names the option, for a value of another type or out of range."""
-    for field in dataclasses.fields(options):
-        given = getattr(options, field.name)
-        values = [given]
-        if isinstance(field.default, tuple):
-            values = given
-            if not isinstance(given, tuple) or not given:
-                raise InputError(f"{flag_of(field.name)} is {given!r}; give a list of values")
-        kind, choices = field.metadata["kind"], field.metadata["choices"]
-        low, high = field.metadata["limits"]
-        for value in values:
-            fault = f"{flag_of(field.name, value)} is {shortened(repr(value))}"
-            is_kind = isinstance(value, (int, float) if kind is float else kind)
-            if not is_kind or isinstance(value, bool) != (kind is bool):
-                raise InputError(f"{fault}; give a value of type {kind.__name__}")
-            if choices and value not in choices:
-                raise InputError(f"{fault}; give one of {', '.join(choices)}")
-            if kind is str and not value.isprintable():
-                raise InputError(f"{fault}; give text that can be printed")
-            if kind in (int, float) and not value >= low:  # nor where it is NaN
-                raise InputError(f"{fault}; give at least {low}")
-            if kind in (int, float) and value > high:
-                raise InputError(f"{fault}; give at most {high}")

@@ -31,44 +31,42 @@ import torch
 from torch import Generator, Tensor
 
 from distill.finetune import draw_batches
-from distill.learner import Learner, check_all, option
-from tinystories.decoder import counted, padded
-from tinystories.errors import InputError
-from tsmc import processes
-from tsmc.interfaces import BaseModel, row_slices
+from distill.learner import Learner, option
+from tinystories.decoder import Conditional, counted, padded, row_slices
+from tsmc.draws import effective_sample_size
+from tsmc.streams import progress, title_of
 from twist.adapter import Adapter, adapted
 from twist.ctl import EXPLODED
-from twist.forced import MOST_HINTS
+from twist.forced import hints_in_turn
 from twist.pair import Pair
 from twist.pool import Round, draw_round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
 
+STEPS_PER_TEXT = 0.6  # updates for each effective text: with more, they are learned by heart
 GROUP = 256  # prefixes of a step are padded to a multiple of this, so freed blocks are reused
 
 
 @dataclass(frozen=True)
 class PooledOptions:
     surrogate: bool = option(True, "let the adapter see a score of phi for each token")
-    pool_first_draws: int = option(7000, "sequences drawn for psi^(0)", 1)
-    pool_first_rounds: int = option(8, "steps of the ladder that they are drawn in", 1)
+    pool_first_draws: int = option(7000, "sequences drawn for psi^(0)")
+    pool_first_rounds: int = option(8, "steps of the ladder that they are drawn in")
     pool_first_ess: float = option(
-        0.1, "share of the texts with phi > 0 that the ESS of a step must reach", 0, 1
+        0.1, "share of the texts with phi > 0 that the ESS of a step must reach", high=1
     )
-    pool_first_updates: int = option(30, "gradient steps of a step of the ladder", 1)
-    pool_draws: int = option(9000, "sequences drawn from q in each further generation", 1)
-    pool_least_ess: float = option(0.05, "truncate weights to an ESS of this share of all", 0, 1)
-    pool_updates: int = option(120, "gradient steps of each generation", 1)
-    pool_batch_size: int = option(64, "sequences of one step", 1)
-    pool_learning_rate: float = option(1e-4, "Adam's step size", 0, 1)
-
-    def __post_init__(self):
-        check_all(self)
+    pool_first_updates: int = option(30, "gradient steps of a step of the ladder")
+    pool_draws: int = option(9000, "sequences drawn from q in each further generation")
+    pool_least_ess: float = option(0.05, "truncate weights to an ESS of this share of all", high=1)
+    pool_updates: int = option(120, "gradient steps of each generation")
+    pool_batch_size: int = option(64, "sequences of one step")
+    pool_learning_rate: float = option(1e-4, "Adam's step size", high=1)
 
 
 class Pooled(Learner):
     """Draw, weigh and fit, with PooledOptions; psi^(m) = 1, because q has learned what a twist
     could add."""
 
+    Options = PooledOptions
     pool: Any = None  # a Round of all draws so far; None before the first
 
     def first_twist(self) -> Pair:
@@ -76,71 +74,62 @@ class Pooled(Learner):
         options = self.options
         total = options.pool_first_draws
         at_once = math.ceil(total / options.pool_first_rounds)
-        q = None  # p^(0) proposes
+        q = self.base  # p^(0) proposes
         for step, start in enumerate(range(0, total, at_once), 1):
             count = min(at_once, total - start)
             is_last = start + count == total
             word = "sampling" if is_last else f"ladder {step} sampling"
             # Half of the draws of a potential that names words hold them, wherever chance puts
             # them; of several words for one factor, the steps take them by turns.
-            hints = []
-            for words in getattr(self.log_phi, "hints", [])[:MOST_HINTS]:
-                hint = words[step % len(words)]
-                if hint not in hints:  # one word may serve two factors
-                    hints.append(hint)
+            hints = hints_in_turn(self.log_phi, step)
             forced = count // 2 if hints else 0
             self.draw(q, word, 0, count - forced)
             if forced:
-                self.draw(None, f"{word}, forced", 0, forced, hints)
+                self.draw(self.base, f"{word}, forced", 0, forced, hints)
             if not (self.pool.log_weights > -math.inf).any():
                 fault = f"none of the {count} texts drawn first has phi > 0"
                 remedy = "give it hints, words that such texts hold, or raise --pool-first-draws"
-                raise InputError(f"{fault}; soften the potential, {remedy}")
+                raise ValueError(f"{fault}; soften the potential, {remedy}")
             if not is_last:
                 log_weights, power = tempered(self.pool, options.pool_first_ess)
-                updates = options.pool_first_updates
-                q = self.fit(f"ladder {step}", 0, updates, log_weights, power, q)
+                self.record("ladder", 0, power=power)
+                # Targets of the ladder are alike, so a few steps from the last MLP suffice.
+                q = self.fit(f"ladder {step}", 0, log_weights, options.pool_first_updates, q)
         return Pair(self.fit_to_sigma(0), None)
 
-    def distil(self, pair: Pair, m: int) -> BaseModel:
+    def distil(self, pair: Pair, m: int) -> Conditional:
         """Line 3: p^(m) = q^(m), fitted to all draws so far, to which q^(m-1) adds."""
         assert self.pool, "the pool is empty; begin with first_twist(), or resume(state)"
-        self.draw(pair.model.adapter, "sampling", m, self.options.pool_draws)
+        self.draw(pair.model, "sampling", m, self.options.pool_draws)
         return self.fit_to_sigma(m)
 
     def draw(
-        self, q: Adapter | None, word: str, m: int, count: int, hints: Sequence[list[int]] = ()
+        self, q: Conditional, word: str, m: int, count: int, hints: Sequence[list[int]] = ()
     ) -> None:
-        """Draw and weigh: `count` sequences of q join the pool; None is p^(0), perhaps forced."""
-        twist = None if q is None else q.tilt  # one pass gives log q and log p^(0)
+        """Draw and weigh: `count` sequences of q, or forced ones of p^(0), join the pool."""
 
         def draw(size: int, generator: Generator) -> dict[str, Tensor]:
-            return vars(draw_round(self.base, twist, self.log_phi, size, generator, hints))
+            return vars(draw_round(self.base, q, self.log_phi, size, generator, hints))
 
-        drawn = Round(**self.streams.draw(word, m, count, draw, 1, self.report))
+        drawn = Round(**self.streams.draw(word, m, count, draw))
         self.pool = joined([self.pool, drawn]) if self.pool else drawn
 
-    def fit_to_sigma(self, m: int) -> BaseModel:
+    def fit_to_sigma(self, m: int) -> Conditional:
         """q^(m): an adapter of p^(0), learned anew from the whole pool."""
         # Anew, because an adapter that goes on learns the few heavy texts by heart.
         log_weights = self.pool.log_weights
-        q = self.fit("distillation", m, self.options.pool_updates, log_weights, 1.0, None)
-        return adapted(self.base, q)
+        ess = effective_sample_size(log_weights).item()
+        updates = min(self.options.pool_updates, math.ceil(STEPS_PER_TEXT * ess))
+        return self.fit("distillation", m, log_weights, updates, self.base)
 
     def fit(
-        self,
-        word: str,
-        m: int,
-        updates: int,
-        log_weights: Tensor,
-        power: float,
-        start: Adapter | None,
-    ) -> Adapter:
-        """The weighted eq. 7: fit q to the pool by log weights [N], which aim at p^(0) phi^power.
+        self, word: str, m: int, log_weights: Tensor, updates: int, start: Conditional
+    ) -> Conditional:
+        """The weighted eq. 7: q fitted to the pool by log weights [N], beginning at `start`.
 
-        q goes on from the MLP of `start`, or from p^(0). As p^(0) is not trained, the states of
-        each sequence that occurs are computed once, and a step computes the logits of q once for
-        the S prefixes s_{1:t-1} that differ in its batch. InputError where q has exploded.
+        As p^(0) is not trained, the states of each sequence that occurs are computed once, and a
+        step computes the logits of q once for the S prefixes s_{1:t-1} that differ in its batch.
+        ValueError where q has exploded.
         """
         options, base, pool = self.options, self.base, self.pool
         weights = truncated(log_weights, options.pool_least_ess)  # [N]
@@ -149,11 +138,11 @@ class Pooled(Learner):
         if options.surrogate:
             scale = getattr(self.log_phi, "scale", 1.0)
             scores = fit_surrogate(pool.tokens, pool.log_phi, scale, base.vocab_size)
-        adapter = Adapter(base.output_embeddings, scores, generator)
-        # Targets of the ladder are alike, so a few steps from the last MLP suffice.
-        if start is not None:
-            adapter.shift.load_state_dict(start.shift.state_dict())
-        optimizer = torch.optim.Adam(adapter.shift.parameters(), lr=options.pool_learning_rate)
+        adapter = Adapter(base, scores, generator)
+        if start is not base:
+            adapter.shift.load_state_dict(start.adapter.shift.state_dict())
+        parameters = list(adapter.shift.parameters())
+        optimizer = torch.optim.Adam(parameters, lr=options.pool_learning_rate)
         batches = draw_batches(weights, options.pool_batch_size, updates, generator)  # [U, n]
         # Most texts have hardly any weight; those that no batch draws need no states.
         distinct, places = batches.unique(return_inverse=True)
@@ -164,24 +153,24 @@ class Pooled(Learner):
         states = states.flatten(0, 1)  # [M T, D]
         prefixes = first_places(tokens)  # [M, T]
         is_counted = counted(tokens, base.end)  # [M, T]
-        for rows in places:
-            own = rows[processes.own_rows(len(rows))]
-            some = is_counted[own]  # [n, T]
+        for rows in progress(places, title_of(word, m)):  # [n]
+            some = is_counted[rows]  # [n, T]
             # Texts share beginnings, and the V logits after each of them are the main cost.
-            chosen, place = prefixes[own][some].unique(return_inverse=True)  # [S]
+            chosen, place = prefixes[rows][some].unique(return_inverse=True)  # [S]
             log_q = adapter(states[padded(chosen, GROUP)]).log_softmax(-1)  # [S, V]
-            loss = -log_q[place, tokens[own][some]].sum() / is_counted[rows].sum()
-            self.report(word, m, updates, loss=loss.detach(), power=power)
+            loss = -log_q[place, tokens[rows][some]].sum() / some.sum()
+            self.record(word, m, loss=loss.detach())
             optimizer.zero_grad()
-            loss.backward()
-            processes.sum_gradients(adapter.shift.parameters())
+            loss.backward(inputs=parameters)  # p^(0) is not trained
             optimizer.step()
         with torch.no_grad():
-            largest = adapter.tilt(states[:GROUP]).abs().max().item()
+            logits = base.head(states[:GROUP])  # [n, V]
+            moved = adapter(states[:GROUP]) - logits
+        largest = moved[logits.isfinite()].abs().max().item()
         if not largest < EXPLODED:
             fault = f"{word} of generation {m}: the adapter has exploded to {largest:.0f} nats"
-            raise InputError(f"{fault}; lower --pool-learning-rate")
-        return adapter.requires_grad_(False)
+            raise ValueError(f"{fault}; lower --pool-learning-rate")
+        return adapted(base, adapter.requires_grad_(False))
 
     def scores(self, generations: int) -> int:
         """How many texts phi has scored after so many generations."""

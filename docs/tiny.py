@@ -14,13 +14,13 @@ the next language model, from which the next twist learns more:
     for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
                     psi^(m) <- CTL on p^(m), against the same sigma           line 4
 
-This is the loop of `python main.py --learner paper`. With `--learner pooled` main.py learns instead
-from a pool of everything drawn so far, weighted by p^(0) phi / q; p^(m) is an adapter of p^(0) that
-sees a score of each token, learned from phi (docs/method.md; docs/explainer.html shows it here).
+This is the loop of `python main.py`. With `--learner pooled` it learns instead from a pool of
+everything drawn so far, weighted by p^(0) phi / q; p^(m) is an adapter of p^(0) that sees a score
+of each token, learned from phi (docs/method.md; docs/explainer.html shows it here).
 
-V letters, T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty one, and
-prefix n followed by letter v is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts all, and
-the last V^T are the whole words.
+V letters (at most 26), T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty
+one, and prefix n followed by letter v is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts
+all, and the last V^T are the whole words.
 
     logits     [N, V]    a language model: one row for each prefix that can grow
     log_p      [S]       log p(s_t | s_{1:t-1}), and log_q alike; 0 for the empty prefix
@@ -37,6 +37,7 @@ which the exact KL counts. Last comes sigma itself, by enumeration.
 import itertools
 import math
 import sys
+from string import ascii_lowercase
 
 import torch
 
@@ -192,7 +193,8 @@ def main(seed=0):
     """Algorithm 1 from a random p^(0), its estimates beside the exact values."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(N, V, dtype=torch.float64, generator=generator)
-    words = ["".join(letters) for letters in itertools.product("abcdefgh"[:V], repeat=T)]  # V^T
+    letters = ascii_lowercase[:V]
+    words = ["".join(word) for word in itertools.product(letters, repeat=T)]  # V^T
     differing = [sum(word[i] != word[-1 - i] for i in range(T // 2)) for word in words]  # V^T
     log_phi = -BETA * torch.tensor(differing, dtype=torch.float64)  # [V^T]
     log_sigma, log_z_sigma = enumerate_target(language_model(logits), log_phi)

@@ -1,14 +1,16 @@
-"""How every command ends: an error that the user can correct is one line on standard error.
+"""How every command ends: what the user can correct is one line on standard error.
 
 0    done                    130   Ctrl-C
 2    bad input, no memory, no space
 141  the reader of standard output has stopped
+
+All of this program raises ValueError("what is wrong; remedy") for what a user has typed or given,
+and nothing catches it but `one_line_errors`. TSMC_TRACEBACK=1 shows where it comes from.
 """
 
 import argparse
 import contextlib
 import ctypes
-import errno
 import os
 import re
 import signal
@@ -16,14 +18,13 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from tinystories.errors import InputError, printable
-from tsmc import processes
+from tsmc import streams
 
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and one line."""
-        stop(self.prog, f"error: {message}; see {self.prog} --help", 2)
+        """ValueError, which ends the program in one line."""
+        raise ValueError(f"{message}; --help shows all options")
 
 
 @contextlib.contextmanager
@@ -34,27 +35,35 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (the caller has closed it)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # where its encoding lacks characters
+    line, code = "", 0
     try:
         yield
         print(end="", flush=True)
-    except InputError as error:
-        stop(program, f"error: {error}", 2)
     except KeyboardInterrupt as interruption:
-        stop(program, str(interruption) or "interrupted", 130)
+        line, code = str(interruption) or "interrupted", 130
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (Python flushes it at its end)
-        sys.exit(141)
-    except OSError as error:
-        fault = f"error: {error.filename or 'standard output'}: cannot be used ({error.strerror})"
-        remedy = "free space there" if error.errno == errno.ENOSPC else "choose another place"
-        stop(program, f"{fault}; {remedy}", 2)
-    except (MemoryError, RuntimeError) as error:
-        told = str(error).lower()  # oneDNN says of memory only that it has no primitive
-        if isinstance(error, RuntimeError) and not re.search("memory|create a primitive", told):
+        code = 141
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        told = str(error)
+        if isinstance(error, OSError):
+            told = f"{error.filename or 'standard output'}: cannot be used ({error.strerror})"
+            told += "; free space there, or choose another place"
+        elif not isinstance(error, ValueError):
+            # oneDNN says of memory only that it has no primitive; other faults are the program's.
+            if isinstance(error, RuntimeError) and not re.search("(?i)memory|a primitive", told):
+                raise
+            told = f"out of memory; {out_of_memory}"
+        if os.environ.get("TSMC_TRACEBACK"):
             raise
-        stop(program, f"error: out of memory; {out_of_memory}", 2)
+        line, code = f"error: {told}", 2
     finally:
-        processes.leave()
+        streams.leave()
+    if line:
+        with contextlib.suppress(OSError):
+            print(printable(f"{program}: {line}"), file=sys.stderr, flush=True)
+    if code:
+        sys.exit(code)
 
 
 def interrupt_once(number: int, frame: object) -> NoReturn:
@@ -63,16 +72,16 @@ def interrupt_once(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def stop(program: str, message: str, code: int) -> NoReturn:
-    """Print one line on standard error and exit."""
-    say(f"{program}: {message}")
-    sys.exit(code)
+def printable(text: str) -> str:
+    """The text in one line, line breaks and control characters escaped as Python does it."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def say(line: str) -> None:
-    """Print one line on standard error; that nobody reads it does not end a run."""
-    with contextlib.suppress(OSError):
-        print(printable(line), file=sys.stderr, flush=True)
+    """Print a line on standard error, in process 0; that nobody reads it does not end a run."""
+    if streams.rank() == 0:
+        with contextlib.suppress(OSError):
+            print(printable(line), file=sys.stderr, flush=True)
 
 
 def keep_freed_memory() -> None:

@@ -5,25 +5,28 @@ its 95 % interval (Student's t over seeds). All runs must have the same sigma. A
 is that of the first run. --texts adds a row for the texts of any method, a text in each line with
 its prompt, and \\n for a line break. --log-q adds KL(sigma||q) of any method: a file with log q of
 each exact sample of the first run's sigma, a number in each line, in the order of its file (or of
-checkpoints/pocket/target), a safetensors file with the tokens.
+checkpoints/pocket/target), a safetensors file with the tokens. --best-of N adds the best by phi of
+N texts of p, whose density follows from F(r) = P(log phi <= r) of a text of p:
+
+    q(s) = p(s) (F(r)^N - F(r-)^N) / (F(r) - F(r-)),   r = log phi(s),   F(r-) = P(log phi < r)
 """
 
 import argparse
 import json
+import shlex
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from eval.command import OneLineParser, one_line_errors
-from eval.config import RunOptions, saved_config
 from eval.evaluate import target_row
 from eval.metrics import describe, kl_of_log_q
+from eval.options import RunOptions, saved_config
 from eval.table import aligned, columns, named_rows, read_results
-from eval.world import World, load_world, sigma_key
-from tinystories.checkpoint import read_json, reading
-from tinystories.errors import InputError, shortened
-from tsmc.runs import Streams
+from eval.world import World, check_unchanged, load_world, sigma_of
+from tinystories.files import reading
+from tsmc import Streams
 
 NEUTRAL = ("seed", "out", "device", "target", "generations")
 
@@ -31,24 +34,24 @@ NEUTRAL = ("seed", "out", "device", "target", "generations")
 def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
     """The named rows of the runs of each kind, by a title for the kind.
 
-    InputError where two runs have other sigmas, or two of a kind the same seed.
+    ValueError where one is not finished, or has other options of sigma, or two of a kind one seed.
     """
     kinds: dict[str, dict[int, dict]] = {}  # by its options: the rows of each seed
-    first: dict[str, Any] = {}
+    first = sigma_of(saved_config(runs[0]).run)
     for run in runs:
         config = saved_config(run)
-        sigma = sigma_key(config.run, read_json(run / "config.json").get("networks", {}))
-        sigma["dtype"] = config.run.dtype
-        first = first or sigma
-        for name in [*first, *sigma]:
-            if sigma.get(name) != first.get(name):
+        for name, value in sigma_of(config.run).items():
+            if value != first[name]:
                 fault = f"{run}: differs from {runs[0]} in {name}, so its sigma is another"
-                raise InputError(f"{fault}; compare runs of one target")
+                raise ValueError(f"{fault}; compare runs of one target")
+        if not (run / "results.json").exists():
+            command = f"python main.py --resume {shlex.quote(str(run))}"
+            raise ValueError(f"{run}: is not finished; go on with {command}")
         options = config.as_json().items()
-        own = {name: value for name, value in options if name not in NEUTRAL}
-        kind = kinds.setdefault(json.dumps(own), {})
+        own = json.dumps({name: value for name, value in options if name not in NEUTRAL})
+        kind = kinds.setdefault(own, {})
         if config.run.seed in kind:
-            raise InputError(f"{run}: another run has its seed; name each seed once")
+            raise ValueError(f"{run}: another run has its seed; name each seed once")
         kind[config.run.seed] = named_rows(read_results(run))
     learners = [json.loads(own)["learner"] for own in kinds]
     named = {}
@@ -59,86 +62,98 @@ def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
 
 
 def read_texts(path: Path, prompt: str) -> list[str]:
-    """The lines of a file that are not empty; InputError for fewer than two, or another prompt."""
+    """The lines of a file that are not empty; ValueError for fewer than two, or another prompt."""
     with reading(path, "cannot be read as texts", "give a whole text in each line, as UTF-8"):
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # with or without its mark
-        texts = [line.replace("\\n", "\n") for line in lines if line.strip()]
-        if len(texts) < 2:
-            raise ValueError(f"it holds {len(texts)} texts, at least 2 are needed")
-        if others := [text for text in texts if not text.startswith(prompt)]:
-            raise ValueError(f"{shortened(others[0])!r} does not begin with {prompt!r}")
-        return texts
+    texts = [line.replace("\\n", "\n") for line in lines if line.strip()]
+    if len(texts) < 2:
+        raise ValueError(f"{path}: it holds {len(texts)} texts; give at least 2, one in each line")
+    for text in texts:
+        if not text.startswith(prompt):
+            fault = f"{path}: {text[:80]!r} does not begin with {prompt!r}"
+            raise ValueError(f"{fault}; give each text with its prompt")
+    return texts
 
 
-def add_texts(
-    rows: dict[str, list[dict]], files: list[Path], options: RunOptions, world: World
-) -> None:
-    """A row for each file of texts, and Target's noise level for as many as the smallest has."""
-    texts = {path: read_texts(path, options.prompt) for path in files}
-    if world.exact is not None:
-        target = world.score(world.exact.tokens)
-        rows["Target"] = [target_row(world, target, min(map(len, texts.values())))]
-    for path, own in texts.items():
-        samples = world.score_texts(own)
-        rows[str(path)] = [describe(samples, world.encode(own), world.exact_vectors)]
-
-
-def add_log_q(rows: dict[str, list[dict]], path: Path, world: World) -> None:
+def log_q_row(path: Path, world: World) -> dict:
     """A row with KL(sigma||q) of a file of log q."""
     if world.exact is None:
-        fault = "the first run has no exact samples, so there is no KL"
-        raise InputError(f"--log-q {path}: {fault}; name another run first")
+        fault = f"--log-q {path}: the first run has no exact samples, so there is no KL"
+        raise ValueError(f"{fault}; name another run first")
     count = len(world.exact.tokens)
     with reading(path, "holds no log q", f"give {count} lines, a number in each"):
         numbers = [float(line) for line in path.read_text().split()]
         log_q = torch.tensor(numbers, dtype=torch.float64, device=world.exact.tokens.device)
         if log_q.shape != (count,) or not bool((log_q <= 0).all()):
             raise ValueError(f"it has {len(log_q)} numbers, or some above 0")
-    kl = kl_of_log_q(log_q, world.base, world.exact)
-    rows[str(path)] = [{"kl_target_proposal": kl.value}]
+    return {"kl_target_proposal": kl_of_log_q(log_q, world.exact_log_p, world.exact).value}
 
 
-def add_best_of(rows: dict[str, list[dict]], count: int, options: RunOptions, world: World) -> None:
-    """A row for the best by phi of `count` texts of p, as many times as a row has texts / 5."""
+def best_of_row(count: int, options: RunOptions, world: World) -> dict:
+    """The best by phi of n = count texts of p, G times: a fifth of the texts of a row."""
     groups = options.row_size() // 5
     streams = Streams(options.seed, options.torch_device())
-    tokens = world.draw_base(streams, "best of n", groups * count)  # [groups n, T]
-    best = world.potential(tokens).view(groups, count).argmax(1)  # [groups]
-    samples = world.score(tokens.view(groups, count, -1)[torch.arange(groups), best])
+    tokens = world.draw_base(streams, "best of n", groups * count)["tokens"]  # [G n, T]
+    log_phi = world.potential(tokens).view(groups, count)  # [G, n]
+    best = tokens.view(groups, count, -1)[torch.arange(groups), log_phi.argmax(1)]  # [G, T]
+    samples = world.score(best)
     row = describe(samples, world.encode(samples.texts), world.exact_vectors)
-    rows[f"Best of {count}"] = [row]
+    if world.exact is not None:
+        log_ratio = best_of_log_ratio(world.exact.log_phi, log_phi.flatten(), count)
+        log_q = world.exact_log_p + log_ratio
+        row["kl_target_proposal"] = kl_of_log_q(log_q, world.exact_log_p, world.exact).value
+    return row
+
+
+def best_of_log_ratio(log_phi: Tensor, drawn: Tensor, count: int) -> Tensor:
+    """log q(s) - log p(s) of texts with log phi [N], as log phi [M] of texts of p tells F."""
+    ascending = drawn.sort().values
+    below = torch.searchsorted(ascending, log_phi).double()  # [N] of the M
+    upto = torch.searchsorted(ascending, log_phi, right=True).double()  # [N]
+    # One more than there are, because no text of p has F = 0.
+    log_below, log_upto = (((one + 1) / (len(drawn) + 1)).log() for one in (below, upto))
+    # (a^n - b^n) / (a - b) is a sum of powers, which is n a^(n-1) where a = b.
+    i = torch.arange(count, device=below.device)
+    terms = log_upto[:, None] * i + log_below[:, None] * (count - 1 - i)  # [N, n]
+    return terms.logsumexp(1)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the tables; bad input ends with one line and exit code 2."""
-    with one_line_errors("eval.compare"):
-        raw = argparse.RawDescriptionHelpFormatter
-        parser = OneLineParser("python -m eval.compare", description=__doc__, formatter_class=raw)
-        add = parser.add_argument
-        add("runs", nargs="+", type=Path, help="finished runs of main.py")
-        add("--texts", nargs="+", type=Path, default=[], help="UTF-8, a text in each line")
-        add("--best-of", type=int, metavar="N", help="a row for the best of N texts of p")
-        add("--log-q", type=Path, help="log q of each exact sample, a number in each line")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser("python -m eval.compare", description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, help="finished runs of main.py")
+    add("--texts", nargs="+", type=Path, default=[], help="UTF-8, a text in each line")
+    add("--best-of", type=int, metavar="N", help="a row for the best of N texts of p")
+    add("--log-q", type=Path, help="log q of each exact sample, a number in each line")
+    with one_line_errors("python -m eval.compare"):
         args = parser.parse_args(arguments)
+        kinds = kinds_of(args.runs)
+        options = saved_config(args.runs[0]).change(device="auto").run
+        texts = {path: read_texts(path, options.prompt) for path in args.texts}
+        world = load_world(options, args.runs[0])  # with its exact samples
+        for run in args.runs[1:]:
+            check_unchanged(run, world)  # their networks and files may be others
         rows: dict[str, list[dict]] = {}
-        for title, runs in kinds_of(args.runs).items():
+        for title, runs in kinds.items():
             for name in runs[0]:
                 if name in ("Base", "Target"):
                     rows.setdefault(name, [runs[0][name]])
                 elif all(name in one for one in runs):
                     rows[f"{title}, {name.lower()}"] = [one[name] for one in runs]
-        if args.texts or args.best_of is not None or args.log_q:
-            options = saved_config(args.runs[0]).change(device="auto").run
-            world = load_world(options, args.runs[0])  # with its exact samples
-            if args.texts:
-                add_texts(rows, args.texts, options, world)
-            if args.best_of is not None:
-                add_best_of(rows, args.best_of, options, world)
-            if args.log_q:
-                add_log_q(rows, args.log_q, world)
+        if texts and world.exact is not None:  # Target's noise level for as many as the smallest
+            target = world.score(world.exact.tokens)
+            rows["Target"] = [target_row(world, target, min(map(len, texts.values())))]
+        for path, own in texts.items():
+            samples = world.score_texts(own)
+            rows[str(path)] = [describe(samples, world.encode(own), world.exact_vectors)]
+        if args.best_of is not None:
+            rows[f"Best of {args.best_of}"] = [best_of_row(args.best_of, options, world)]
+        if args.log_q:
+            rows[str(args.log_q)] = [log_q_row(args.log_q, world)]
         first = {name: found[0] for name, found in rows.items()}
-        shown = columns(first, read_results(args.runs[0]))
-        print(aligned(rows, shown))
+        print(aligned(rows, columns(first, read_results(args.runs[0]))))
 
 
 if __name__ == "__main__":

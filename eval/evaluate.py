@@ -6,43 +6,54 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distill import Learner
+from distill import Learner, Pooled
 from eval import metrics
-from eval.config import RunOptions
+from eval.command import say
 from eval.run import Run
-from eval.scorers.potentials import SOFTEN
-from eval.world import World, save_target, sigma_key
-from tsmc import processes
+from eval.world import SAMPLES, World, checked_rows, save_target
+from tinystories.files import write_tensors
+from tsmc import streams
+from tsmc.estimate import Estimate
 from tsmc.proposal import proposal_log_probs
-from tsmc.rejection import draw_accepted, exact_samples
-from tsmc.runs import Streams
+from tsmc.rejection import draw_accepted, exact_samples, log_mean_with_error
 from tsmc.sampler import Population
 from twist.pair import Pair
 
 EXAMPLES = 3  # texts of a row that are shown when the run ends
 ENOUGH = 200  # exact samples of the target
-FEW = 10  # base samples with phi > 0
+FEW = 10  # base samples with phi > 0; from fewer little can be learned
 
 
 def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
     """The rows Base and Target, where p^(0) and sigma stand; measured once in a run."""
-    if processes.first(run.folder(None).exists()):
+    if run.has(None):
         return
     count = run.config.run.row_size()
-    base = world.score(world.draw_base(learner.streams, "base samples", count, run))
-    samples = base.rows("base")
-    alive = int((base.scores["log_phi"] > -math.inf).sum())
-    if alive < min(FEW, count):  # p^(0) hardly ever meets a hard potential
+    drawn = world.draw_base(learner.streams, "base samples", count)
+    base = world.score(drawn["tokens"])
+    log_phi = base.scores["log_phi"]  # [N]
+    hints = getattr(world.potential, "hints", [])
+    alive = int((log_phi > -math.inf).sum())
+    if hints and isinstance(learner, Pooled):
+        say("half of the first draws are forced to hold a hint of the potential")
+    elif alive < min(FEW, count):  # p^(0) hardly ever meets a hard potential
         rate = f"{alive} of {count} base samples have phi > 0, which is little to learn from"
-        run.say(f"{rate}; use --learner pooled and hints, or {SOFTEN}")
+        remedy = "use --learner pooled" if hints else "use --learner pooled and hints"
+        say(f"{rate}; {remedy}, or soften the potential (docs/potentials.md)")
     if world.exact is None:
-        draw_target(run, world, learner.streams, base.scores["log_phi"])
-    rows = {"base": metrics.describe(base, world.encode(base.texts), world.exact_vectors)}
-    rows["base"]["examples"] = base.texts[:EXAMPLES]
+        draw_target(run, world, learner, log_phi)
+    vectors = world.encode(base.texts)
+    row = metrics.describe(base, vectors, world.exact_vectors)
+    row["log_z"], row["log_z_std_error"] = log_mean_with_error(log_phi)
+    row |= {"num_samples": count, "examples": base.texts[:EXAMPLES]}
+    rows, samples = {"base": row}, base.rows("base")
     if world.exact is not None:
         target = world.score(world.exact.tokens)
         rows["target"] = target_row(world, target, count)
         samples += target.rows("target")
+    if streams.rank() == 0:
+        tensors = drawn | {"log_phi": log_phi, "vectors": vectors[checked_rows(log_phi)]}
+        write_tensors(run.folder(None) / SAMPLES, tensors)
     run.keep(None, rows, samples)
 
 
@@ -56,28 +67,27 @@ def target_row(world: World, samples: metrics.Samples, count: int) -> dict:
     return row | {"num_samples": len(exact.tokens), "num_proposals": exact.num_proposals}
 
 
-def draw_target(run: Run, world: World, streams: Streams, base_log_phi: Tensor) -> None:
+def draw_target(run: Run, world: World, learner: Learner, base_log_phi: Tensor) -> None:
     """Draw exact samples of sigma by rejection, if there are enough, and keep them in the run.
 
     log phi [N] of base samples tells, before they are drawn, how many proposals are needed.
     """
-    options = run.config.run
-    proposals = options.eval_target_proposals
+    proposals = run.config.run.eval_target_proposals
     rate = base_log_phi.exp().mean().item()
     if proposals == 0:
         return
     proposals = min(proposals, math.ceil(ENOUGH / rate) if rate > 0 else proposals)
     expected = f"about {proposals * rate:.0f} exact samples of the target"
-    run.say(f"drawing {proposals} base samples for {expected}")
+    say(f"drawing {proposals} base samples for {expected}")
     draw = partial(draw_accepted, world.base, world.potential)
-    exact = exact_samples(streams.draw("target by rejection", None, proposals, draw, report=run))
+    exact = exact_samples(learner.streams.draw("target by rejection", None, proposals, draw))
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
-        run.say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
+        say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
         return
-    if run.writes:
-        save_target(run.path / "target", exact, sigma_key(options, world.hashes))
     world.set_exact(exact)
+    if streams.rank() == 0:
+        save_target(run.path / "target", world, run.config.run)
 
 
 def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:
@@ -90,20 +100,32 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
     row = {"generation": m, "scores": learner.scores(m)}
     if world.exact is not None:
         log_p, log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)  # [N], [N]
-        kl = metrics.kl_of_log_q(log_q, world.base, world.exact)
-        alone = metrics.kl_of_log_q(log_p, world.base, world.exact)  # the model without its twist
+        kl = metrics.kl_of_log_q(log_q, world.exact_log_p, world.exact)
+        alone = metrics.kl_of_log_q(log_p, world.exact_log_p, world.exact)  # without its twist
         row |= {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
         row["kl_target_model"] = alone.value
     samples = samples_of(world, population)
-    vectors = world.encode(samples.texts)
-    row |= metrics.describe(samples, vectors, world.exact_vectors)
+    row |= metrics.describe(samples, world.encode(samples.texts), world.exact_vectors)
     if particles > 1:
         row |= population_row(population)
+        base = run.row(None)["base"]
+        if base["log_z"] is not None:
+            found = Estimate(*log_mean_with_error(population.log_z), runs - 1)
+            of_base = Estimate(base["log_z"], base["log_z_std_error"], base["num_samples"] - 1)
+            if line := metrics.missing_part(found, of_base):
+                say(line)
     source = torch.Generator().manual_seed(options.seed)
     places = torch.randperm(len(samples.texts), generator=source)[:EXAMPLES]
     row["examples"] = [samples.texts[n] for n in places]
     if len(options.eval_particles) > 1:
-        row["populations"] = populations(options, world, learner, pair, m)
+        # The mean score of populations of different K, with equally many particles (Fig. 2).
+        row["populations"] = {}
+        for particles in options.eval_particles:
+            runs = max(1, options.row_size() // particles)
+            word = f"populations of {particles}"
+            scores = samples_of(world, learner.population(pair, word, m, particles, runs)).scores
+            mean = scores.get("toxicity", scores["log_phi"]).mean().item()
+            row["populations"][particles] = mean
     return row, samples.rows(f"generation {m}")
 
 
@@ -131,17 +153,3 @@ def population_row(population: Population) -> dict:
         "dead_runs": runs - len(alive.log_z),
         "num_runs": runs,
     }
-
-
-def populations(
-    options: RunOptions, world: World, learner: Learner, pair: Pair, m: int
-) -> dict[int, float]:
-    """The mean score of populations of different K, with equally many particles in all (Fig. 2)."""
-    found = {}
-    for particles in options.eval_particles:
-        runs = max(1, options.row_size() // particles)
-        word = f"populations of {particles}"
-        population = learner.population(pair, word, m, particles, runs)
-        scores = samples_of(world, population).scores
-        found[particles] = scores.get("toxicity", scores["log_phi"]).mean().item()
-    return found

@@ -1,93 +1,110 @@
-"""A run of `main.py` is a directory (docs/options.md lists its files), locked by process 0.
+"""A run of `main.py` is a directory, which process 0 locks and writes.
 
-Each of its folders is written under another name and renamed, so it is there completely or not at
-all. With --resume a run goes on behind its last generation; at most one generation is lost. Every
-random stream has a name, so the results are those of a run that was never interrupted, to the byte.
+    config.json                  every option, and the versions of Python and PyTorch
+    base/                        the rows Base and Target, and the texts that they were made of
+    target/samples.safetensors   exact samples of sigma, where the run has drawn some
+    generation-0/ ...            a generation each
+    results.json                 all rows, once the last one is there
+
+A folder of a generation holds pair.safetensors, state.safetensors (what the learner needs to go
+on), samples.jsonl, metrics.jsonl (the figures of each step), seconds.json, and last row.json: what
+has a row is complete. With --resume a run goes on behind its last row; at most one generation is
+lost. Every random stream has a name, so the results are those of a run that was never interrupted,
+to the byte.
 """
 
 import contextlib
 import json
-import os
 import platform
-import shutil
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 import filelock
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
 from distill import Learner
 from eval.command import say
-from eval.config import Config
-from tinystories import checkpoint
-from tinystories.errors import InputError
-from tsmc import processes
+from eval.options import Config
+from tinystories import files
+from tsmc import streams
 from twist.pair import Pair, load_pair, save_pair
 
-STATE, ROW, SECONDS = "state.safetensors", "row.json", "seconds.json"
+PAIR, STATE, ROW, RESULTS = "pair.safetensors", "state.safetensors", "row.json", "results.json"
 
 
 class Run(contextlib.AbstractContextManager):
-    """The directory of a run, locked inside the `with` block, and its progress."""
+    """The directory of a run, locked inside the `with` block."""
 
-    def __init__(self, config: Config, resumed: Path | None, hashes: dict[str, str]):
-        """A new run, or that in the directory `resumed`; InputError where it cannot be."""
+    def __init__(self, config: Config, resumed: Path | None):
+        """A new run, or that in the directory `resumed`; ValueError where it cannot be."""
         self.config = config
-        self.writes = processes.rank() == 0
-        self.records: list[dict] = []  # the figures of each step of this generation
-        self.bar = tqdm(disable=True)
-        self.title = ""  # of the bar
-        self.start = time.monotonic()
-        self.processor_start = time.process_time()
         path = resumed or Path(config.run.out or f"runs/{config.run.preset}")
         number = 1
         while not (resumed or config.run.out) and path.exists():
             number += 1
             path = Path(f"runs/{config.run.preset}-{number}")
-        self.path = processes.first(path)
-        if resumed is None and processes.first(path.exists()):
-            fault = f"--out {path}: exists already"
-            raise InputError(f"{fault}; choose another, or go on with --resume")
-        last = self.last()
-        if last is not None and last > config.run.generations:
-            fault = f"--generations {config.run.generations}: {path} has {last} already"
-            raise InputError(f"{fault}; give at least {last}")
-        if not self.writes:
-            return
+        self.path = streams.first(path)
+        if streams.first(resumed is None and self.path.exists()):
+            raise ValueError(f"--out {path}: exists already; choose another, or use --resume")
+        done, wanted = self.generations(), config.run.generations
+        if done > wanted + 1:
+            fault = f"--generations {wanted}: {self.path} has {done - 1} already"
+            raise ValueError(f"{fault}; give at least {done - 1}")
+        for m in range(done):
+            self.row(m)  # what is damaged is found before anything is learned
+
+    def __enter__(self) -> "Run":
+        """Lock the directory and write config.json; ValueError where another process writes."""
+        self.start, self.core_start = time.monotonic(), time.process_time()
+        if streams.rank() > 0:
+            return self
         self.path.mkdir(parents=True, exist_ok=True)
-        self.lock = filelock.FileLock(self.path / ".lock")
+        self.lock = filelock.FileLock(self.path / ".lock", fallback_to_soft=False)
         try:
             self.lock.acquire(timeout=0)
         except filelock.Timeout:
             fault = f"{self.path}: another process is writing there"
-            raise InputError(f"{fault}; wait or stop it") from None
-        if resumed:
-            made = checkpoint.read_json(self.path / "config.json")
-            made["generations"] = config.run.generations
-        else:
-            versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-            made = config.as_json() | {"versions": versions, "networks": hashes}
-        checkpoint.write_json(self.path / "config.json", made)
+            raise ValueError(f"{fault}; wait or stop it") from None
+        except OSError as error:  # as network disks do
+            fault = f"{self.path}: files cannot be locked there ({error.strerror})"
+            say(f"{fault}; let no second process write there")
+        for left in self.path.rglob(".*.partial"):  # by a process that was killed as it wrote
+            left.unlink()
+        path = self.path / "config.json"
+        versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+        made = files.read_json(path) if path.exists() else {"versions": versions}
+        files.write_json(path, made | self.config.as_json())
+        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        self.bar.close()
-        if self.writes:
+        if streams.rank() == 0:
             self.lock.release()
         if isinstance(error, KeyboardInterrupt):
-            message = f"interrupted; continue with --resume {self.path}"
+            message = f"interrupted; continue with --resume {shlex.quote(str(self.path))}"
             raise KeyboardInterrupt(message) from error
-
-    def last(self) -> int | None:
-        """The last generation that is there; None if there is none."""
-        count = processes.first(count_generations(self.path))
-        return count - 1 if count > 0 else None
 
     def folder(self, m: int | None) -> Path:
         """The folder of a generation, or of Base and Target where m is None."""
         return self.path / ("base" if m is None else f"generation-{m}")
+
+    def has(self, m: int | None) -> bool:
+        """Whether the folder is complete, the same answer in all processes."""
+        return streams.first((self.folder(m) / ROW).exists())
+
+    def generations(self) -> int:
+        """How many generations are there, the same answer in all processes."""
+        return streams.first(count_generations(self.path))
+
+    def row(self, m: int | None) -> dict:
+        """A generation's row, or the rows of Base and Target by name; ValueError if damaged."""
+        path = self.folder(m) / ROW
+        row = files.read_json(path)
+        if "examples" not in (row if m is not None else row.get("base", {})):
+            fault = f"{path}: holds no row of a table"
+            raise ValueError(f"{fault}; delete its folder, and it is made again")
+        return row
 
     def keep(
         self,
@@ -97,83 +114,50 @@ class Run(contextlib.AbstractContextManager):
         learner: Learner | None = None,
         pair: Pair | None = None,
     ) -> None:
-        """Write the folder of a generation: its row and texts, its pair, the learner's state."""
-        if self.writes:
-            folder = self.path / f".{self.folder(m).name}"
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            if pair is not None:
-                save_pair(folder, pair, learner.base)
-                checkpoint.write_tensors(folder / STATE, learner.state())
-            spent = {"core_seconds": time.process_time() - self.processor_start}
-            checkpoint.write_json(folder / SECONDS, spent)
+        """Write the folder of a generation: pair, learner's state, figures and texts, row last."""
+        if streams.rank() == 0:
+            folder = self.folder(m)
+            (folder / ROW).unlink(missing_ok=True)  # where a generation before it was lost
+            if learner is not None:
+                save_pair(folder / PAIR, pair, learner.base)
+                files.write_tensors(folder / STATE, learner.state())
+                write_lines(folder / "metrics.jsonl", learner.records)
+            spent = {"core_seconds": time.process_time() - self.core_start}
+            files.write_json(folder / "seconds.json", spent)
             write_lines(folder / "samples.jsonl", samples)
-            write_lines(folder / "metrics.jsonl", self.records)
-            checkpoint.write_json(folder / ROW, finite_or_null(row))
-            # What is left of a chain that was broken before it.
-            shutil.rmtree(self.folder(m), ignore_errors=True)
-            os.rename(folder, self.folder(m))
-            if m is not None:
-                self.say_time(m, row)
-        self.records = []
-        self.start = time.monotonic()
-        self.processor_start = time.process_time()
-        processes.gather(None)  # nobody reads before it is there
+            files.write_json(folder / ROW, finite_or_null(row))
+        if m is not None:
+            learner.records.clear()
+            seconds = time.monotonic() - self.start
+            left = (self.config.run.generations - m) * seconds
+            named = {"toxicity": "toxicity", "log phi": "log_phi", "KL": "kl_target_proposal"}
+            said = [f"{name} {row[key]:.3g}" for name, key in named.items() if row.get(key)]
+            said += [f"about {left:.0f} s left"] if left else []
+            say(", ".join([f"generation {m}: {seconds:.0f} s", *said]))
+        self.start, self.core_start = time.monotonic(), time.process_time()
+        streams.gather(None)  # nobody reads before it is there
 
     def restore(self, m: int, learner: Learner) -> Pair:
         """(p^(m), psi^(m)) of a generation, and the learner as it was then."""
-        learner.resume(checkpoint.read_tensors(self.folder(m) / STATE))
-        return load_pair(self.folder(m), learner.base)
+        learner.resume(files.read_tensors(self.folder(m) / STATE))
+        return load_pair(self.folder(m) / PAIR, learner.base)
 
     def finish(self) -> dict:
         """Write results.json: the rows Base and Target, and those of all generations."""
-        if not self.writes:
-            return {}
         options = self.config.run
         results: dict[str, Any] = {"learner": options.learner, "seed": options.seed}
         results["potential"] = list(options.potential)
-        results |= checkpoint.read_json(self.folder(None) / ROW)
-        rows = [self.folder(m) / ROW for m in range(options.generations + 1)]
-        results["generations"] = [checkpoint.read_json(row) for row in rows]
-        checkpoint.write_json(self.path / "results.json", results)
+        results |= self.row(None)
+        results["generations"] = [self.row(m) for m in range(options.generations + 1)]
+        if streams.rank() == 0:
+            files.write_json(self.path / RESULTS, results)
         return results
-
-    def __call__(self, word: str, m: int | None, steps: int, **figures: float | Tensor) -> None:
-        """Show one step and record its figures (a `Report`)."""
-        numbers = {name: float(value) for name, value in figures.items()}
-        if numbers:
-            step = 1 + sum(record["phase"] == word for record in self.records)
-            self.records.append({"phase": word, "generation": m, "step": step} | numbers)
-        title = word if m is None else f"generation {m}, {word}"
-        if title != self.title:
-            self.bar.close()
-            self.title = title
-            # Without a terminal there is no bar, only the line of each generation.
-            hidden = None if self.writes else True
-            self.bar = tqdm(total=steps, desc=title, leave=False, disable=hidden)
-        self.bar.set_postfix({name: f"{value:.3g}" for name, value in numbers.items()}, False)
-        self.bar.update()
-
-    def say(self, line: str) -> None:
-        """A line on standard error, of one process; the bar makes room for it."""
-        if self.writes:
-            self.bar.clear()
-            say(line)
-
-    def say_time(self, m: int, row: dict) -> None:
-        """What generation m has come to, its seconds, and how long the others will take."""
-        seconds = time.monotonic() - self.start
-        left = (self.config.run.generations - m) * seconds
-        said = {"toxicity": "toxicity", "log phi": "log_phi", "KL": "kl_target_proposal"}
-        numbers = [f"{name} {row[key]:.3g}" for name, key in said.items() if row.get(key)]
-        time_left = f", about {left:.0f} s left" if left else ""
-        self.say(", ".join([f"generation {m}: {seconds:.0f} s", *numbers]) + time_left)
 
 
 def count_generations(run: Path) -> int:
     """How many generations the directory of a run holds, up to the first that is not there."""
     count = 0
-    while (run / f"generation-{count}").exists():
+    while (run / f"generation-{count}" / ROW).exists():
         count += 1
     return count
 
@@ -181,12 +165,12 @@ def count_generations(run: Path) -> int:
 def write_lines(path: Path, rows: list[dict]) -> None:
     """Write a file with a line of JSON for each row."""
     lines = [json.dumps(finite_or_null(row)) + "\n" for row in rows]
-    checkpoint.write_text(path, "".join(lines))
+    files.write_text(path, "".join(lines))
 
 
 def read_lines(path: Path) -> list[dict]:
     """The rows of such a file."""
-    with checkpoint.reading(path, "is no file of rows"):
+    with files.reading(path, "is no file of rows"):
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 

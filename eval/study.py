@@ -1,65 +1,318 @@
-"""Make the runs of docs/results.md, OUT/NAME-SEED; finished ones stay, those begun are resumed."""
+"""The runs of docs/results.md, and its tables and figures.
 
+    python -m eval.study --only paper pooled    makes the runs that docs/results/runs lacks of these
+    python -m eval.study --report               fills docs/results.md and draws its figures
+
+A run NAME-SEED is made in runs/study, and gone on with where it was begun. When it has finished,
+its numbers are kept in docs/results/runs/NAME-SEED.json with the command, version and commit that
+made them; nothing else of it is needed, so a study goes on where another machine left it. A table
+stands in the page between <!-- table NAME --> and <!-- end -->; sad_NAME is the same of the runs
+sad-.... A row is "NAME M", generation M of the runs NAME, or "A > B", the change from A to B within
+each seed. A number is the mean over seeds with half of its 95 % interval (Student's t).
+"""
+
+import dataclasses
+import math
 import os
+import platform
+import re
 import subprocess
 import sys
+import threading
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from eval.command import OneLineParser, one_line_errors
-from tinystories.errors import InputError
+import torch
 
-SEEDS, FEW = (91, 92, 93, 94, 95), (91, 92, 93)
-RUNS = {
-    "paper": ("--learner paper --eval-particles 50 20 100 1000", SEEDS),
-    "weighted": ("--learner weighted --eval-particles 50 20 100 1000", SEEDS),
-    "pooled": ("--learner pooled --eval-particles 50 20 100 1000", SEEDS),
-    "lora": ("--learner weighted --student lora", FEW),
-    "no-effective-potential": ("--learner weighted --no-effective-potential", FEW),
-    "no-surrogate": ("--learner pooled --no-surrogate", FEW),
-    "dpo-full": ("--learner dpo", FEW),
-    "dpo-lora": ("--learner dpo --student lora --learning-rate 1e-3", FEW),
-    "grpo-full": ("--learner grpo", FEW),
-    "grpo-lora": ("--learner grpo --student lora --learning-rate 3.2e-3", FEW),
-    "beta-1": ("--learner pooled --generations 0 --beta 1", FEW[:1]),
+from eval.command import OneLineParser, one_line_errors
+from eval.compare import best_of_row
+from eval.figures import KL, LEVELS, Lines, draw_generations, draw_populations, draw_rules
+from eval.options import read_config, saved_config
+from eval.run import read_lines
+from eval.sample import TrainedRun
+from eval.table import TABLE, mean_cell
+from eval.world import load_world, save_target
+from tinystories.files import read_json, write_json, write_text
+from tsmc import SCHEMES, Streams
+from tsmc.rejection import draw_accepted, exact_samples
+
+FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
+PAPER, POOLED = "--learner paper", "--learner pooled"
+END_ALONE = f"{PAPER} --resampling systematic --ess-threshold 0 --particles 50"
+END_ALONE += " --ctl-updates 70 --distill-updates 120"
+SIZES = "--eval-particles 50 20 100 1000"
+SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
+TARGETS = {"docs/results/sad": 300_000}  # draws of p for the exact samples that all of a task share
+RUNS = {  # options and seeds
+    "paper": (f"{PAPER} {SIZES}", FIVE),
+    "pooled": (f"{POOLED} {SIZES}", FIVE),
+    "end-alone": (f"{END_ALONE} {SIZES}", FIVE),
+    "more-twist": (f"{PAPER} --generations 0 --ctl-updates 1020", THREE),  # all scores of paper 2
+    "lora": (f"{PAPER} --student lora", THREE),
+    "no-effective-potential": (f"{PAPER} --no-effective-potential", THREE),
+    "no-surrogate": (f"{POOLED} --no-surrogate", THREE),
+    "dpo-full": ("--learner dpo", THREE),
+    "dpo-lora": ("--learner dpo --student lora --learning-rate 1e-3", THREE),
+    "grpo-full": ("--learner grpo", THREE),
+    "grpo-lora": ("--learner grpo --student lora --learning-rate 3.2e-3", THREE),
+    "beta-1": (f"{POOLED} --generations 0 --beta 1", (91,)),
+    "sad-paper": (f"{PAPER} {SAD}", FIVE),
+    "sad-pooled": (f"{POOLED} {SAD}", FIVE),
+    "sad-end-alone": (f"{END_ALONE} {SAD}", THREE),
+    "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
+    "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
 }
 WORDS = ("cheese", "hurricane", "university", "earthquake", "donkey", "accidents", "telescope")
 WORDS += ("electricity", "cheese+hurricane", "donkey+earthquake", "cheese+university")
 WORDS += ("telescope+electricity", "cheese+hurricane+donkey")
 for words in WORDS:
-    flags = " --potential keyword:".join(["--learner pooled --generations 1", *words.split("+")])
+    flags = " --potential keyword:".join([f"{POOLED} --generations 1", *words.split("+")])
     RUNS[words] = f"{flags} --eval-target-proposals 0", (96, 97, 98)
-for n in (70, 140, 280):
-    RUNS[f"paper-{n}"] = f"--learner paper --ctl-updates {n}", (61,)
-    RUNS[f"weighted-{n}"] = f"--learner weighted --ctl-updates {n}", (61,)
+RULES = {  # of resampling, under which the pairs of the runs RULED are measured
+    "multinomial, every step": ("multinomial", 1.0),
+    "systematic, every step": ("systematic", 1.0),
+    "ESS < K/2": ("systematic", 0.5),
+    "ESS < K/4": ("systematic", 0.25),
+    "end alone": ("systematic", 0.0),
+}
+RULED = ("paper", "end-alone", "sad-paper", "sad-end-alone")
+BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 50 texts of p
+
+LEARNERS = ("paper", "end-alone", "pooled")
+BASELINES = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")
+GENERATIONS = [f"{name} {m}" for name in LEARNERS for m in range(3)]
+RULED_ROWS = [f"{name} {m}" for name in LEARNERS[:2] for m in range(3)]
+CHANGES = [f"{name} 0 > {name} 2" for name in LEARNERS]
+CHANGES += ["paper 1 > paper 2", "paper 2 > end-alone 2", "paper 2 > pooled 2"]
+INGREDIENTS = ["more-twist 0 > paper 2", "paper 2 > lora 2", "paper 2 > no-effective-potential 2"]
+INGREDIENTS += ["pooled 2 > no-surrogate 2"]
+RECORD = [f"{name} KL {level}" for level in ("3.0", "2.0") for name in LEARNERS]
+COST = [*(f"{name} 2" for name in LEARNERS), *(f"{name} 0" for name in BASELINES)]
+BETA = ["paper Base", "beta-1 Target", "paper Target"]
+QUALITY = ("similarity", "energy", KL, "log_z_hat_mean", "ess", "distinct")
+CHANGED = ("toxicity", "log_phi", "energy", KL)
+EVIDENCE = ("phi_positive", "log_z", "log_z_hat_std", "ess", "worth")
+TABLES = {  # rows and columns
+    "samples": (["paper Base", "paper Target", *GENERATIONS], ("toxicity", *QUALITY)),
+    "changes": (CHANGES, ("toxicity", "energy", KL)),
+    "diagnostics": (GENERATIONS, ("kl_target_model", "largest_share", "distinct_texts")),
+    "rules": (RULED_ROWS, tuple(RULES)),
+    "ingredients": (INGREDIENTS, ("toxicity", "energy", KL)),
+    "baselines": ([*COST[3:], f"dpo-full best of {BEST}"], ("toxicity", *QUALITY[:3])),
+    "populations": (GENERATIONS, ("K = 20", "K = 50", "K = 100", "K = 1000")),
+    "record": (RECORD, ("seeds", "generation", "scores", "core_seconds")),
+    "cost": (COST, ("scores", "core_seconds", "worth")),
+    "beta": (BETA, ("acceptance_rate", "toxicity", "similarity", "num_samples")),
+    "words": ([f"{words} 1" for words in WORDS], EVIDENCE),
+}
+TITLES = {key: title for title, key, _ in TABLE} | {"kl_target_model": "KL(sigma, p^(m))"}
+TITLES |= {"worth": "effective texts per score", "seeds": "seeds that reach it"}
+TITLES |= {"distinct_texts": "distinct texts distilled", "num_samples": "texts"}
+FORMS = {key: form for _, key, form in TABLE} | {"kl_target_model": ".2f", "energy": ".4f"}
+FORMS |= {"largest_share": ".2f", "generation": ".1f", "acceptance_rate": ".3%"}
+FORMS |= dict.fromkeys(("distinct_texts", "seeds", "scores", "core_seconds", "num_samples"), ",.0f")
+SHOWN = {"paper Base": "Base", "paper Target": "Target", "beta-1 Target": "Target, beta 1"}
+SHOWN |= {f"dpo-full best of {BEST}": f"best of {BEST}"}
+RUNNING, KEPT, PAGE = Path("runs/study"), Path("docs/results/runs"), Path("docs/results.md")
+DRAWING = threading.Lock()  # of exact samples
+Places = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
 
 
-def run(path: Path) -> bool:
-    """Begin or resume the run NAME-SEED; whether it has finished."""
-    name, _, seed = path.name.rpartition("-")
-    options = [*RUNS[name][0].split(), "--seed", seed, "--out", str(path)]
+def make(name: str) -> bool:
+    """Begin or resume a run, by its name with its seed, and keep its numbers; whether it ended."""
+    path = RUNNING / name
+    kind, _, seed = name.rpartition("-")
+    options = RUNS[kind][0].split()
+    made = {"name": kind, "seed": int(seed), "command": RUNS[kind][0]} | machine()
+    if "--target" in options:
+        with DRAWING:  # the other runs of the task wait
+            draw_target(options)
+    arguments = [*options, "--seed", seed, "--out", str(path)]
     if (path / "config.json").exists():
-        options = ["--resume", str(path)]
-    done = subprocess.run([sys.executable, "main.py", *options], stdout=subprocess.DEVNULL)
-    print(f"{path}: {'failed' if done.returncode else 'done'}", flush=True)
+        arguments = ["--resume", str(path)]
+    done = subprocess.run([sys.executable, "main.py", *arguments], stdout=subprocess.DEVNULL)
+    if done.returncode == 0:
+        keep(path, made)
+    print(f"{name}: {'failed' if done.returncode else 'done'}", flush=True)
     return done.returncode == 0
 
 
-def main() -> None:
-    """Make what is missing, several at a time; Ctrl-C ends the map, and no further run begins."""
-    with one_line_errors("eval.study"):
-        parser = OneLineParser("python -m eval.study", description=__doc__)
-        parser.add_argument("--out", type=Path, default=Path("runs/study"), help="their folder")
+def draw_target(options: list[str]) -> None:
+    """Exact samples of the sigma of these options, where --target says, unless they are there."""
+    run = read_config(options, "")[0].run
+    if not Path(run.target).exists():
+        own = dataclasses.replace(run, target="")
+        world = load_world(own)
+        draw = partial(draw_accepted, world.base, world.potential)
+        drawn = Streams().draw("exact samples", None, TARGETS[run.target], draw)
+        world.set_exact(exact_samples(drawn))
+        save_target(Path(run.target), world, own)
+
+
+def machine() -> dict[str, str]:
+    """What a run is made with: version, commit, versions of Python and PyTorch, and processor."""
+    git = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    version = tomllib.loads(Path("pyproject.toml").read_text())["project"]["version"]
+    cpus = Path("/proc/cpuinfo")
+    names = re.findall("model name.*: (.*)", cpus.read_text() if cpus.exists() else "")
+    made = {"version": version, "commit": commit, "python": platform.python_version()}
+    return made | {"torch": str(torch.__version__), "processor": [*names, platform.machine()][0]}
+
+
+def keep(run: Path, made: dict) -> None:
+    """Write the numbers of a finished run for the tables: its rows, seconds, rules, best of n."""
+    config = saved_config(run)
+    results = read_json(run / "results.json") | made
+    here = ("out", "lm", "toxicity_model", "similarity_model", "target", "device")
+    options = config.as_json().items()
+    results["options"] = {name: value for name, value in options if name not in here}
+    spent = read_json(run / "base" / "seconds.json")["core_seconds"]
+    for m, row in enumerate(results["generations"]):
+        spent += read_json(run / f"generation-{m}" / "seconds.json")["core_seconds"]
+        row["core_seconds"] = spent  # of the whole run up to here
+        for record in read_lines(run / f"generation-{m}" / "metrics.jsonl"):
+            if "distinct" in record:
+                row["distinct_texts"] = record["distinct"]
+    if made["name"] in RULED:
+        results["rules"] = [rules(run, m) for m in range(len(results["generations"]))]
+    if made["name"] in BEST_OF:
+        world = load_world(config.run, run)
+        results["best_of"] = best_of_row(BEST, config.run, world)
+    ends = [results[name] for name in ("base", "target", "best_of") if name in results]
+    for row in ends + results["generations"]:
+        row.pop("histogram", None)  # no figure of the study has them
+    write_json(KEPT / f"{run.name}.json", results)
+
+
+def rules(run: Path, m: int) -> dict[str, dict]:
+    """What the pair of generation m gives under each rule, by as many texts as a row has."""
+    trained, found = TrainedRun(run, m), {}
+    sizes = trained.config.run.eval_particles[0], trained.config.run.eval_runs
+    for name, (resampling, threshold) in RULES.items():
+        drawn = trained.sample(*sizes, resample=SCHEMES[resampling], ess_threshold=threshold)
+        scores = drawn.scores.get("toxicity", drawn.scores["log_phi"])
+        ancestors = drawn.population.ancestors.cpu()  # of the samples [R, K]
+        scores = scores.view_as(ancestors).gather(1, ancestors)[drawn.population.is_alive().cpu()]
+        log_z = drawn.population.alive().log_z
+        found[name] = {"score": scores.mean().item(), "log_z_hat_mean": log_z.mean().item()}
+        found[name]["log_z_hat_std"] = log_z.std().item()
+    return found
+
+
+def read_runs(folder: Path) -> Places:
+    """The rows of all runs that are kept: "NAME M", "NAME Base", "NAME Target" and others."""
+    places: Places = {}
+    for path in sorted(folder.glob("*.json")):
+        record = read_json(path)
+        if record["command"] != RUNS.get(record["name"], ("",))[0]:
+            fault = f"{path}: was made by {record['command']}, which is not that of the study"
+            raise ValueError(f"{fault}; delete it, and make it again")
+        record["base"]["acceptance_rate"] = 1.0
+        rows = {"Base": record["base"], f"best of {BEST}": record.get("best_of")}
+        if target := record.get("target"):
+            rows["Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
+        for m, row in enumerate(record["generations"]):
+            rows[str(m)] = row
+            row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
+            for rule, found in record["rules"][m].items() if "rules" in record else ():
+                row[rule] = found["score"]
+        for title, row in rows.items():
+            if row is not None:
+                places.setdefault(f"{record['name']} {title}", {})[record["seed"]] = row
+    if "paper 0" not in places:
+        raise ValueError(f"{folder}: holds no run paper-SEED; make it with eval.study --only paper")
+    for title in RECORD:  # the first row of each seed whose KL is at most a level
+        name, _, level = title.split()
+        first: dict[int, dict] = {}
+        for m in range(3):
+            for seed, row in places.get(f"{name} {m}", {}).items():
+                if row[KL] <= float(level):
+                    first.setdefault(seed, row)
+        places[title] = {seed: row | {"seeds": len(first)} for seed, row in first.items()}
+    return places
+
+
+def rows_of(places: Places, title: str, task: str = "") -> list[dict]:
+    """The row of each seed; for "A > B" what every number changes by from A to B."""
+    before, _, after = title.partition(" > ")
+    old, new = places.get(task + before, {}), places.get(task + after, {})
+    if not after:
+        return list(old.values())
+    changes = []
+    for seed in sorted(old.keys() & new.keys()):
+        pairs = {key: (old[seed].get(key), new[seed].get(key)) for key in CHANGED}
+        changes.append({key: b - a for key, (a, b) in pairs.items() if None not in (a, b)})
+    return changes
+
+
+def fill(page: str, places: Places) -> str:
+    """The page with its tables, without rows of no run; ValueError for a table not known."""
+
+    def replaced(found: re.Match) -> str:
+        task, _, name = found[1].rpartition("_")
+        if name not in TABLES:
+            raise ValueError(f"table {found[1]}: is not one of {', '.join(TABLES)}; correct it")
+        titles, columns = TABLES[name]
+        if task:
+            columns = ["log_phi" if key == "toxicity" else key for key in columns]
+        heads = [TITLES.get(key, key.replace("_", " ")) for key in columns]
+        lines = [["", *heads], ["---"] * (len(heads) + 1)]
+        for title in titles:
+            if rows := rows_of(places, title, f"{task}-" if task else ""):
+                cells = [mean_cell(rows, key, FORMS.get(key, ".3f")) for key in columns]
+                lines.append([SHOWN.get(title, title.replace(" > ", " → ")), *cells])
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        return f"<!-- table {found[1]} -->\n{table}<!-- end -->"
+
+    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", replaced, page, flags=re.DOTALL)
+
+
+def draw_figures(places: Places, folder: Path) -> None:
+    """The learners of both tasks by generation, toxicity by particles, and scores by rule."""
+    panels = {}
+    for task, key, title in (("", "toxicity", "Toxic stories"), ("sad-", "log_phi", "Sad stories")):
+        lines: Lines = {name: {"": rows_of(places, f"paper {name}", task)} for name in LEVELS}
+        for name in LEARNERS:
+            lines[name] = {str(m): rows_of(places, f"{name} {m}", task) for m in range(3)}
+        if task == "":
+            draw_populations(lines, folder / "populations.png", key)
+        elif not lines["paper"]["0"]:
+            continue
+        rules = {"Target": lines["Target"]}
+        for rule in RULES:
+            pairs = lines["paper"].items()  # the rows of each generation
+            rules[rule] = {m: [{key: row.get(rule)} for row in rows] for m, rows in pairs}
+        panels[title] = key, rules
+        for name in ("dpo", "grpo"):
+            lines[name] = {name: rows_of(places, f"{name}-full 0", task)}
+        draw_generations(lines, folder / f"{task}generations.png", key)
+    draw_rules(panels, folder / "rules.png")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make what is missing, several at a time, or the report; Ctrl-C ends all of it."""
+    with one_line_errors("python -m eval.study"):
+        parser = OneLineParser("python -m eval.study", description=__doc__.splitlines()[0])
         parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="names")
         parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
-        args = parser.parse_args()
+        parser.add_argument("--report", action="store_true", help=f"fill {PAGE}, make no run")
+        args = parser.parse_args(arguments)
+        if args.report:
+            places = read_runs(KEPT)
+            write_text(PAGE, fill(PAGE.read_text(encoding="utf-8"), places))
+            draw_figures(places, PAGE.with_suffix(""))
+            return
         os.environ["OMP_NUM_THREADS"] = "1"
-        paths = [args.out / f"{name}-{seed}" for name in args.only for seed in RUNS[name][1]]
-        missing = [path for path in paths if not (path / "results.json").exists()]
+        torch.set_num_threads(1)
+        names = [f"{name}-{seed}" for name in args.only for seed in RUNS[name][1]]
+        missing = [name for name in names if not (KEPT / f"{name}.json").exists()]
         with ThreadPoolExecutor(max(1, args.jobs)) as pool:
-            failed = list(pool.map(run, missing)).count(False)
+            failed = list(pool.map(make, missing)).count(False)
         if failed:
-            raise InputError(f"{failed} runs failed, see above; mend them and start again")
+            raise ValueError(f"{failed} runs failed, see above; mend them and start again")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """The table of a run's results as text: one row for Base, Target and each generation."""
 
 import math
+import shlex
 from pathlib import Path
 
 import torch
 
-from tinystories.checkpoint import read_json, reading
-from tinystories.errors import printable
-from tsmc.estimate import mean_estimate
+from eval.command import printable
+from tinystories.files import read_json, reading
+from tsmc.estimate import Estimate, mean_estimate
 
 TABLE = (
     ("toxicity", "toxicity", ".3f"),
@@ -45,7 +46,7 @@ def columns(rows: dict[str, dict], results: dict) -> list[tuple[str, str, str]]:
 
 
 def read_results(run: Path) -> dict:
-    """results.json of a run; InputError where it holds none."""
+    """results.json of a run; ValueError where it holds none."""
     path = run / "results.json"
     results = read_json(path)
     with reading(path, "holds no results of a run", "name a finished run of main.py"):
@@ -75,7 +76,8 @@ def closing(results: dict, run: Path) -> str:
         cost = f"training has scored as many texts as {rows[last]['scores'] * rate:,.0f} exact"
         gain = f"now a score gives at most {rows[last]['worth']:.2f} effective samples"
         lines += ["", f"{kept}; {cost} samples need; {gain}."]
-    return "\n".join([*lines, f"Everything is in {run}; more texts: python -m eval.sample {run}"])
+    name = shlex.quote(str(run))
+    return "\n".join([*lines, f"Everything is in {run}; more texts: python -m eval.sample {name}"])
 
 
 def cell(row: dict, key: str, form: str) -> str:
@@ -86,7 +88,12 @@ def cell(row: dict, key: str, form: str) -> str:
         return "-inf" if key == "log_phi" else "-"
     if key == "dead_runs":
         return f"{row[key]}/{row['num_runs']}"
-    return format(row[key], form)
+    text = format(row[key], form)
+    if key == "log_z" and row.get("log_z_std_error") is not None:  # of Base and Target
+        draws = row.get("num_proposals", row["num_samples"])
+        found = Estimate(row[key], row["log_z_std_error"], draws - 1)
+        text += f" ± {format(found.half_width(), form)}"
+    return text
 
 
 def mean_cell(rows: list[dict], key: str, form: str) -> str:

@@ -2,14 +2,15 @@
 
     sigma(s) = p^(0)(s) phi(s) / Z_sigma (eq. 2),   drawn by rejection (`tsmc/rejection.py`)
 
-Exact samples lie in one file, whose metadata say what their sigma depends on: samples of other
-checkpoints belong to another sigma. N samples, T tokens, D width of an embedding.
+Exact samples, and the texts of row Base, are kept as tokens [N, T] with log phi [N] and log p [N].
+Whoever uses them again scores a few of them again, so a network, a user's file or anything that
+such a file reads cannot change unnoticed. N samples, T tokens, D width of an embedding.
 """
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +18,25 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-import tinystories
+from eval import scorers
 from eval.command import say
-from eval.config import DTYPES, POCKET, RunOptions
 from eval.metrics import Samples
-from eval.scorers import similarity, toxicity
-from eval.scorers.encoder import Runner
-from eval.scorers.potentials import CLASSIFIED, make_factors, user_file
-from tinystories import Conditional, checkpoint
-from tinystories.checkpoint import digest_of, fingerprint, reading
-from tinystories.decoder import NO_END
-from tinystories.errors import InputError, listed
-from tinystories.hub import checkpoint_directory
-from tinystories.tokenizer import encode_prompt
-from tsmc import processes
-from tsmc.interfaces import Report, ignore
-from tsmc.proposal import sample_proposal
+from eval.options import DTYPES, POCKET, RunOptions
+from tinystories import Conditional, load_model
+from tinystories.decoder import NO_END, is_end
+from tinystories.files import read_metadata, read_tensors, reading, write_tensors
+from tinystories.load import checkpoint_directory
+from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.rejection import ExactSamples
-from tsmc.runs import Streams
+from tsmc.streams import Streams
+from twist.factors import power
 from twist.potential import TextPotential, check_potential, each_once
 
 SHIPPED = POCKET / "target"
 SAMPLES = "samples.safetensors"
+# Relative errors of stored numbers: another processor moves them by 1e-6, bfloat16 log p by at most
+# .010 and log phi by .042 (930 texts of the preset). A user's own network may be in half precision.
+ROUNDING_PHI, ROUNDING_P = 0.05, {torch.float32: 1e-3, torch.bfloat16: 0.02}
 NUMBERS = ("num_proposals", "log_z", "log_z_std_error")  # of exact samples
 
 
@@ -50,73 +48,72 @@ class World:
     base: Conditional  # p^(0) after the prompt
     potential: TextPotential
     log_toxicity: Callable[[list[str]], Tensor] | None  # a column of the table, if phi reads it
-    encode: Runner | None = None  # embeds texts, N texts -> [N, D], for the table
+    encode: scorers.Runner | None = None  # embeds texts, N texts -> [N, D], for the table
     exact: ExactSamples | None = None  # exact samples of sigma, if there are any
-    exact_vectors: Tensor | None = None  # [N, D] embeddings of the exact samples
-    hashes: dict[str, str] = field(default_factory=dict)  # of what it was loaded from (`identity`)
+    exact_log_p: Tensor | None = None  # [N] log p^(0) of the exact samples
+    exact_vectors: Tensor | None = None  # [N, D] their embeddings
 
     def score(self, tokens: Tensor, group: list[int] | None = None) -> Samples:
         """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
-        return self.score_texts(self.potential.texts(tokens), tokens, group)
+        finished = is_end(tokens, self.base.end).any(1).tolist()  # else cut at T
+        return self.score_texts(self.potential.texts(tokens), group, finished)
 
     def score_texts(
-        self, texts: list[str], tokens: Tensor | None = None, group: list[int] | None = None
+        self, texts: list[str], group: list[int] | None = None, finished: list[bool] | None = None
     ) -> Samples:
-        """The same of N texts; without tokens nothing is said of their ends."""
-        scores = {"log_phi": self.potential.of_texts(texts)}
-        if tokens is not None and self.base.end != NO_END:
-            scores["ended"] = (tokens == self.base.end).any(1).cpu().double()  # else cut at T
+        """The same of N texts, prompt included; all are finished unless it is said of each."""
+        scores = {"log_phi": self.potential.of_texts(texts, finished)}
+        if finished is not None and self.base.end != NO_END:
+            scores["ended"] = torch.tensor(finished).double()
         if self.log_toxicity is not None:
             scores["toxicity"] = each_once(self.log_toxicity, texts).exp()
         return Samples(texts, scores, group or list(range(len(texts))))
 
-    def draw_base(self, streams: Streams, word: str, count: int, report: Report = ignore) -> Tensor:
-        """Texts of p^(0) as tokens [N, T], N = count, from the random stream of this name."""
+    def draw_base(self, streams: Streams, word: str, count: int) -> dict[str, Tensor]:
+        """Texts of p^(0) from the random stream of this name: tokens [N, T], log_p [N]."""
 
         def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-            return {"tokens": sample_proposal(self.base, None, size, generator).tokens}
+            drawn = sample_proposal(self.base, None, size, generator)
+            return {"tokens": drawn.tokens, "log_p": drawn.log_p.sum(1)}
 
-        return streams.draw(word, None, count, draw, report=report)["tokens"]
+        return streams.draw(word, None, count, draw)
 
     def set_exact(self, exact: ExactSamples) -> None:
         """Compare with these exact samples from here on."""
         self.exact = exact.to(self.base.prompt.device)
+        self.exact_log_p = sequence_log_probs(self.base, self.exact.tokens)
         self.exact_vectors = self.encode(self.potential.texts(exact.tokens))
-
-
-def reads_classifier(options: RunOptions) -> bool:
-    """Whether phi reads the toxicity classifier; otherwise it is not loaded."""
-    return not set(CLASSIFIED).isdisjoint(options.potential)
-
-
-def directory_of(options: RunOptions, role: str) -> Path:
-    """Directory of `lm`, `toxicity_model` or `similarity_model`, fetched where needed."""
-    return checkpoint_directory(getattr(options, role), "--" + role.replace("_", "-"))
 
 
 def load_sigma(options: RunOptions) -> World:
     """The language model and what its potential reads, on the run's device."""
-    device = options.torch_device()
-    dtype = DTYPES[options.dtype]
-    network, tokenizer = tinystories.load(directory_of(options, "lm"), device)
+    device, dtype = options.torch_device(), DTYPES[options.dtype]
+    factors = scorers.load_factors(
+        options.potential
+    )  # first: what is misspelt need not wait for networks
+    if not options.end and any(spec.startswith("ended") for spec in factors):
+        raise ValueError("--potential ended: no token finishes a text; name one with --end")
+    given = (options.lm, "--lm", options.prompt, options.length, options.end, device, dtype)
+    base, tokenizer = load_model(*given)
     scorer = None
-    if reads_classifier(options):
-        classifier, its_tokenizer = toxicity.load(directory_of(options, "toxicity_model"), device)
-        scorer = toxicity.ToxicityScorer(classifier.to(dtype), its_tokenizer)
-        # Potential and table score the same texts one after the other.
-        scorer.logits = lru_cache(maxsize=1)(scorer.logits)
-    ids = torch.tensor(encode_prompt(tokenizer, options.prompt), device=device)  # [P]
-    end = NO_END if not options.end else tokenizer.token_to_id(options.end)
-    if end is None:
-        raise InputError(f"--end {options.end}: is not one of the tokenizer's tokens; name one")
-    base = Conditional(network.to(dtype), ids, options.length, end)
+    if set(scorers.CLASSIFIED) & set(options.potential):  # else the classifier is not loaded
+        path = checkpoint_directory(options.toxicity_model, "--toxicity-model")
+        classifier, words = scorers.load_scorer(scorers.ToxicityClassifier, path, device)
+        scorer = scorers.ToxicityScorer(classifier.to(dtype), words)
+        factors["toxicity"] = power(scorer, options.beta)
+        factors["nontoxicity"] = power(scorer.log_nontoxic, options.beta)
     decode = partial(tokenizer.decode_batch, skip_special_tokens=True)
-    factors = make_factors(options.potential, options.beta, scorer)
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    potential = TextPotential(factors, decode, ids, end, encode)
+    for spec in options.potential:
+        for hint in getattr(factors[spec], "hints", []):
+            if hint.lower() not in tokenizer.decode(encode(f"a {hint}")).lower():
+                fault = f"--potential {spec}: the tokenizer of --lm cannot write {hint!r}"
+                raise ValueError(f"{fault}; no text of the language model has it")
+    chosen = [factors[spec] for spec in options.potential]
+    potential = TextPotential(chosen, decode, base.prompt, base.end, encode)
     # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
     potential.scale = max(options.beta, 1.0) if scorer is not None else 1.0
     return World(tokenizer, base, potential, scorer)
@@ -126,77 +123,101 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
     """`load_sigma`, the sentence encoder, and exact samples: those of --target, those that a run
     has drawn, or the shipped ones where they are of this sigma.
 
-    InputError where something that the options of a run name has changed since it was made.
+    ValueError where they are of another, or where texts of the run have other scores than before.
     """
-    if processes.rank() == 0:
-        say("loading the networks")
-    hashes = identity(options)
+    directory, is_shipped = Path(options.target), False
+    if not options.target:
+        is_shipped = run is None or not (run / "target" / SAMPLES).exists()
+        directory = SHIPPED if is_shipped else run / "target"
+    exact, sigma = load_target(directory)
+    other = [name for name, value in sigma_of(options).items() if sigma.get(name) != value]
+    fault = f"holds samples of another sigma, whose {other[0]} differs" if other else ""
+    remedy = "restore what it was drawn with, or name another --target, or make a new run"
+    if fault and not is_shipped:
+        raise ValueError(f"{directory}: {fault}; {remedy}")
+    say("loading the networks")
+    world = load_sigma(options)
+    device = options.torch_device()
+    check_potential(world.base, world.potential, torch.Generator(device).manual_seed(options.seed))
+    path = checkpoint_directory(options.similarity_model, "--similarity-model")
+    encoder, words = scorers.load_scorer(scorers.SentenceEncoder, path, device)
+    world.encode = scorers.Runner(encoder.to(DTYPES[options.dtype]), words)
     if run is not None:
-        check_unchanged(run, hashes)
-    world, device = load_sigma(options), options.torch_device()
-    world.hashes = hashes
-    source = torch.Generator(device).manual_seed(options.seed)
-    check_potential(world.base, world.potential, source)
-    encoder, its_tokenizer = similarity.load(directory_of(options, "similarity_model"), device)
-    world.encode = Runner(encoder.to(DTYPES[options.dtype]), its_tokenizer)
-    directory = Path(options.target) if options.target else SHIPPED
-    if not options.target and run is not None and (run / "target" / SAMPLES).exists():
-        directory = run / "target"
-    exact = load_target(directory, sigma_key(options, hashes))
-    if exact is not None:
+        check_unchanged(run, world)
+    fault = fault or change_of(world, directory / SAMPLES)
+    if not fault:
         world.set_exact(exact)
-    elif directory != SHIPPED:
-        fault = f"{directory}: holds samples of another sigma"
-        remedy = "name another --target" if options.target else "make a new run"
-        raise InputError(f"{fault}; restore what it was drawn with, or {remedy}")
+    elif not is_shipped:
+        raise ValueError(f"{directory}: {fault}; {remedy}")
     return world
 
 
-def identity(options: RunOptions) -> dict[str, str]:
-    """Hashes of the networks and of the user's own files that a run's results depend on."""
-    roles = ["lm", "similarity_model"]
-    if reads_classifier(options):
-        roles.append("toxicity_model")
-    hashes = {role: fingerprint(directory_of(options, role)) for role in roles}
-    own = filter(None, map(user_file, options.potential))
-    return hashes | {str(path): digest_of(path) for path, _ in own}
+def checked_rows(log_phi: Tensor) -> Tensor:
+    """Which of N stored texts are scored again: those of the largest phi, and some of all."""
+    spread = torch.arange(0, len(log_phi), -(-len(log_phi) // 8))
+    largest = log_phi.argsort(descending=True, stable=True)[:8]
+    return torch.cat([spread, largest.cpu()]).unique()
 
 
-def check_unchanged(run: Path, hashes: dict[str, str]) -> None:
-    """InputError where something that a run's options name is not what the run was made with."""
-    made_with = checkpoint.read_json(run / "config.json").get("networks", {})
-    names = hashes.keys() | made_with.keys()
-    changed = [name for name in names if made_with.get(name) != hashes.get(name)]
-    if changed:
-        fault = f"{run}: {listed(changed)} changed since the run was made"
-        raise InputError(f"{fault}; restore what it had, or make a new run")
+def change_of(world: World, path: Path) -> str:
+    """What of the tokens [N, T], log_phi [N], log_p [N] in a file is no longer so, or "".
+
+    Where the file has vectors [n, D] of the checked texts, the sentence encoder is checked too.
+    """
+    stored = read_tensors(path)
+    rows = checked_rows(stored["log_phi"])
+    tokens = stored["tokens"][rows].long().to(world.base.prompt.device)
+    if tokens.shape[1] != world.base.length or tokens.max() >= world.base.vocab_size:
+        return "its texts are of another length or another vocabulary"
+    log_p = sequence_log_probs(world.base, tokens)
+    dtype = next(world.base.network.parameters()).dtype
+    for name, values, rounding in (
+        ("log_phi", world.potential(tokens), ROUNDING_PHI),
+        ("log_p", log_p, ROUNDING_P[dtype]),
+    ):
+        now, then = values.cpu().double(), stored[name][rows].double()
+        gap = (now - then).abs() / then.abs().clamp(min=1.0)  # [n]
+        gap = gap.where(now != then, 0.0)  # where both are -inf
+        if not gap.max() <= rounding:
+            n = gap.argmax()
+            return f"{name} of one of its texts is {now[n]:.5g} now, and was {then[n]:.5g}"
+    if "vectors" in stored and world.encode is not None:
+        now, then = world.encode(world.potential.texts(tokens)), stored["vectors"]
+        if now.shape != then.shape or (now * then).sum(1).min() < 0.99:
+            return "the sentence encoder gives other vectors of its texts"
+    return ""
 
 
-def sigma_key(options: RunOptions, hashes: dict[str, str]) -> dict[str, Any]:
-    """What the sigma of a run depends on; a user's file counts by its content."""
-    roles = ("lm", "toxicity_model")
-    key: dict[str, Any] = {role: hashes[role] for role in roles if role in hashes}
-    key |= {name: getattr(options, name) for name in ("prompt", "length", "beta", "end")}
-    pairs = [(spec, user_file(spec)) for spec in options.potential]
-    specs = [f"{hashes.get(str(own[0]))}:{own[1]}" if own else spec for spec, own in pairs]
-    return key | {"potential": specs}
+def check_unchanged(run: Path, world: World) -> None:
+    """ValueError where texts of a run's row Base have other scores than when it was made."""
+    path = run / "base" / SAMPLES
+    if path.exists() and (fault := change_of(world, path)):
+        remedy = "restore the networks and files that the run was made with, or make a new run"
+        raise ValueError(f"{path}: {fault}; {remedy}")
 
 
-def save_target(directory: Path, exact: ExactSamples, key: dict) -> None:
-    """Write exact samples, with the key of their sigma."""
+def sigma_of(options: RunOptions) -> dict[str, Any]:
+    """The options that sigma depends on, beside its networks, as JSON has them."""
+    sigma = {name: getattr(options, name) for name in ("prompt", "length", "beta")}
+    return sigma | {name: list(getattr(options, name)) for name in ("end", "potential")}
+
+
+def save_target(directory: Path, world: World, options: RunOptions) -> None:
+    """Write the exact samples of a world, with the options of their sigma."""
+    exact = world.exact
     tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi}
-    values = {"key": key} | {name: getattr(exact, name) for name in NUMBERS}
-    checkpoint.write_tensors(directory / SAMPLES, tensors, target=json.dumps(values))
+    values = sigma_of(options) | {name: getattr(exact, name) for name in NUMBERS}
+    tensors["log_p"] = world.exact_log_p
+    write_tensors(directory / SAMPLES, tensors, target=json.dumps(values))
 
 
-def load_target(directory: Path, key: dict) -> ExactSamples | None:
-    """The samples of a directory; None where they are of another sigma; InputError if damaged."""
+def load_target(directory: Path) -> tuple[ExactSamples, dict[str, Any]]:
+    """The exact samples of a directory, and the options of their sigma; ValueError if damaged."""
     path = directory / SAMPLES
-    tensors = checkpoint.read_tensors(path)
+    stored, metadata = read_tensors(path), read_metadata(path)
     with reading(path, "holds no exact samples", "make it anew, or leave --target out"):
-        values = json.loads(checkpoint.read_metadata(path)["target"])
-        if values["key"] != key:
-            return None
-        numbers = [float(values[name]) for name in NUMBERS[1:]]
-        proposals = int(values["num_proposals"])
-        return ExactSamples(tensors["tokens"].long(), tensors["log_phi"], proposals, *numbers)
+        sigma = json.loads(metadata["target"])
+        numbers = [sigma.pop(name) for name in NUMBERS]
+        if not len(stored["tokens"]) == len(stored["log_phi"]) == len(stored["log_p"]) > 1:
+            raise ValueError("not as many numbers as texts, or less than two")
+        return ExactSamples(stored["tokens"].long(), stored["log_phi"], *numbers), sigma

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import main
-from eval.run import Run
+from distill import Learner
 
 CONTEXT = multiprocessing.get_context("fork")
 TABLE = "--generations 1 --eval-runs 5 --eval-particles 4 2 --eval-target-proposals 60"
@@ -25,7 +25,7 @@ PAPER = "--ctl-updates 4 --ctl-batch-size 11 --particles 6 --distill-runs 13 --d
 POOLED = "--pool-first-draws 50 --pool-first-rounds 2 --pool-first-updates 3"
 POOLED += " --pool-draws 45 --pool-updates 3 --pool-batch-size 9"
 TUNED = "--updates 2 --batch-size 8"
-SIZES = {"paper": PAPER, "weighted": PAPER, "pooled": POOLED, "dpo": TUNED, "grpo": TUNED}
+SIZES = {"paper": PAPER, "pooled": POOLED, "dpo": TUNED, "grpo": TUNED}
 JOBS = {name: f"{TABLE} --learner {name} {SIZES[name]}".split() for name in SIZES}
 """Options of a small run of each learner."""
 
@@ -57,20 +57,20 @@ def products(run: Path) -> dict[str, bytes]:
     own = ("config.json", "seconds.json")
     made = {name: content for name, content in contents(run).items() if name[0] != "."}
     assert {"results.json", "base/samples.jsonl", "generation-1/metrics.jsonl"} < made.keys()
-    assert list(run.glob(".*/")) == []
+    assert [name for name in contents(run) if "partial" in name] == []
     return {name: made[name] for name in made if not name.endswith(own)}
 
 
 def signal_at(moment: str, number: int = signal.SIGKILL) -> None:
     """Signal this process at a moment, "before PLACE" or "after PLACE".
 
-    PLACE is how the path ends of a file or folder that is put in its place, or a phase and its
-    generation, whose first step is recorded.
+    PLACE is how the path ends of a file that is put in its place, or a phase and its generation,
+    whose first step is recorded.
     """
     when, _, place = moment.partition(" ")
 
     def signalling(function: Callable) -> Callable:
-        """A function of (source, place) or (run, phase, generation, ...) that signals as well."""
+        """A function of (source, place) or (learner, phase, m, ...) that signals as well."""
 
         def call(*arguments: object, **figures: object) -> None:
             is_due = " ".join(map(str, arguments[1:3])).endswith(place)
@@ -82,7 +82,7 @@ def signal_at(moment: str, number: int = signal.SIGKILL) -> None:
 
         return call
 
-    for owner, name in ((os, "replace"), (os, "rename"), (Run, "__call__")):
+    for owner, name in ((os, "replace"), (Learner, "record")):
         setattr(owner, name, signalling(getattr(owner, name)))
 
 

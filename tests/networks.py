@@ -1,19 +1,18 @@
 """Random networks of transformers in the three roles, written to disk with shipped tokenizers."""
 
+import functools
 import shutil
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tinystories
-from eval.config import POCKET
-from eval.scorers import similarity, toxicity
+from eval.options import POCKET
+from eval.scorers import SentenceEncoder, ToxicityClassifier, load_scorer
 from tinystories.any_model import AnyModel
-from tinystories.decoder import NO_END
 
 TEXTS = [
     "Once upon a time, there was a small dog who liked to bark at the moon every night.",
@@ -24,7 +23,11 @@ TEXTS = [
     "Lily saw a big red ball in the park. She ran to it and kicked it as far as she could!",
 ]
 VOCAB_SIZE, LIMIT = 5000, 40  # LIMIT: tokens that the scorers have room for
-LOAD = {"lm": tinystories.load, "toxicity": toxicity.load, "similarity": similarity.load}
+LOAD = {
+    "lm": tinystories.load,
+    "toxicity": functools.partial(load_scorer, ToxicityClassifier),
+    "similarity": functools.partial(load_scorer, SentenceEncoder),
+}
 PROMPT = torch.tensor([1, 0, 2])
 SIZES = {"vocab_size": 3, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"intermediate_size": 16, "num_key_value_heads": 1, "max_position_embeddings": 16}
@@ -66,22 +69,25 @@ def oracle(role: str, **changes) -> transformers.PreTrainedModel:
     return randomise(transformers.RobertaForSequenceClassification(config), seed=0)
 
 
-def any_model(kind, prompt=PROMPT, length=4, end=NO_END, **changes) -> AnyModel:
-    """A random network of V = 3 tokens after a prompt, float64."""
+def tiny(kind: str, **changes) -> nn.Module:
+    """A random causal language model of V = 3 tokens, float64."""
     config = transformers.AutoConfig.for_model(kind, **(SIZES | changes))
     network = randomise(transformers.AutoModelForCausalLM.from_config(config), 1).double()
     network.get_output_embeddings().weight.data *= 0.4  # no token is very rare
-    return AnyModel(network, prompt, length, end)
+    return network
 
 
-def write(path: Path, role: str, network: nn.Module, is_pickled: bool = False) -> None:
+def any_model(kind: str, prompt=PROMPT, length=4, **changes) -> AnyModel:
+    """A tiny network after a prompt; `end` and `vocab_size` are AnyModel's, the others sizes."""
+    own = {name: changes.pop(name) for name in ("end", "vocab_size") if name in changes}
+    return AnyModel(tiny(kind, **changes), prompt, length, **own)
+
+
+def write(path: Path, role: str, network: nn.Module) -> None:
     """Save a network and the shipped tokenizer of its role."""
     network.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(POCKET / role / name, path)
-    if is_pickled:
-        torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
-        (path / "model.safetensors").unlink()
 
 
 def encoded(path: Path, texts: list[str], limit: int = LIMIT) -> dict[str, Tensor]:
@@ -92,15 +98,13 @@ def encoded(path: Path, texts: list[str], limit: int = LIMIT) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def expected(role: str, network, inputs: dict[str, Tensor], pooling: str = "mean") -> Tensor:
+def expected(role: str, network, inputs: dict[str, Tensor]) -> Tensor:
     """What a network of transformers makes of tokens: logits, or unit vectors."""
     output = network(**inputs)
     if role == "lm":
         return output.logits
     if role == "toxicity":
         return output.logits[:, 0]
-    if pooling == "cls":
-        return F.normalize(output.last_hidden_state[:, 0], dim=-1)
     rows = zip(output.last_hidden_state, inputs["attention_mask"].bool(), strict=True)
     return F.normalize(torch.stack([row[kept].mean(0) for row, kept in rows]), dim=-1)
 

@@ -5,11 +5,12 @@ import math
 import numpy
 import pytest
 import torch
-from worlds import Recorded, generator, gpt_neo_world
+from worlds import generator, gpt_neo_world, recorded, tiny_conditional
 
-from distill import DPO, GRPO, BaselineOptions, Streams
+from distill import DPO, GRPO, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions, Streams
 from distill.dpo import dpo_loss, preference_pairs
 from distill.grpo import advantages, grpo_loss
+from tinystories.decoder import counted
 from tsmc.exact import Tree
 
 
@@ -20,7 +21,7 @@ from tsmc.exact import Tree
 def test_the_policy_gains_reward_by_samples_of_the_right_model(kind, student, rate, loss):
     """DPO samples the reference, GRPO the current policy. What the loss is at first is known."""
     base, _, potential = gpt_neo_world(3, 3)  # 27 sequences, float64
-    rewards, reports = [], Recorded()
+    rewards = []
 
     def log_phi(tokens):
         rewards.append(3 * potential(tokens))
@@ -28,7 +29,7 @@ def test_the_policy_gains_reward_by_samples_of_the_right_model(kind, student, ra
 
     options = {"learning_rate": rate, "strength": 0.1, "updates": 40, "batch_size": 64}
     options = BaselineOptions(student=student, **options)
-    learner = kind(base, log_phi, options, Streams(0), reports)
+    learner = kind(base, log_phi, options, Streams(0))
     pair = learner.first_twist()
     assert pair.twist is None and len(torch.cat(rewards)) == learner.scores(0)
     with torch.no_grad():
@@ -37,12 +38,15 @@ def test_the_policy_gains_reward_by_samples_of_the_right_model(kind, student, ra
     assert after > before + 0.5
     sampled = before if kind is DPO else after
     assert abs(torch.cat(rewards[-10:]).mean() - sampled) < 0.2
-    losses = [row["loss"] for row in reports["fine-tuning"]]
+    losses = recorded(learner, "fine-tuning", "loss")
     assert len(losses) == 40 and losses[0] == pytest.approx(loss, abs=1e-12)
 
 
 def test_losses_and_the_gradient_of_grpo_equal_the_published_formulas():
-    """Rafailov et al. eq. 7 and Shao et al. eq. 3 and 4 without clipping, in numpy."""
+    """Rafailov et al. eq. 7 and Shao et al. eq. 3 and 4 without clipping, in numpy.
+
+    Texts count alike, whether they have 2 tokens up to their end or 5.
+    """
     source, b = generator(1), 0.2
     log_pi, log_ref = -3 * torch.rand(2, 8, 5, dtype=torch.float64, generator=source)
     reward = torch.randn(8, dtype=torch.float64, generator=source)
@@ -55,14 +59,16 @@ def test_losses_and_the_gradient_of_grpo_equal_the_published_formulas():
     pairs = preference_pairs(reward)
     value = dpo_loss(log_pi.sum(-1)[pairs], log_ref.sum(-1)[pairs], b)
     assert value.item() == pytest.approx(numpy.mean(terms), rel=1e-12)
+    is_counted = counted(torch.tensor([[0, 1, 1, 1, 1]] * 3 + [[0, 0, 0, 0, 0]] * 5), 1)
+    share = is_counted.numpy() / is_counted.sum(1, keepdim=True).numpy() / 8  # of each token
     advantage = ((r - numpy.mean(r)) / numpy.std(r))[:, None]
     x = ref / pi
     log_pi.requires_grad_()
-    value = grpo_loss(log_pi, log_ref, advantages(reward), b, torch.ones(8, 5).bool())
-    wanted = -numpy.mean(advantage - b * (x - numpy.log(x) - 1))
+    value = grpo_loss(log_pi, log_ref, advantages(reward), b, is_counted)
+    wanted = -numpy.sum(share * (advantage - b * (x - numpy.log(x) - 1)))
     assert value.item() == pytest.approx(wanted, rel=1e-12)
     (gradient,) = torch.autograd.grad(value, log_pi)
-    wanted = torch.from_numpy(-(advantage + b * (x - 1)) / 40)  # the ratio has been one
+    wanted = torch.from_numpy(-share * (advantage + b * (x - 1)))  # the ratio has been one
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
 
 
@@ -80,3 +86,20 @@ def test_advantages_of_equal_and_of_impossible_samples():
     limit = advantages(reward.clamp(min=-1e9))  # of a falling reward
     torch.testing.assert_close(advantages(reward), limit, rtol=0, atol=1e-6)
     assert advantages(reward)[1] < 0 < advantages(reward)[0]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (DPO, BaselineOptions(updates=1)),
+        (GRPO, BaselineOptions(updates=1)),
+        (Paper, PaperOptions(ctl_updates=1)),
+        (Pooled, PooledOptions(pool_first_draws=50)),
+    ],
+)
+def test_a_number_that_orders_nothing_is_no_reward(kind, options, wrong):
+    """NaN would be preferred to everything by DPO and be phi = 0 for GRPO."""
+    log_phi = lambda tokens: torch.tensor([wrong] + [0.0] * (len(tokens) - 1))  # noqa: E731
+    with pytest.raises(ValueError, match="log phi is NaN or infinite on some text"):
+        kind(tiny_conditional(0), log_phi, options, Streams(0)).first_twist()

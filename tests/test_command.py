@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 from jobs import run_main
 
-from distill.learner import flag_of
 from eval.command import one_line_errors
-from eval.config import LEARNERS, RunOptions, make_parser, read_config
-from tinystories.errors import InputError
+from eval.options import LEARNERS, RunOptions, flag_of, read_config
 
 ROOT = Path(__file__).parents[1]
 MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
@@ -25,17 +23,21 @@ MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (InputError("a\nb\x1b[2J"), 2, r"error: a\nb\x1b[2J"),
+        (ValueError("a\nb\x1b[2J"), 2, r"error: a\nb\x1b[2J"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (RuntimeError(MEMORY), 2, "error: out of memory; lower it"),
         (OSError(28, "Full", "x.json"), 2, "error: x.json: cannot be used (Full); free space"),
     ],
 )
-def test_every_error_is_one_line(capsys, error, code, words):
+def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):
     with pytest.raises(SystemExit) as ended, one_line_errors("program", "lower it"):
         raise error
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == code and line.startswith(f"program: {words}")
+    if isinstance(error, ValueError):
+        monkeypatch.setenv("TSMC_TRACEBACK", "1")
+        with pytest.raises(ValueError), one_line_errors("program"):
+            raise error
 
 
 def closed_pipe():
@@ -50,7 +52,7 @@ STREAMS = [(closed_pipe, 141, ""), (FULL_DISK, 2, "standard output"), (lambda: N
 
 @pytest.mark.parametrize(("stream", "code", "said"), STREAMS)
 def test_output_that_cannot_be_written(finished_job, monkeypatch, capsys, stream, code, said):
-    run, found = finished_job("weighted"), 0
+    run, found = finished_job("paper"), 0
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream())
@@ -63,24 +65,32 @@ def test_output_that_cannot_be_written(finished_job, monkeypatch, capsys, stream
 
 
 @pytest.mark.parametrize("learner", LEARNERS)
-def test_the_help_names_every_option(learner, monkeypatch):
-    """A run has at most 20 options, --resume among them, and a learner at most 12."""
+def test_the_help_names_every_option(learner, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
-    text = make_parser("All about it.", learner).format_help()
-    shown = re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)
-    own = [field.name for field in dataclasses.fields(LEARNERS[learner][1])]
+    with pytest.raises(SystemExit, match="0"):
+        read_config(["--learner", learner, "--help"], "All about it.")
+    shown = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    own = [field.name for field in dataclasses.fields(LEARNERS[learner].Options)]
     of_run = [field.name for field in dataclasses.fields(RunOptions)]
     assert shown == ["--resume", *map(flag_of, of_run + own)]
-    assert len(of_run) < 20 and len(own) <= 12
 
 
 def test_defaults_are_those_of_the_learner_and_the_preset():
-    lines = ["--learner paper", "", "--preset paper", "--learner grpo", "--particles 5"]
+    lines = ["", "--preset paper", "--learner grpo", "--particles 5 --end . --end !"]
     found = [read_config(line.split(), "")[0] for line in lines]
-    assert [config.learner.particles for config in (*found[:3], found[4])] == [100, 50, 100, 5]
-    assert found[0].learner.ess_threshold == 1 and found[1].learner.ess_threshold == 0
-    assert found[2].run.lm.startswith("roneneldan/TinyStories-33M@")
-    assert (found[3].run.generations, found[3].learner.strength) == (0, 0.64)
+    assert found[0].run.learner == "paper" and found[0].learner.ess_threshold == 1
+    assert [found[n].learner.particles for n in (0, 3)] == [100, 5]
+    assert found[1].run.lm.startswith("roneneldan/TinyStories-33M@")
+    assert (found[2].run.generations, found[2].learner.strength) == (0, 0.64)
+    assert (found[0].run.end, found[3].run.end) == ((), (".", "!"))
+
+
+def test_a_missing_package_says_what_to_install():
+    """As where the virtual environment is not active: -S hides what is installed."""
+    ended = subprocess.run([sys.executable, "-S", "main.py"], cwd=ROOT, capture_output=True)
+    line = ended.stderr.decode()
+    assert ended.returncode == 2 and line.count("\n") == 1
+    assert line.startswith("error: torch, ") and "pip install -r requirements.txt" in line
 
 
 SAMPLES = """

@@ -2,29 +2,30 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from worlds import ListedPotential, ended_world, gpt_neo_world, hard_potential, table_world
 
-from tinystories.errors import InputError
-from tsmc import interfaces
+from tinystories import decoder as decoders
+from tinystories.decoder import is_end
 from tsmc.exact import TableTwist, Target, kl_divergence
-from tsmc.proposal import proposal_log_probs
+from tsmc.proposal import proposal_log_probs, sequence_log_probs
 
 
 def listed_by_hand(model, potential):
-    """{sequence: (p, p * phi)} by walking the decoder; behind the end of a text it is certain."""
+    """{sequence: (p, p * phi)} by walking the decoder; a text that has ended repeats its end."""
     listed = {}
     for sequence in itertools.product(range(model.vocab_size), repeat=model.length):
         decoder, p = model.decoder(1), 1.0
         for t, token in enumerate(sequence):
-            if t > 0 and sequence[t - 1] == model.end:
-                p *= token == model.end
+            if t > 0 and is_end(torch.tensor(sequence[t - 1]), model.end):
+                p *= token == sequence[t - 1]
             else:
                 p *= model.head(decoder.hidden).softmax(-1)[0, token].item()
             if t + 1 < model.length:
-                decoder.extend(torch.tensor([token]))
+                decoder.append(torch.tensor([token]))
         listed[sequence] = (p, p * potential(torch.tensor([sequence])).exp().item())
     return listed
 
@@ -37,13 +38,14 @@ def listed_by_hand(model, potential):
         (table_world, 1, 3),
         (gpt_neo_world, 3, 3),
         (ended_world, 3, 4),
+        (partial(ended_world, end=(1, 2)), 3, 3),
     ],
 )
 @torch.no_grad()
 def test_evidence_marginals_optimal_twist_and_proposal_match_sums_by_hand(
     world, vocab_size, length, monkeypatch
 ):
-    monkeypatch.setattr(interfaces, "MAX_LOGITS", 5 * vocab_size * length)
+    monkeypatch.setattr(decoders, "MAX_LOGITS", 5 * vocab_size * length)
     model, twist, potential = world(vocab_size, length, seed=1)
     target = Target(model, potential)
     listed = listed_by_hand(model, potential)
@@ -63,14 +65,14 @@ def test_evidence_marginals_optimal_twist_and_proposal_match_sums_by_hand(
     assert sum(q) == pytest.approx(1, abs=1e-12)
     wanted = sum(s * math.log(s / q_s) for s, q_s in zip(sigma, q, strict=True))
     assert target.kl_to(log_q) == pytest.approx(wanted, abs=1e-12)
-    found = proposal_log_probs(model, twist, target.tree.sequences()[is_possible])
-    wanted = (target.log_p[-1][is_possible], log_q[is_possible])
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    tokens, log_p = target.tree.sequences()[is_possible], target.log_p[-1][is_possible]
+    found = [*proposal_log_probs(model, twist, tokens), sequence_log_probs(model, tokens)]
+    torch.testing.assert_close(found, [log_p, log_q[is_possible], log_p], rtol=0, atol=1e-12)
 
 
 def test_mass_where_there_is_none():
-    model, twist, _ = table_world(2, 2)
-    target = Target(model, hard_potential(2, 2, {0: 0.0, 3: -2.0}))
+    model, twist, _ = table_world(2, 3)
+    target = Target(model, hard_potential({0: 0.0, 7: -2.0}))
     assert target.log_sigma[-1][1] == -torch.inf
     assert math.isfinite(target.kl_to(target.tree.prefix_log_q(twist)[-1].detach()))
     optimal = TableTwist(target.optimal_log_psi())
@@ -78,11 +80,8 @@ def test_mass_where_there_is_none():
     log_q = target.tree.prefix_log_q(optimal)[-1].detach()
     assert target.kl_to(log_q) == pytest.approx(0, abs=1e-12)
     log_q = proposal_log_probs(model, optimal, target.tree.sequences())[1]
-    assert log_q.tolist()[1:3] == [-math.inf, -math.inf]
+    assert (log_q[1:7] == -math.inf).all()
     assert kl_divergence(torch.tensor([0.0, -torch.inf]), torch.tensor([0.0, -torch.inf])) == 0
-
-
-@pytest.mark.parametrize("log_phi", [-torch.inf, torch.nan, torch.inf])
-def test_no_sigma_is_an_error(log_phi):
-    with pytest.raises(InputError, match="sigma does not exist"):
-        Target(table_world(2, 2)[0], ListedPotential(torch.full((4,), log_phi).double(), 2))
+    for log_phi in (-torch.inf, torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="sigma does not exist"):
+            Target(model, ListedPotential(torch.full((8,), log_phi).double(), 2))

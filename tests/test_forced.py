@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from worlds import generator, mutant
+from worlds import generator, letters, mutant
 
 import twist.forced
-from tinystories.decoder import NO_END, counted
-from tinystories.errors import InputError
-from tsmc.exact import TableModel, all_sequences
+from tinystories.decoder import NO_END, is_end
+from tsmc.exact import TableModel, Target, Tree
+from twist import TextPotential, sample
 from twist.forced import forced_draws, forced_log_ratio
 from twist.pool import draw_round
 
@@ -23,6 +23,7 @@ WORLDS = {  # hints, T, end
     "no gap": ([[0, 1], [2, 1, 1]], 5, NO_END),
     "with an end": ([[1, 1]], 5, END),
     "more than the end": ([[END, 1], [0]], 4, END),
+    "two ends, and no room": ([[1, 1], [0, 1]], 4, (0, END)),
 }
 MUTANTS = [  # what of the recursion is replaced, by what
     ("[:, : -len(hint)]", "[:, 1 : 1 - len(hint) or None]"),  # hints overlap
@@ -35,15 +36,15 @@ MUTANTS = [  # what of the recursion is replaced, by what
 
 def table_model(length, end):
     """A random model of three tokens."""
-    model = TableModel.random(3, length, generator(0)).requires_grad_(False)
+    model = TableModel.random(3, length, generator(0))
     model.end = end
     return model
 
 
 def enumerated(model):
     """All texts [S, T] of a model, and log p(s_t | s_{0:t-1}) [S, T] of each."""
-    tokens = all_sequences(3, model.length)
-    tokens = tokens[(counted(tokens, model.end) | (tokens == model.end)).all(1)]
+    tree = Tree(model)
+    tokens = tree.sequences()[tree.prefix_log_q()[-1] > -math.inf]
     return tokens, model.log_probs(tokens)[0]
 
 
@@ -69,7 +70,7 @@ def density(model, hints):
             if t in forced:
                 step = (tokens[:, t] == forced[t]).double()
             chance *= step.masked_fill(has_ended, 1.0)
-            has_ended |= tokens[:, t] == model.end
+            has_ended |= is_end(tokens[:, t], model.end)
         chances.append(chance)
     return torch.stack(chances).mean(0)
 
@@ -115,7 +116,7 @@ def test_a_mutant_of_the_recursion_has_another_density(change):
 def test_what_the_model_cannot_write_has_weight_zero():
     model = table_model(4, NO_END)
     model.table[:, 1] = -math.inf
-    drawn = draw_round(model, None, lambda tokens: tokens.sum(1), 50, generator(0), [[1, 0]])
+    drawn = draw_round(model, None, lambda tokens: tokens.sum(1).double(), 50, generator(0), [[1, 0]])
     is_forced = torch.arange(50) >= 5
     assert ((drawn.log_weights == -math.inf) == is_forced).all()
 
@@ -123,5 +124,32 @@ def test_what_the_model_cannot_write_has_weight_zero():
 @pytest.mark.parametrize("hints", [[[1, 1, 1], [0, 2]], [[1]] * 7])
 def test_hints_that_do_not_fit_are_refused(hints):
     fault = f"^{len(hints)} hints of .* at most 6 hints and 4 tokens$"
-    with pytest.raises(InputError, match=fault):
+    with pytest.raises(ValueError, match=fault):
         forced_draws(table_model(4, NO_END), hints, 10, generator(0))
+
+
+@pytest.mark.parametrize("words", [(["bb"],), (["bb", "ca"],), (["bb"], ["ca"])], ids=str)
+def test_without_a_pair_forced_draws_propose(words):
+    """Texts that hold a word of each list, with the evidence and a probability of enumeration."""
+    factors = []
+    for some in words:
+        factor = lambda texts, some=some: [  # noqa: E731
+            0.0 if any(word in text for word in some) else -math.inf for text in texts
+        ]
+        factor.reads, factor.hints = "continuations", some
+        factors.append(factor)
+    model = table_model(5, NO_END)
+    encode = lambda text: ["abc".index(letter) for letter in text.replace(" ", "")]  # noqa: E731
+    phi = TextPotential(factors, letters, model.prompt, encode=encode)
+    target = Target(model, lambda tokens, log_p: phi(tokens))
+    drawn = sample(model, phi, particles=40, runs=50, seed=1)
+    assert drawn.population.tokens.shape == (50, 40, 5) and drawn.trace == []
+    runs = drawn.population.log_z.logsumexp(0) - math.log(50)
+    evidence = drawn.evidence()
+    assert runs.item() == pytest.approx(evidence.value) and evidence.std_error < 0.06
+    assert abs(evidence.value - target.log_z) < 3 * evidence.std_error
+    share = drawn.probability(lambda text: text[1] == "b")
+    wanted = target.log_sigma[1][1].exp().item()
+    assert abs(share.value - wanted) < 1.5 * share.half_width() < 0.1
+    plain = TextPotential(factors, letters, model.prompt)  # without `encode` p^(0) proposes
+    assert len(sample(model, plain, particles=40, runs=2).trace) == 5

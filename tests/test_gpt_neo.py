@@ -1,4 +1,4 @@
-"""GPT-Neo: its cache, its decoder and its attention (test_layouts.py: its logits)."""
+"""GPT-Neo: its cache, its decoder and its attention; test_layouts.py compares its logits."""
 
 import pytest
 import torch
@@ -28,12 +28,12 @@ def test_cached_equals_uncached_after_any_reordering_and_past_the_window(
         close = {"rtol": 1e-10, "atol": 1e-10}
         torch.testing.assert_close(decoder.hidden, hidden[:, -1], **close)
         for part in (slice(None), slice(2, 5), slice(6, 7)):
-            found = decoder.evaluate(model.head, part)
-            torch.testing.assert_close(found, logits[part, -1], **close)
+            states, place = decoder.distinct(part)
+            torch.testing.assert_close(model.head(states)[place], logits[part, -1], **close)
         ancestors = torch.randint(rows, (rows,), generator=source) if t % 4 else None
         tokens = tokens if ancestors is None else tokens[ancestors]
         if t + 1 < length:
-            decoder.extend(tokens[:, -1], ancestors)
+            decoder.append(tokens[:, -1], ancestors)
             states = {0.0: rows, 0.99: len(tokens.unique(dim=0))}
             assert len(decoder.states) == states.get(share, len(decoder.states))
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from worlds import Recorded, generator, log_q, rare_potential, tiny_conditional
+from transformers import AutoConfig, AutoModelForCausalLM
+from worlds import generator, log_q, rare_potential, recorded, tiny_conditional
 
-from distill import WEIGHTED, Streams
+import distill.paper
+from distill import Paper, PaperOptions, Pooled, PooledOptions, Streams
 from distill.finetune import Student
-from distill.paper import Paper, PaperOptions
-from distill.pooled import Pooled, PooledOptions
-from tinystories.errors import InputError
 from tsmc.exact import Target
+from tsmc.sampler import Population
 from twist.pair import Pair
 from twist.pool import Round, tempered
 
@@ -25,11 +25,11 @@ CTL = {"ctl_updates": 12, "ctl_batch_size": 50, "ctl_learning_rate": 1e-3}
 POOL = {"pool_first_draws": 200, "pool_first_rounds": 4, "pool_first_updates": 20}
 POOL |= {"pool_draws": 600, "pool_updates": 50, "pool_learning_rate": 1e-3}
 PAPER, POOLED = PaperOptions(**SIZES, **CTL), PooledOptions(**POOL)
-WEIGHTED_PAPER = PaperOptions(**(WEIGHTED | SIZES | CTL))
+AT_THE_END = replace(PAPER, resampling="systematic", ess_threshold=0.0)
 LEARNERS = {  # the learner, its options, and what KL after lines 1, 3 and 4 may be over p^(0)'s
     "paper": (Paper, PAPER, (0.62, 0.43, 0.31)),
-    "weighted": (Paper, WEIGHTED_PAPER, (0.62, 0.34, 0.26)),
-    "LoRA": (Paper, replace(WEIGHTED_PAPER, student="lora"), (0.62, 0.56, 0.34)),
+    "resampled at the end": (Paper, AT_THE_END, (0.62, 0.34, 0.26)),
+    "LoRA": (Paper, replace(AT_THE_END, student="lora"), (0.62, 0.56, 0.34)),
     "pooled": (Pooled, POOLED, (0.52, 0.3, 0.3)),
     "no surrogate": (Pooled, replace(POOLED, surrogate=False), (0.49, 0.32, 0.32)),
 }
@@ -62,48 +62,72 @@ def test_every_line_brings_the_proposal_closer_to_sigma(name):
     assert (means < torch.tensor(most)).all() and means[2] < 0.9 * means[0], means
 
 
+@pytest.mark.parametrize("student", ["full", "lora"])
 @pytest.mark.parametrize("ess_threshold", [0.0, 1.0])
-def test_all_living_runs_count_alike_whatever_their_evidence(ess_threshold):
-    """phi > 0 where the first token is 2, which some runs of two particles never draw."""
+def test_distilled_samples_become_likelier_and_the_teacher_stays(
+    student, ess_threshold, monkeypatch
+):
+    """Two living runs of texts, some of which end, count alike whatever their Z-hat is.
 
-    def log_phi(tokens: torch.Tensor) -> torch.Tensor:
-        return rare_potential(tokens).masked_fill(tokens[:, 0] != 2, -math.inf)
-
-    options = replace(PAPER, particles=2, distill_runs=30, ess_threshold=ess_threshold)
-    learner = Paper(BASE, log_phi, options, Streams(0))
-    tokens, weights = learner.samples(Pair(tiny_conditional(1, end=END), None), 1)
-    runs = weights.view(-1, 2).sum(1)
-    assert 0 < len(runs) < 30
-    torch.testing.assert_close(runs, torch.full_like(runs, 1 / len(runs)))
-    assert (tokens[weights > 0][:, 0] == 2).all()
+    At threshold 1 their samples count, else their particles by weight. LoRA learns as much at its
+    rate.
+    """
+    teacher = tiny_conditional(0, end=1)
+    before = copy.deepcopy(teacher.network.state_dict())
+    texts = torch.tensor([[[3, 4, 5, 6], [3, 1, 1, 1]], [[5, 1, 1, 1], [0, 0, 0, 0]], [[2] * 4] * 2])
+    log_weights = torch.tensor([[1.0, 3.0], [7.0, 0.0], [0.0, 0.0]]).log()
+    samples, log_z = texts[:, [1, 1]], torch.tensor([0.0, 9.0, -math.inf])
+    population = Population(texts, 0 * log_weights, log_weights, log_weights, samples, log_z, log_z)
+    sizes = {"distill_updates": 60, "distill_learning_rate": 1e-3, "ess_threshold": ess_threshold}
+    options, drawn_by = PaperOptions(student=student, **sizes), []
+    learner = Paper(teacher, rare_potential, options, Streams(0))
+    monkeypatch.setattr(learner, "population", lambda *_: population)
+    draw = distill.paper.draw_batches
+    keep = lambda weights, *given: drawn_by.append(weights) or draw(weights, *given)  # noqa: E731
+    monkeypatch.setattr(distill.paper, "draw_batches", keep)
+    trained = learner.distil(Pair(teacher, None), 1)
+    weights = torch.full((4,), 0.25) if ess_threshold else torch.tensor([0.125, 0.375, 0.5, 0.0])
+    torch.testing.assert_close(drawn_by, [weights])
+    tokens = (samples if ess_threshold else texts)[:2].flatten(0, 1)  # [N, T]
+    nats = [-weights @ model.log_probs(tokens)[0].sum(1) for model in (teacher, trained)]
+    assert nats[1] < 0.6 * nats[0]
+    losses = recorded(learner, "distillation", "loss")
+    mean_length = 3.0 if ess_threshold else 0.125 * 4 + 0.875 * 2
+    assert len(losses) == 60 and losses[0] == pytest.approx(nats[0].item() / mean_length, rel=0.15)
+    torch.testing.assert_close(teacher.network.state_dict(), before, rtol=0, atol=0)
+    assert trained.network.state_dict().keys() == before.keys(), "LoRA is merged"
 
 
 def test_without_the_effective_potential_the_target_drifts():
     """Of weighted particles without a twist, E[w f] / E[w] is that of p^(1) phi, not of sigma."""
     model = tiny_conditional(1, end=END)
-    sizes = {"particles": 4000, "distill_runs": 1}
-    options = replace(WEIGHTED_PAPER, **sizes, effective_potential=False)
+    options = replace(AT_THE_END, effective_potential=False)
     learner = Paper(BASE, rare_potential, options, Streams(0, rows=4000))
-    tokens, weights = learner.samples(Pair(model, None), 1)
-    found = torch.zeros(7).index_add(0, tokens[:, 0], weights)
-    sigma, drifted = (Target(p, rare_potential).log_sigma[1].exp().float() for p in (BASE, model))
+    population = learner.population(Pair(model, None), "x", 1, 4000, 1)
+    found = torch.zeros(7).double()
+    found.index_add_(0, population.tokens[0, :, 0], population.shares()[0])
+    sigma, drifted = (Target(p, rare_potential).log_sigma[1].exp() for p in (BASE, model))
     assert (found - drifted).abs().max() < 0.25 * (drifted - sigma).abs().max()
 
 
-def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows():
-    """And its last step fits sigma."""
+def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows_and_goes_on_from_its_state():
     sizes = {"pool_first_draws": 99, "pool_first_rounds": 4, "pool_first_updates": 3}
-    options, reports = replace(POOLED, **sizes, pool_first_ess=0.7), Recorded()
-    learner = Pooled(BASE, rare_potential, options, Streams(0), reports)
+    options = replace(POOLED, **sizes, pool_first_ess=0.7)
+    learner, again = (Pooled(BASE, rare_potential, options, Streams(0)) for _ in range(2))
     pair = learner.first_twist()
+    powers = recorded(learner, "ladder", "power")
     for step in (1, 2, 3):
         drawn = Round(*(values[: 25 * step] for values in vars(learner.pool).values()))
-        power = tempered(drawn, options.pool_first_ess)[1]
-        assert [row["power"] for row in reports[f"ladder {step}"]] == [power] * 3 and power < 1
-    assert {row["power"] for row in reports["distillation"]} == {1.0}
+        assert powers[step - 1] == tempered(drawn, options.pool_first_ess)[1] < 1
+        assert len(recorded(learner, f"ladder {step}", "loss")) == 3
+    with pytest.raises(AssertionError, match="the pool is empty; begin with first_twist"):
+        again.distil(pair, 1)
+    again.resume(copy.deepcopy(learner.state()))
     model = learner.distil(pair, 1)
-    assert len(learner.pool.tokens) == 99 + 600
+    assert len(powers) == 3 and len(learner.pool.tokens) == 99 + 600
     assert learner.learn_twist(model, 1) == Pair(model, None)
+    both = [log_q(Pair(one, None)) for one in (again.distil(pair, 1), model)]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-5)
 
 
 def test_with_hints_the_ladder_finds_what_p0_does_not():
@@ -113,7 +137,7 @@ def test_with_hints_the_ladder_finds_what_p0_does_not():
         is_met = (tokens[:, :-1] == 5) & (tokens[:, 1:] == 2)
         return torch.where(is_met.any(1), 0.0, -math.inf)
 
-    with pytest.raises(InputError, match=r"^none of the 50 texts .* has phi > 0; .*give it hints"):
+    with pytest.raises(ValueError, match=r"^none of the 50 texts .* has phi > 0; .*give it hints"):
         Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
     log_phi.hints = [[[5, 2]]] * 3  # one hint of three factors; a text has no room for three
     pair = Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
@@ -121,42 +145,45 @@ def test_with_hints_the_ladder_finds_what_p0_does_not():
     assert target.kl_to(log_q(pair)) < 0.2 * target.kl_to(target.log_p[-1])
 
 
-@pytest.mark.parametrize("student", ["full", "lora"])
-def test_distilled_samples_become_likelier_and_the_teacher_stays(student):
-    """Texts, one of which ends, of weights 1/4, 3/4 and none. LoRA learns as much at its rate."""
-    teacher = tiny_conditional(0, end=1)
-    before = copy.deepcopy(teacher.network.state_dict())
-    tokens = torch.tensor([[3, 4, 5, 6], [3, 1, 1, 1], [0, 0, 0, 0]])
-    weights = torch.tensor([0.25, 0.75, 0.0])
-    options = PaperOptions(student=student, distill_updates=60, distill_learning_rate=1e-3)
-    reports = Recorded()
-    learner = Paper(teacher, rare_potential, options, Streams(0), reports)
-    learner.samples = lambda pair, m: (tokens, weights)
-    trained = learner.distil(Pair(teacher, None), 1)
-    nats = [-(weights * model.log_probs(tokens)[0].sum(1)).sum() for model in (teacher, trained)]
-    assert nats[1] < 0.5 * nats[0]
-    losses = [figures["loss"] for figures in reports["distillation"]]
-    # The mean number of tokens of a text is 1/4 of 4 and 3/4 of 2.
-    assert len(losses) == 60 and losses[0] == pytest.approx(nats[0].item() / 2.5, rel=0.1)
-    torch.testing.assert_close(teacher.network.state_dict(), before, rtol=0, atol=0)
-    assert trained.network.state_dict().keys() == before.keys(), "LoRA is merged"
+NETWORKS = {  # of transformers, and the layers that make their queries and values
+    "gpt_neo": {"q_proj", "v_proj"},
+    "gpt2": {"c_attn"},
+    "gpt_neox": {"query_key_value"},
+    "phi3": {"qkv_proj"},
+    "mpt": {"Wqkv"},
+}
 
 
-def test_lora_starts_at_the_base_model_to_the_bit_and_ends_in_plain_weights():
-    model, ids = tiny_conditional(0).network, torch.arange(27).view(3, 9) % 7
-    student = Student(model, 1e-2, True, generator(0))
-    assert torch.equal(student.network(ids), model(ids))
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_lora_starts_at_the_base_model_to_the_bit_and_what_it_trains_is_what_is_kept(kind):
+    sizes = {"vocab_size": 7, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"attention_types": [[["global"], 2]], "intermediate_size": 16, "pad_token_id": 0}
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator(1))
+    ids = torch.arange(27).view(3, 9) % 7
+    before, names = network(ids).logits, set(network.state_dict())
+    student = Student(network, 1e-2, True, generator(0))
+    assert torch.equal(student.network(ids).logits, before)
+    modules = {module: name for name, module in student.network.named_modules()}
+    assert {modules[layer].rpartition(".")[2] for layer in student.lora} == NETWORKS[kind]
     trained = {id(one) for one in student.network.parameters() if one.requires_grad}
     assert trained == {id(one) for one in student.parameters}
-    for parameter in student.parameters:
-        torch.nn.init.normal_(parameter, std=0.3)
-    expected = student.network(ids)
-    assert (expected - model(ids)).abs().max() > 0.1
-    assert torch.equal(student.finish(1)(ids), expected)
+    for _ in range(3):
+        student.network(ids).logits.square().sum().backward()
+        student.step()
+    expected = student.network(ids).logits
+    assert (expected - before).abs().max() > 0.01
+    finished = student.finish(1)
+    torch.testing.assert_close(finished(ids).logits, expected, rtol=0, atol=1e-6)
+    assert set(finished.state_dict()) == names and torch.equal(network(ids).logits, before)
 
 
-def test_a_model_that_is_not_finite_is_not_returned():
+def test_a_model_that_is_not_finite_is_not_returned_and_options_have_limits():
     trained = Student(tiny_conditional(0).network, 1e-2, True, generator(0))
     trained.parameters[1].data[0] = torch.nan
-    with pytest.raises(InputError, match=r"generation 2 is not finite; lower the learning rate$"):
+    with pytest.raises(ValueError, match=r"generation 2 is not finite; lower the learning rate$"):
         trained.finish(2)
+    for changes in ({"particles": 0}, {"ess_threshold": 1.5}, {"ctl_learning_rate": math.nan}):
+        with pytest.raises(ValueError, match=rf"^--{next(iter(changes)).replace('_', '-')} is "):
+            Paper(BASE, rare_potential, replace(PAPER, **changes), Streams(0))

@@ -10,7 +10,7 @@ from eval.figures import draw_figures
 from eval.run import Run, read_lines
 from eval.sample import TrainedRun
 from eval.table import read_results
-from tinystories.checkpoint import read_json
+from tinystories.files import read_json, read_tensors
 from tsmc.proposal import proposal_log_probs
 from twist import load_pair
 
@@ -21,14 +21,17 @@ STEPS = [CTL, ["distilled texts 1", *(f"distillation {step}" for step in (1, 2, 
 
 def test_the_files_of_a_run_hold_what_is_promised(finished_run):
     results = read_results(finished_run)
-    assert results["learner"] == "weighted"
+    assert results["learner"] == "paper"
     assert results["target"]["toxicity"] > 0.5 > 0.1 > results["base"]["toxicity"]
     assert results["target"]["num_samples"] == 60, "those of --target"
-    assert [row["generation"] for row in results["generations"]] == [0, 1]
+    assert results["base"]["log_z"] < 0 < results["base"]["log_z_std_error"]
     assert [row["scores"] for row in results["generations"]] == [3 * 20, 2 * 3 * 20 + 4 * 10]
+    base = read_tensors(finished_run / "base" / "samples.safetensors")
+    assert base["tokens"].shape == (18, 20)
+    assert base["log_p"].shape == base["log_phi"].shape == (18,)
     for m, row in enumerate(results["generations"]):
         folder = finished_run / f"generation-{m}"
-        assert row == read_json(folder / "row.json")
+        assert row == read_json(folder / "row.json") and row["generation"] == m
         assert {"log_z", "log_z_hat_mean", "log_z_hat_std", "dead_runs", "energy"} <= row.keys()
         assert read_json(folder / "seconds.json")["core_seconds"] > 0
         assert 0 <= row["toxicity"] <= 1 and -1 <= row["similarity"] <= 1
@@ -44,19 +47,17 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
         assert all(row["text"].startswith(PROMPT) for row in samples)
     config = read_json(finished_run / "config.json")
     assert config["seed"] == 0 and config["ctl_updates"] == 3 and "torch" in config["versions"]
-    assert set(config["networks"]) == {"lm", "toxicity_model", "similarity_model"}
-    figures = {path.name: path.read_bytes() for path in (finished_run / "figures").iterdir()}
-    names = {"similarity-toxicity", "toxicity-histogram", "particles"}
-    assert figures.keys() == {f"{name}.png" for name in names}
-    assert all(content.startswith(b"\x89PNG") for content in figures.values())
+    figures = [path.read_bytes() for path in (finished_run / "figures").iterdir()]
+    assert len(figures) >= 2 and all(content.startswith(b"\x89PNG") for content in figures)
     assert [path.name for path in finished_run.rglob(".*")] == [".lock"]
 
 
 NARROW = ["--dtype", "bfloat16"]
+END_ALONE = [*JOBS["paper"], "--resampling", "systematic", "--ess-threshold", "0"]
 OTHER_SEED = ["--seed", "1", "--eval-target-proposals", "0"]  # and no exact samples
 VARIANTS = JOBS | {
-    "LoRA": [*JOBS["weighted"], "--student", "lora", "--no-effective-potential"],
-    "narrow": [*JOBS["weighted"], *NARROW],
+    "LoRA": [*END_ALONE, "--student", "lora", "--no-effective-potential"],
+    "narrow": [*END_ALONE, *NARROW],
     "pooled, narrow": [*JOBS["pooled"], *NARROW],
     "no surrogate": [*JOBS["pooled"], "--no-surrogate", *OTHER_SEED],
     "narrow GRPO by LoRA": [*JOBS["grpo"], *NARROW, "--student", "lora"],
@@ -64,9 +65,7 @@ VARIANTS = JOBS | {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_learns_and_loads_as_it_was(
-    tmp_path, finished_job, monkeypatch, capsys, name
-):
+def test_every_variant_learns_and_loads_as_it_was(tmp_path, finished_job, monkeypatch, name):
     """And a run of the same options elsewhere is the same to the byte."""
     keep, path, options = Run.keep, tmp_path / "run", VARIANTS[name]
     is_policy, is_adapter = "--updates" in options, "--pool-draws" in options
@@ -76,7 +75,8 @@ def test_every_variant_learns_and_loads_as_it_was(
         keep(run, m, row, samples, learner, pair)
         if m is None:
             return
-        again, tokens = load_pair(run.folder(m), learner.base), torch.arange(40, 60).view(4, 5)
+        again = load_pair(run.folder(m) / "pair.safetensors", learner.base)
+        tokens = torch.arange(40, 60).view(4, 5)
         both = [proposal_log_probs(one.model, one.twist, tokens) for one in (again, pair)]
         torch.testing.assert_close(*both, rtol=0, atol=0)
         if is_policy or (m == 1 and not is_adapter):
@@ -85,38 +85,33 @@ def test_every_variant_learns_and_loads_as_it_was(
             unlike = changed ^ {name for name in after if re.search(wanted, name)}
             assert changed and (not unlike or "bfloat16" in options)  # where a step may vanish
         assert (pair.twist is None) == (is_policy or is_adapter)
-        if not is_policy:
-            learned = pair.model.adapter.shift if is_adapter else pair.twist
-            assert learned.last.weight.any()
-        if is_adapter:
-            has_scores = "scores" in pair.model.adapter.state_dict()
-            assert has_scores == run.config.learner.surrogate
 
     monkeypatch.setattr(Run, "keep", keep_and_load)
     run_main([*options, "--out", path])
     drawn = TrainedRun(path).sample(particles=3, runs=2)
     assert len(drawn.texts) == 6 and drawn.evidence().value < 0
-    if name in ("weighted", "pooled", "dpo"):
+    if name in ("paper", "pooled", "dpo"):
         assert products(path) == products(finished_job(name))
     if name == "no surrogate":
-        printed = capsys.readouterr().out
-        assert "Generation 1" in printed and "Target" not in printed and "KL" not in printed
+        assert "target" not in read_results(path) and not (path / "target").exists()
         files = [run / "base/samples.jsonl" for run in (path, finished_job("pooled"))]
         mine, others = ([row["text"] for row in read_lines(file)[:20]] for file in files)
-        assert mine != others and not (path / "target").exists()
+        assert mine != others
     if name == "dpo":  # a policy has one particle
         draw_figures(read_results(path), path)
 
 
 def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
     """The classifier is neither loaded nor shown where phi does not read it."""
-    run, own = tmp_path / "run", tmp_path / "own.py"
+    run, own = tmp_path / "my run", tmp_path / "own.py"
     own.write_text("def short(texts):\n    return [-len(text) / 50 for text in texts]\n")
     factors = ["regex: n", "keyword~3:named", f"{own}:short"]
     options = [word for factor in factors for word in ("--potential", factor)]
     run_main([*JOBS["pooled"], *options, "--toxicity-model", tmp_path / "nowhere", "--out", run])
     printed = capsys.readouterr()
     assert "log phi  phi > 0" in printed.out and "toxicity" not in printed.out
+    assert printed.out.endswith(f"python -m eval.sample '{run}'\n")
+    assert "half of the first draws are forced to hold a hint" in printed.err
     assert re.search(r"^generation 0: \d+ s, log phi -.*, about \d+ s left$", printed.err, re.M)
     assert re.search(r"^generation 1: \d+ s, log phi -.*, KL -?[\d.]+$", printed.err, re.M)
     rows = [row for path in run.glob("*/samples.jsonl") for row in read_lines(path)]
@@ -133,32 +128,37 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
 
 
 def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys):
-    options = [*JOBS["weighted"], "--eval-runs", 30, "--potential", "regex:zyzzyva"]
+    options = [*JOBS["paper"], "--eval-runs", 30, "--potential", "regex:zyzzyva"]
     with pytest.raises(SystemExit, match="2"):
         run_main([*options, "--out", tmp_path / "run"])
     _, *said = capsys.readouterr().err.splitlines()
-    assert "0 of 120 base samples have phi > 0" in said[0]
+    assert "0 of 120 base samples have phi > 0" in said[0] and "pooled and hints" in said[0]
     assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[2])
-    assert re.search("all 30 runs .* ended with weight zero; .*soften the potential", said[-1])
+    assert re.search("all .* runs .* ended with weight zero; .*soften the potential", said[-1])
 
 
 BAD = {  # options, and a pattern of the one line
-    "--generation 5": "unrecognized arguments: --generation 5; see",
-    "--preset pockets": "--preset is 'pockets'; give one of pocket, paper",
-    "--learner magic": "--learner is 'magic'; give one of paper, weighted, pooled, dpo, grpo",
-    "--pool-draws 5": "unrecognized arguments: --pool-draws",
-    "--learner pooled --pool-draws 0": "--pool-draws is 0; give at least 1",
-    "--eval-particles 0": "--eval-particles is 0; give at least 1",
-    "--beta nan": "--beta is nan; give at least 0",
-    "--prompt a\x1b[2J": "--prompt is 'a.*give text that can be printed",
+    "--generation 5": "--generation: no option of --learner paper; see main.py --help",
+    "--preset pockets": "--preset: invalid choice: 'pockets'",
+    "--learner magic": "--learner: invalid choice: 'magic' .*'paper', 'pooled', 'dpo', 'grpo'",
+    "--pool-draws 5": "--pool-draws: no option of --learner paper; it belongs to pooled",
+    "--learner pooled --ctl-updates=3": "--ctl-updates: .* it belongs to paper",
+    "--learner pooled --pool-draws 0": "--pool-draws is 0; give a number at least 1",
+    "--eval-particles 0": r"--eval-particles is \(0,\); give a number at least 1",
+    "--eval-runs 1": "--eval-runs is 1; give a number at least 2",
+    "--beta nan": "--beta is nan; give a number at least 0",
+    "--ctl-learning-rate 2": "--ctl-learning-rate is 2.0; give a number from 0 to 1",
     f"--prompt {'a-' * 200}": r"the prompt \(.*shorten",
     "--end END": "--end END.*name one",
     "--lm no/such/place": "--lm no/such/place: ",
-    "--device abacus": "--device abacus.*cpu",
+    "--device abacus": "--device abacus is not available here; use --device cpu$",
     "--preset paper": "--lm roneneldan/TinyStories-33M@",
     "--potential kindness": "--potential kindness.*keyword:WORD",
+    "--potential a/own.py:f": "--potential a/own.py:f: there is no file .*/a/own.py",
+    "--potential ended": "--potential ended: .*name one with --end",
     "--target a": "a/samples.safetensors: no such file",
-    "--target sixty --beta 9": "sixty: holds samples of another sigma",
+    "--target sixty --beta 9": "sixty: holds samples of another sigma, whose beta differs",
+    "--target sixty --lm changed": "sixty: log_p of one of its texts is -.* now, and was -.*",
     "--out precious.txt": "--out precious.txt: exists already",
     "--out precious.txt/run": "precious.txt/run: cannot be",
 }
@@ -166,12 +166,13 @@ BAD = {  # options, and a pattern of the one line
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_options_are_refused_before_anything_is_written(
-    tmp_path, monkeypatch, finished_run, line
+    tmp_path, monkeypatch, finished_run, changed_lm, line
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sixty").symlink_to(finished_run.with_name("sixty"))
+    (tmp_path / "changed").symlink_to(changed_lm)
     (tmp_path / "precious.txt").write_text("mine")
     before = contents(tmp_path)
     said = refusal("--out", "run", *line.split(" "))

@@ -6,13 +6,17 @@ from unittest import mock
 import pytest
 import torch
 from torch.nn.functional import logsigmoid, one_hot
-from worlds import Recorded, generator, rare_potential, table_world, tiny_conditional
+from worlds import generator, log_q, rare_potential, recorded, table_world, tiny_conditional
+from worlds import tiny_gpt_neo
 
 import distill.pooled
 from distill import Pooled, PooledOptions, Streams
+from tinystories import Conditional
 from tinystories.decoder import counted
+from tsmc.draws import log_mean_exp
 from tsmc.exact import Target
 from twist.adapter import Adapter, adapted
+from twist.pair import Pair
 from twist.pool import POWERS, Round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
 
@@ -56,30 +60,51 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     """A step of size one from the MLP of the last adapter, on some rows drawn by the truncated
     weights: the gradient of the mean of -log q over the tokens of texts. p^(0) stays."""
     base, scores = tiny_conditional(0, end=6), torch.linspace(-1, 2, 7)
-    start, reports = Adapter(base.output_embeddings, scores, generator(0)), Recorded()
+    start = Adapter(base, scores, generator(0))
     torch.nn.init.normal_(start.shift.last.weight, std=0.1, generator=generator(2))
     tokens = torch.randint(7, (9, 4), generator=generator(1))
     log_weights = torch.arange(9.0).double()
     rows, drawn_by = torch.tensor([[8, 1, 1, 5]]), []
     options = PooledOptions(pool_learning_rate=1.0, pool_least_ess=0.4)
-    learner = Pooled(base, rare_potential, options, Streams(0), reports)
+    learner = Pooled(base, rare_potential, options, Streams(0))
     learner.pool = Round(tokens, log_weights, torch.zeros(9))
     monkeypatch.setattr(distill.pooled, "fit_surrogate", lambda *_: scores)
     draw = lambda weights, *_: drawn_by.append(weights) or rows  # noqa: E731
     monkeypatch.setattr(distill.pooled, "draw_batches", draw)
     with mock.patch("torch.optim.Adam", torch.optim.SGD):
-        fitted = learner.fit("x", 1, 1, log_weights, 0.5, start)
+        fitted = learner.fit("x", 1, log_weights, 1, adapted(base, start)).adapter
     torch.testing.assert_close(drawn_by, [truncated(log_weights, 0.4)])
     is_counted = counted(tokens[rows[0]], 6)
     assert 4 < is_counted.sum() < 16
     loss = -adapted(base, start).log_probs(tokens[rows[0]])[0].sum() / is_counted.sum()
     gradients = torch.autograd.grad(loss, list(start.shift.parameters()))
-    assert reports["x"] == [{"loss": pytest.approx(loss.item(), rel=1e-5), "power": 0.5}]
+    assert recorded(learner, "x", "loss") == [pytest.approx(loss.item(), rel=1e-5)]
     both = zip(start.shift.parameters(), fitted.shift.parameters(), strict=True)
     for (before, after), gradient in zip(both, gradients, strict=True):
         assert gradient.abs().max() > 1e-4
         torch.testing.assert_close(before - after, gradient, rtol=1e-3, atol=1e-5)
     assert all(parameter.grad is None for parameter in base.network.parameters())
+
+
+class Headed(Conditional):
+    """A model whose logits are scaled, capped, biased, and masked at the last token."""
+
+    def head(self, hidden):
+        logits = 2 * torch.tanh(0.5 * super().head(hidden)) + torch.linspace(-1, 1, 7)
+        return logits.masked_fill(torch.arange(7) == 6, -INF)
+
+
+def test_the_adapter_moves_what_the_models_own_head_reads():
+    base = Headed(tiny_gpt_neo(7), torch.tensor([1, 2]), 4)
+    fresh = adapted(base, Adapter(base, torch.randn(7), generator(0)))
+    torch.testing.assert_close(log_q(Pair(fresh, None)), log_q(Pair(base, None)))
+    sizes = {"pool_first_draws": 800, "pool_first_rounds": 4, "pool_learning_rate": 1e-3}
+    learner = Pooled(base, rare_potential, PooledOptions(**sizes), Streams(0))
+    pair, target = learner.first_twist(), Target(base, rare_potential)
+    assert target.kl_to(log_q(pair)) < 0.3 * target.kl_to(target.log_p[-1])
+    population = learner.population(pair, "x", 0, 1000, 4)
+    for found in (population.log_mean_z(), log_mean_exp(learner.pool.log_weights).item()):
+        assert found == pytest.approx(target.log_z, abs=0.08)
 
 
 def test_the_surrogate_finds_the_tokens_that_phi_depends_on():

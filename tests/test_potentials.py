@@ -3,25 +3,23 @@
 import itertools
 import math
 import re
+from fractions import Fraction
 
+import numpy
 import pytest
 import torch
-from worlds import END, generator, letters, tiny_conditional
+from worlds import generator, letters, tiny_conditional
 
-from eval.config import POCKET
-from eval.scorers import toxicity
-from eval.scorers.potentials import make_factors
-from tinystories.errors import InputError
-from twist.factors import keyword, without
-from twist.potential import Factor, TextPotential, check_potential
+from eval.options import RunOptions
+from eval.scorers import load_factors
+from eval.world import load_sigma
+from tsmc.exact import TableModel, Target
+from twist import TextPotential, sample
+from twist.factors import ended, keyword, without
+from twist.potential import as_log_phi, check_potential
 
 INF = math.inf
 PROMPT = torch.tensor([1, 2])
-
-
-@pytest.fixture(scope="module")
-def scorer() -> toxicity.ToxicityScorer:
-    return toxicity.ToxicityScorer(*toxicity.load(POCKET / "toxicity"))
 
 
 @pytest.mark.parametrize(
@@ -36,72 +34,72 @@ def scorer() -> toxicity.ToxicityScorer:
         ("without~2:dog", " dogs", 0.0),
     ],
 )
-def test_what_the_option_means(scorer, spec, text, log_phi):
-    """--beta does not apply."""
-    (factor,) = make_factors([spec], 10.0, scorer)
-    assert list(factor.log_phi([text])) == [log_phi] and factor.reads == "continuations"
+def test_what_the_option_means(spec, text, log_phi):
+    factor = load_factors((spec,))[spec]
+    assert list(factor([text])) == [log_phi] and factor.reads == "continuations"
 
 
-def test_the_classifier_in_both_directions_and_beta_which_applies_to_it_alone(scorer):
-    texts = ["Once upon a time, there was a " + rest for rest in ("fat ugly pig.", "kind girl.")]
-    factors = make_factors(["toxicity", "nontoxicity"], 10.0, scorer)
-    toxic, safe = (factor.log_phi(texts) for factor in factors)
-    assert torch.equal(toxic, 10.0 * scorer(texts).double())
-    assert toxic[0] > toxic[1] and safe[0] < safe[1]
-    at_zero = make_factors(["toxicity", "keyword:cat"], 0.0, scorer)
-    assert [list(factor.log_phi([" dog"])) for factor in at_zero] == [[0.0], [-INF]]
-
-
-def test_hints_are_those_of_the_factors():
-    def log_phi(texts):
-        return [0.0 if "submarine" in text else -INF for text in texts]
-
-    log_phi.hints = ["submarine", "boat"]
-    factors = [keyword("red cat"), without("dog"), log_phi]
-    assert TextPotential(factors, letters, PROMPT).hints == []
-    hints = TextPotential(factors, letters, PROMPT, encode=lambda text: list(map(ord, text))).hints
-    words = [["".join(map(chr, hint)) for hint in own] for own in hints]
-    assert words == [[" red cat"], [" submarine", " boat"]]
-
-
-REFUSED = "toxic keyword keyword: keyword~:cat keyword~0:cat regex:( x.py:f withoutt:dog"
+REFUSED = "toxic keyword keyword: keyword~:cat keyword~0:cat regex:( x.py:f withoutt:dog ended:dog"
 
 
 @pytest.mark.parametrize("spec", REFUSED.split())
-def test_what_is_not_understood_is_one_line(scorer, spec):
-    known = "without:WORD or FILE.py:NAME" if spec != "x.py:f" else "No such file"
-    with pytest.raises(InputError, match=rf"^--potential {re.escape(spec)}.*: .*{known}"):
-        make_factors([spec], 1.0, scorer)
+def test_what_is_not_understood_is_one_line(spec):
+    known = "without:WORD or FILE.py:NAME" if spec != "x.py:f" else "there is no file"
+    with pytest.raises(ValueError, match=rf"^--potential {re.escape(spec)}: .*{known}"):
+        load_factors((spec,))
 
 
-@pytest.mark.parametrize(
-    ("reads", "body", "log_phi"),
-    [
-        ("texts", "return [-1e8 - 0.25 * len(text) for text in texts]", [-1e8 - 1.0] * 2),
-        ("texts", "print(1); return [float('-inf')] * len(texts)", [-INF, -INF]),
-        ("continuations", "return [float(len(text)) for text in continuations]", [2.0, 2.0]),
-        ("texts", "return torch.zeros(len(texts), requires_grad=True)", [0.0, 0.0]),
-    ],
-)
-def test_a_function_of_the_users_own(tmp_path, scorer, capsys, reads, body, log_phi):
-    """It may return numbers in any form, and --beta does not apply to it."""
-    path = tmp_path / "my.py"
-    path.write_text(f"import torch\ndef f({reads}): {body}\nf.reads = {reads!r}\n")
-    factors = make_factors([f"{path}:f"], 10.0, scorer)
-    value = TextPotential(factors, letters, PROMPT)(torch.tensor([[3, 4], [5, 6]]))
-    assert value.tolist() == log_phi and value.dtype == torch.float64 and not value.requires_grad
-    assert capsys.readouterr().out == "", "standard output is for results"
-    with pytest.raises(InputError, match=r"give FILE\.py:NAME; it defines f"):
-        make_factors([str(path)], 10.0, scorer)
+def test_beta_applies_to_the_classifier_alone():
+    texts = ["Once upon a time, there was a " + rest for rest in ("fat ugly pig.", "kind girl.")]
+    potential = ("toxicity", "nontoxicity", "keyword~3:girl")
+    factors = load_sigma(RunOptions(potential=potential, beta=10.0)).potential.factors
+    toxic, safe, girl = (factor(texts) for factor in factors)
+    assert toxic[0] > toxic[1] and girl == [-3.0, 0.0]
+    torch.testing.assert_close((toxic / 10).exp() + (safe / 10).exp(), torch.ones(2).double())
+
+
+def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_parts():
+    def length(texts):
+        return [-float(len(text)) for text in texts]
+
+    def other(texts):
+        return [0.0] * len(texts)
+
+    length.prefix, other.hints = length, ["submarine", "boat"]
+    factors = [length, keyword("red cat"), without("dog"), length, other]
+    phi = TextPotential(factors, letters, PROMPT, encode=lambda text: list(map(ord, text)))
+    assert phi.log_prefix(torch.tensor([[2, 3], [2, 3]])).tolist() == [-8.0] * 2
+    words = [["".join(map(chr, hint)) for hint in own] for own in phi.hints]
+    assert words == [[" red cat"], [" submarine", " boat"]]
+    plain = TextPotential([other], letters, PROMPT)
+    assert plain.log_prefix is None and plain.hints == []
+
+
+GOOD = [[0, -1.5], (Fraction(0), -1.5), [torch.tensor(0.0), numpy.float16(-1.5)]]
+GOOD += [numpy.array([0, -1.5], dtype="float32"), numpy.array([0, -1.5], dtype=object)]
+GOOD += [torch.tensor([0, -1.5], dtype=torch.bfloat16, requires_grad=True)]
+WRONG = [[True, -5.0], [-5.0, True], [False, 0.0], [torch.tensor(True), 0.0], [0.0, numpy.True_]]
+WRONG += [numpy.array([True, False]), torch.tensor([True, False]), ["0", "0"], [None, 0.0], None]
+WRONG += [numpy.array([True, -5.0], dtype=object), [1j, 0.0], numpy.array([0, 1j])]
+WRONG += [torch.tensor([0, 1j]), [[0.0], [0.0]], torch.zeros(2, 1), torch.zeros(3), [0.0], 0.0]
+WRONG += [{0: 0.0, 1: 0.0}, [math.nan, 0.0], torch.tensor([0.0, INF])]
+
+
+def test_numbers_may_come_in_any_form_but_truth_values_and_complex_numbers_are_none():
+    for values in GOOD:
+        assert as_log_phi(values, ["a", "b"]).tolist() == [0.0, -1.5]
+    for values in WRONG:
+        with pytest.raises(ValueError, match=r"^the potential (is|returned) .*; return "):
+            as_log_phi(values, ["a", "b"])
 
 
 def complaint(factor) -> str:
     """What is said of a function of texts, or of FILE.py:NAME, where something is wrong with it."""
     try:
-        factors = make_factors([factor], 1.0, None) if isinstance(factor, str) else [factor]
-        potential = TextPotential(factors, letters, PROMPT)
+        factor = load_factors((factor,))[factor] if isinstance(factor, str) else factor
+        potential = TextPotential([factor], letters, PROMPT)
         check_potential(tiny_conditional(1), potential, generator(0))
-    except InputError as error:
+    except ValueError as error:
         return str(error)
     return ""
 
@@ -113,17 +111,17 @@ PREFIX = "def f(texts): return [0.0] * len(texts)\nf.prefix = lambda texts: [{}]
     ("content", "part"),
     [
         ("def f(texts): return [float('nan')] * len(texts)", "nan for 'bc"),
-        ("def f(texts): return [[0.0]]", "shape [1, 1] for 8 texts"),
-        ("def f(texts): return [True]", "true or false; return 0 for true and -inf for false"),
+        ("f = 3", "'f' is no function"),
         ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
-        ("def f(texts): pass\nf.hints = 'cat'", "the hints are 'cat'; give a list"),
-        ("def f(texts): pass", "cannot be read as numbers"),
+        ("def f(texts):\n    import sys; sys.exit()", "line 2: SystemExit"),
+        ("def f(texts): pass\nf.hints = 'cat'", "has hints 'cat'; give a list"),
+        ("def f(texts): pass", "returned NoneType for 8 texts"),
         ("x = = 1", "SyntaxError"),
-        ("f = 3", "NAME must be a function"),
+        ("import sys; sys.exit()", "SystemExit"),
         ("def f(texts): pass\nf.reads = 'words'", "give one of texts, continuations"),
         (PREFIX.format("float('-inf')"), "is -inf; let it be a number"),
-        (PREFIX.format("-float(len(texts))"), "in a batch, -1 alone; it must"),
-        (PREFIX.format("float('nan')"), "log phi is nan for 'bc"),
+        (PREFIX.format("-float(len(texts))"), "in one call, -1 in another; it must"),
+        (PREFIX.format("float('nan')"), ".prefix is nan for 'bc"),
     ],
 )
 def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, content, part):
@@ -141,8 +139,8 @@ def sums(texts: list[str]) -> torch.Tensor:
 
 
 def test_what_depends_on_the_other_texts_is_refused_and_half_precision_is_not():
-    assert "alone; it must depend on" in complaint(lambda texts: sums(texts).log_softmax(0))
-    assert "alone; it must depend on" in complaint(lambda texts: sums(texts) - len(texts) ** 2)
+    assert "it must depend on" in complaint(lambda texts: sums(texts).log_softmax(0))
+    assert "it must depend on" in complaint(lambda texts: sums(texts) - len(texts) ** 2)
     dead = lambda texts: [-INF if "a" in text[2:] else 0.0 for text in texts]  # noqa: E731
     assert complaint(sums) == complaint(dead) == ""
 
@@ -152,30 +150,36 @@ def test_what_depends_on_the_other_texts_is_refused_and_half_precision_is_not():
         return sums(texts) * (1 + 0.02 * error)
 
     assert complaint(rounded) == ""
+    for prompt, end in ((PROMPT[:1], -1), (PROMPT, 2)):
+        with pytest.raises(ValueError, match="differ in prompt or end"):
+            sample(tiny_conditional(1), TextPotential([dead], letters, prompt, end))
 
 
-@pytest.mark.parametrize("spec", ["without:dog", "without~2:dog"])
-def test_f_is_never_below_phi_of_a_continuation(spec):
-    (factor,) = make_factors([spec], 1.0, None)
+@pytest.mark.parametrize("strength", [INF, 2.0])
+def test_f_is_never_below_phi_of_a_continuation(strength):
+    factor = without("dog", strength)
     pieces = [" dog", "gy", ".", '"', " a b"]
     texts = ["".join(text) for text in itertools.product(pieces, repeat=4)]
-    phi = dict(zip(texts, factor.log_phi(texts), strict=True))
+    phi = dict(zip(texts, factor(texts), strict=True))
     for begun in {"".join(some) for t in (1, 2, 3) for some in itertools.product(pieces, repeat=t)}:
-        (log_f,) = factor.log_prefix([begun])
+        (log_f,) = factor.prefix([begun])
         assert log_f >= max(value for text, value in phi.items() if text.startswith(begun)), begun
 
 
-def test_products_add_their_prefix_parts():
-    none, length = lambda texts: [0.0], lambda texts: [-float(len(text)) for text in texts]
-    factors = [Factor(none, log_prefix=length), Factor(none), Factor(none, log_prefix=length)]
-    log_prefix = TextPotential(factors, letters, PROMPT).log_prefix
-    assert log_prefix(torch.tensor([[2, 3], [2, 3]])).tolist() == [-8.0] * 2
-    assert TextPotential([Factor(none)], letters, PROMPT).log_prefix is None
-
-
 def test_the_potential_reads_whole_characters_before_the_end():
-    words = ["Once", "<end>", " a", " b\ufffd"]
+    words = ["Once", "<end>", " a", " b\ufffd", "<pad>"]
     decode = lambda rows: ["".join(words[t] for t in row) for row in rows]  # noqa: E731
-    phi = TextPotential([], decode, torch.tensor([0]), END)
-    found = phi.texts(torch.tensor([[2, 1, 1], [1, 1, 1], [2, 3, 2], [2, 2, 3]]))
-    assert found == ["Once a", "Once", "Once a b\ufffd a", "Once a a b"]
+    phi = TextPotential([], decode, torch.tensor([0]), (1, 4))
+    rows = [[2, 1, 1], [1, 1, 1], [4, 4, 4], [2, 3, 2], [2, 2, 3], [2, 4, 4]]
+    found = phi.texts(torch.tensor(rows))
+    assert found == ["Once a", "Once", "Once", "Once a b\ufffd a", "Once a a b", "Once a"]
+
+
+def test_ended_asks_whether_a_token_has_finished_the_text():
+    model = TableModel(TableModel.random(3, 3, generator(0)).table, 3, end=(1, 2))
+    hard, soft = (TextPotential([ended(c)], letters, [0], model.end) for c in (INF, 2.0))
+    assert soft(torch.tensor([[0, 0, 0], [0, 2, 2], [0, 0, 1]])).tolist() == [-2.0, 0.0, 0.0]
+    target = Target(model, lambda tokens, log_p: hard(tokens))
+    assert target.log_z == pytest.approx(math.log1p(-target.log_p[-1][0].exp().item()))  # of 000
+    evidence = sample(model, hard).evidence()
+    assert abs(evidence.value - target.log_z) < evidence.half_width() < 0.1

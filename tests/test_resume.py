@@ -1,9 +1,13 @@
 """A run that is killed, interrupted or starved of disk goes on as if nothing had happened.
 
-Two processes share one run: they compute what one computes; if one is lost the other ends.
+What it was made with must be what it was. Two processes share one run: they compute what one
+computes; if one is lost the other ends.
 """
 
+import errno
+import fcntl
 import json
+import os
 import re
 import resource
 import shutil
@@ -17,17 +21,18 @@ import torch
 from jobs import JOBS, contents, exit_codes, job, products, refusal, run_main, signal_at
 from safetensors.torch import load_file
 
-from eval.config import saved_config
+from eval.options import saved_config
 from eval.sample import TrainedRun
 from eval.table import read_results
-from tinystories.errors import InputError
+from eval.world import change_of, load_world
 
 MOMENTS = {  # when the run is killed, one time after the other
-    "pooled": "after target/samples.safetensors; before /base; after /base; after ladder 1 0; "
-    "before generation-0; after generation-0; before distillation 1; "
-    "after generation-1/state.safetensors; before results.json",
-    "weighted": "after twist learning 0; before distillation 1; before generation-1",
-    "dpo": "after generation-0; before fine-tuning 1",
+    "pooled": "after target/samples.safetensors; before base/row.json; after base/row.json; "
+    "after ladder 0; after generation-0/state.safetensors; before generation-0/row.json; "
+    "after generation-0/row.json; before distillation 1; after generation-1/samples.jsonl; "
+    "before results.json",
+    "paper": "after twist learning 0; before distillation 1; before generation-1/row.json",
+    "dpo": "after generation-0/row.json; before fine-tuning 1",
 }
 
 
@@ -46,7 +51,7 @@ def test_a_run_that_is_killed_and_extended_is_one_of_two_generations(tmp_path, l
         arguments = ["--resume", run]
     run_main(arguments)
     assert read_results(run)["generations"][-1]["generation"] == 1
-    assert is_killed([*arguments, "--generations", 2], "after generation-2")
+    assert is_killed([*arguments, "--generations", 2], "after generation-2/row.json")
     run_main(arguments)
     assert products(run) == products(whole)
     assert saved_config(run).change(out=str(whole)) == saved_config(whole)
@@ -55,11 +60,11 @@ def test_a_run_that_is_killed_and_extended_is_one_of_two_generations(tmp_path, l
 @pytest.fixture
 def copied(tmp_path, finished_job) -> Path:
     """A finished run that may be changed."""
-    return shutil.copytree(finished_job("weighted"), tmp_path / "run")
+    return shutil.copytree(finished_job("paper"), tmp_path / "run")
 
 
-MODEL = "generation-1/model.safetensors"
-INTERRUPT = partial(signal_at, f"before {MODEL}", signal.SIGINT)
+PAIR = "generation-1/pair.safetensors"
+INTERRUPT = partial(signal_at, f"before {PAIR}", signal.SIGINT)
 FULL_DISK = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))
 
 
@@ -67,7 +72,7 @@ FULL_DISK = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (5_000_000, 5_000
     ("prepare", "code", "words"),
     [
         (INTERRUPT, 130, "interrupted; continue with --resume .*/run$"),
-        (FULL_DISK, 2, f"{MODEL}: cannot be written .*; free space"),  # the model is larger
+        (FULL_DISK, 2, f"{PAIR}: cannot be written .*; free space"),  # the pair is larger
     ],
 )
 def test_what_stops_a_run_is_one_line_and_costs_one_generation(
@@ -79,90 +84,104 @@ def test_what_stops_a_run_is_one_line_and_costs_one_generation(
     assert exit_codes(1, job, ["--resume", copied], tmp_path, prepare) == [code]
     *_, line = (tmp_path / "errors-0").read_text().splitlines()
     assert re.search(words, line), line
-    assert (copied / "base").exists() and not (copied / "generation-1").exists()
+    assert (copied / "base/row.json").exists() and not (copied / "generation-1/row.json").exists()
     (copied / "results.json").unlink()
+    shutil.rmtree(copied / "generation-0")  # the one behind it is made again, too
     run_main(["--resume", copied])
-    assert products(copied) == products(finished_job("weighted"))
-
-
-def test_generations_behind_a_lost_one_are_made_again(copied, finished_job):
-    shutil.rmtree(copied / "generation-0")
-    run_main(["--resume", copied])
-    assert products(copied) == products(finished_job("weighted"))
+    assert products(copied) == products(finished_job("paper"))
 
 
 def test_a_resume_that_is_refused_changes_nothing(copied):
     before = contents(copied)
     line = refusal("--resume", copied, "--beta", 3, "--no-effective-potential")
-    assert line.endswith("leave out --beta, --no-effective-potential")
+    assert line.endswith("leave out --beta, --effective-potential")
     assert "run has 1 already; give at least 1" in refusal("--resume", copied, "--generations", 0)
     with filelock.FileLock(copied / ".lock"):
         assert f"{copied}: another process is writing there" in refusal("--resume", copied)
     assert contents(copied) == before
 
 
-KEPT = ["config.json", "target/samples.safetensors", "base/row.json", "generation-0/row.json"]
-KEPT += [f"generation-1/{name}.safetensors" for name in ("twist", "model", "state")]
-KEPT += ["generation-1/pair.json"]
+def test_without_locks_it_says_so_and_goes_on(copied, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run_main(["--resume", copied])
+    assert f"{copied}: files cannot be locked there (No locks" in capsys.readouterr().err
+
+
+KEPT = ["config.json", "target/samples.safetensors", "base/samples.safetensors", "base/row.json"]
+KEPT += ["generation-0/row.json", "generation-1/state.safetensors", "generation-1/pair.safetensors"]
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_damaged_file_is_named(copied, name):
     path = copied / name
-    path.write_bytes(path.read_bytes()[:-9])
-    assert f"{path}: " in refusal("--resume", copied)
+    content = path.read_bytes()
+    for damaged in [content[:-9], *([b"{}"] if name.endswith("row.json") else [])]:
+        path.write_bytes(damaged)
+        line = refusal("--resume", copied)
+        assert f"{path}: " in line and line.count("; ") == 1, line
 
 
-EDITED = [  # what is changed, and what is said of it
-    ({"beta": 0.4}, "target: holds samples of another sigma; restore what it was drawn with"),
-    ({"networks": {}}, "lm, similarity_model, toxicity_model changed since the run was made"),
+EDITED = [  # what is changed in config.json, and what is said of it
+    ({"beta": 0.4}, "target: holds samples of another sigma, whose beta differs; restore"),
+    ({"prompt": "One day"}, "target: .* whose prompt differs"),
+    ({"lm": "changed"}, "base/samples.safetensors: log_p of one of its texts is .* restore the"),
 ]
 EDITED += [
-    (change, f"config.json: holds no options of a run .{words}")
+    (change, f"config.json: holds no options of a run .*{words}")
     for change, words in (
         ({"length": 6.5}, "--length is 6.5; give a value of type int"),
         ({"length": True}, "--length is True; give a value of type int"),
         ({"effective_potential": "no"}, "--effective-potential is 'no'; give a value of type bool"),
         ({"potential": "toxicity"}, "--potential is 'toxicity'; give a list"),
         ({"eval_particles": []}, r"--eval-particles is \(\); give a list"),
-        ({"beta": 10**400}, "--beta is 1000.*; give at most"),
-        ({"pool_draws": 5}, "--pool-draws: no option of --learner weighted"),
+        ({"learner": "weighted"}, "--learner is 'weighted'; give one of"),
+        ({"networks": None}, "--networks: no option"),
+        ({"pool_draws": 5}, "--pool-draws: no option of --learner paper; it belongs to pooled"),
     )
 ]
 
 
 @pytest.mark.parametrize(("change", "words"), EDITED)
-def test_an_edited_config_is_refused(copied, change, words):
+def test_an_edited_config_is_refused(copied, changed_lm, change, words):
     path = copied / "config.json"
+    if "lm" in change:
+        change = {"lm": str(changed_lm)}
+        shutil.rmtree(copied / "target")  # the texts of row Base tell it as well
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert re.search(words, refusal("--resume", copied))
 
 
-def test_a_run_older_than_an_option_has_its_default(finished_job, tmp_path):
-    options = json.loads((finished_job("pooled") / "config.json").read_text())
-    del options["surrogate"], options["end"], options["pool_draws"]
-    (tmp_path / "config.json").write_text(json.dumps(options))
-    config = saved_config(tmp_path)
-    found = (config.learner.surrogate, config.run.end, config.learner.pool_draws)
-    assert found == (True, "", 9000) and config.learner.pool_first_draws == 50
-    with pytest.raises(InputError, match=r"config\.json: no such file; name a run"):
-        saved_config(finished_job("pooled") / "base")
+def test_a_changed_encoder_is_noticed(copied):
+    world, path = load_world(saved_config(copied).run, copied), copied / "base/samples.safetensors"
+    assert change_of(world, path) == ""
+    world.encode.model.embeddings["word_embeddings"].weight.data.neg_()
+    assert "the sentence encoder gives other vectors" in change_of(world, path)
 
 
-def test_a_file_of_the_user_must_stay_as_it_was(tmp_path):
-    run, own = tmp_path / "run", tmp_path / "own.py"
-    own.write_text("def phi(texts):\n    return [-0.5 * text.count('w') for text in texts]\n")
+def test_whatever_a_users_file_reads_must_stay_as_it_was(tmp_path, monkeypatch):
+    """The module that lies beside it, and its data; a new comment changes nothing."""
+    run, own, helper, data = (tmp_path / name for name in ("run", "own.py", "mine.py", "data"))
+    own.write_text("import mine\ndef phi(texts):\n    return [mine.score(text) for text in texts]")
+    lines = "import pathlib\nPATH = pathlib.Path(__file__).with_name('data')\ndef score(text):\n"
+    lines += "    return -0.5 * sum(text.count(letter) for letter in PATH.read_text())\n"
+    helper.write_text(lines)
+    data.write_text("w")
+    monkeypatch.chdir(tmp_path.parent)
     run_main([*JOBS["pooled"], "--generations", 0, "--potential", f"{own}:phi", "--out", run])
     drawn = TrainedRun(run).sample(particles=3, runs=2)
-    log_phi = [-0.5 * text.count("w") for text in drawn.texts]
-    assert drawn.scores["log_phi"].tolist() == log_phi
-    own.write_text(own.read_text() + "\n")
-    assert "own.py changed since the run was made" in refusal("--resume", run)
-    with pytest.raises(InputError, match=r"own\.py changed since the run was made"):
+    assert drawn.scores["log_phi"].tolist() == [-0.5 * text.count("w") for text in drawn.texts]
+    own.write_text(own.read_text() + "\n# a comment\n")
+    run_main(["--resume", run])
+    data.write_text("ae")
+    assert "log_phi of one of its texts is" in refusal("--resume", run)
+    with pytest.raises(ValueError, match="log_phi of one of its texts is"):
         TrainedRun(run)
 
 
-@pytest.mark.parametrize("learner", ["weighted", "pooled"])
+@pytest.mark.parametrize("learner", ["paper", "pooled"])
 def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, finished_job, learner):
     """Two begin, one is lost and the other ends; two finish the run.
 
@@ -170,7 +189,7 @@ def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, finish
     draw, so texts and what is computed of them may differ.
     """
     one, two = finished_job(learner), tmp_path / "two"
-    kill = partial(signal_at, "after generation-0")  # only process 0 writes
+    kill = partial(signal_at, "after generation-0/row.json")  # only process 0 writes
     assert exit_codes(2, job, [*JOBS[learner], "--out", two], tmp_path, kill) == [-9, 1]
     assert exit_codes(2, job, ["--resume", two], tmp_path) == [0, 0]
     assert (tmp_path / "output-1").read_text() == ""

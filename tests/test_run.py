@@ -5,50 +5,40 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from eval.config import build
 from eval.evaluate import population_row
-from eval.metrics import energy_distance, energy_floor
+from eval.metrics import energy_distance, energy_floor, mean_pairwise_cosine, missing_part
+from eval.options import build
 from eval.run import Run, read_lines
-from eval.world import load_target, save_target
-from tinystories.checkpoint import read_json, replacing, write_json, write_tensors, write_text
-from tinystories.errors import InputError
-from tsmc import ExactSamples, Population
+from eval.world import load_target
+from tinystories.files import read_json, replacing, write_json, write_tensors, write_text
+from tsmc import Population
+from tsmc.estimate import Estimate
 
-KEY = {"lm": "a" * 64, "toxicity_model": "b" * 64, "prompt": "Once", "length": 3, "beta": 10.0}
-KEY |= {"end": "", "potential": ["toxicity"]}
-TOKENS = torch.tensor([[1, 2, 3], [3, 2, 1]])
-TARGET = ExactSamples(TOKENS, torch.tensor([-0.5, -0.25]), 900, -7.5, 0.04)
-
-
-def test_a_target_survives_its_file_and_serves_its_own_sigma(tmp_path):
-    save_target(tmp_path, TARGET, KEY)
-    again = load_target(tmp_path, KEY)
-    assert torch.equal(again.tokens, TARGET.tokens) and torch.equal(again.log_phi, TARGET.log_phi)
-    assert (again.num_proposals, again.log_z, again.log_z_std_error) == (900, -7.5, 0.04)
-    for name in KEY:
-        assert load_target(tmp_path, KEY | {name: "another"}) is None
-    assert load_target(tmp_path, KEY | {"own.py": "c" * 64}) is None
+SIGMA = {"prompt": "Once", "length": 3, "beta": 10.0, "end": [], "potential": ["toxicity"]}
+NUMBERS = {"num_proposals": 900, "log_z": -7.5, "log_z_std_error": 0.04}
+TENSORS = {"tokens": torch.tensor([[1, 2, 3], [3, 2, 1]]), "log_phi": torch.tensor([-0.5, -0.25])}
+TENSORS["log_p"] = torch.tensor([-9.0, -8.0])
 
 
-def test_a_damaged_target_is_named(tmp_path):
+def test_a_target_says_of_which_sigma_it_is_and_names_its_damage(tmp_path):
     path = tmp_path / "samples.safetensors"
-    save_target(tmp_path, TARGET, KEY)
+    write_tensors(path, TENSORS, target=json.dumps(SIGMA | NUMBERS))
+    exact, sigma = load_target(tmp_path)
+    assert sigma == SIGMA and exact.tokens.tolist() == [[1, 2, 3], [3, 2, 1]]
+    assert (exact.num_proposals, exact.log_z, exact.log_z_std_error) == (900, -7.5, 0.04)
     content = path.read_bytes()
-    numbers = {"num_proposals": 900, "log_z": -7.5, "log_z_std_error": 0.04}
-    tensors = {"tokens": TOKENS, "log_phi": TARGET.log_phi}
     for damage in (
         path.unlink,
         lambda: path.write_bytes(content[:-1]),
-        lambda: path.write_bytes(content[:30] + b"?" + content[31:]),
-        lambda: write_tensors(path, tensors),
-        lambda: write_tensors(path, tensors, target=json.dumps(numbers)),
-        lambda: write_tensors(path, tensors, target=json.dumps({"key": KEY})),
-        lambda: write_tensors(path, {}, target=json.dumps(numbers | {"key": KEY})),
+        lambda: write_tensors(path, TENSORS),
+        lambda: write_tensors(path, TENSORS, target=json.dumps(SIGMA)),
+        lambda: write_tensors(path, {}, target=json.dumps(SIGMA | NUMBERS)),
     ):
         damage()
-        with pytest.raises(InputError, match=r"samples\.safetensors: .*; "):
-            load_target(tmp_path, KEY)
+        with pytest.raises(ValueError, match=r"samples\.safetensors: .*; "):
+            load_target(tmp_path)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
@@ -56,33 +46,23 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError), replacing(tmp_path / "file") as temporary:
         temporary.write_text("half")
         raise RuntimeError
-    with pytest.raises(InputError, match="cannot be written"), replacing(tmp_path / "file"):
+    with pytest.raises(ValueError, match="cannot be written"), replacing(tmp_path / "file"):
         raise OSError(28, "No space left on device")
     with pytest.raises(ValueError, match="Out of range"):
         write_json(tmp_path / "x.json", {"kl": float("nan")})
     assert (tmp_path / "file").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_run_keeps_every_step(tmp_path, capsys, monkeypatch):
-    """A new run has a directory of its own; JSON has null for NaN and infinity."""
+def test_a_new_run_has_a_directory_of_its_own_and_json_has_null(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = build({"generations": 3})
-    with Run(config, None, {}) as run, Run(config, None, {}) as second:
+    with Run(config, None) as run, Run(config, None) as second:
         assert [str(one.path) for one in (run, second)] == ["runs/pocket", "runs/pocket-2"]
-        for ess in (1.0, 2.0):
-            run("sampling", 1, 3)  # without figures
-            run("twist learning", 1, 3, loss=torch.tensor(0.5), ess=ess)
-        run.start -= 600.0  # the generation takes ten minutes, as each of the two others will
-        run.say_time(1, {"toxicity": 0.25, "log_phi": None})
-        *_, line = capsys.readouterr().err.splitlines()
-        assert line == "generation 1: 600 s, toxicity 0.25, about 1200 s left"
-        run.keep(None, {"base": {"kl": math.nan}}, [{"text": "a", "log_phi": -math.inf}])
-        assert read_json(run.folder(None) / "row.json") == {"base": {"kl": None}}
-        assert run.last() is None
+        row = {"base": {"kl": math.nan, "examples": []}}
+        run.keep(None, row, [{"text": "a", "log_phi": -math.inf}])
+        assert run.row(None) == read_json(run.folder(None) / "row.json")
+        assert run.row(None)["base"]["kl"] is None and run.generations() == 0
         assert read_lines(run.folder(None) / "samples.jsonl") == [{"text": "a", "log_phi": None}]
-        place = {"phase": "twist learning", "generation": 1}
-        steps = [place | {"step": step, "loss": 0.5, "ess": float(step)} for step in (1, 2)]
-        assert read_lines(run.folder(None) / "metrics.jsonl") == steps
 
 
 def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
@@ -101,6 +81,22 @@ def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
     assert row["log_z_hat_mean"] == pytest.approx(math.log(3) / 2)
 
 
+@pytest.mark.parametrize(
+    ("log_z", "error", "base", "base_error", "is_missing"),
+    [
+        (-7.24, 0.0, -5.28, 0.2, True),  # all runs agree, on a part of sigma
+        (-7.24, 0.5, -5.28, 0.6, False),  # as far apart as both errors
+        (-5.0, 0.0, -5.28, 0.2, False),
+        (-7.24, math.inf, -5.28, 0.2, False),
+        (-7.24, 0.0, -5.28, math.inf, False),
+    ],
+)
+def test_a_run_that_misses_a_part_of_sigma_is_told(log_z, error, base, base_error, is_missing):
+    line = missing_part(Estimate(log_z, error, 39), Estimate(base, base_error, 1999))
+    assert bool(line) == is_missing
+    assert not line or "log Z -7.24 of the runs lies below -5.28 of the row Base" in line
+
+
 def test_the_energy_distance_tells_distributions_apart():
     source = torch.Generator().manual_seed(0)
     y, same, other = (torch.randn(400, 3, generator=source) for _ in range(3))
@@ -111,3 +107,14 @@ def test_the_energy_distance_tells_distributions_apart():
     assert distance == pytest.approx((2 * between - within).item(), abs=1e-4)
     copies, runs = (values[:100].repeat_interleave(4, 0) for values in (same, torch.arange(100)))
     assert abs(energy_distance(copies, y, runs)) < 0.1 * distance, "copies in a run do not count"
+
+
+def test_mean_pairwise_cosine_is_the_double_loop_and_stays_precise():
+    vectors = 3 * torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    unit = F.normalize(vectors.double(), dim=-1)
+    cosines = [unit[i] @ unit[j] for i in range(6) for j in range(6) if i != j]
+    mean = sum(cosines).item() / 30
+    assert mean_pairwise_cosine(vectors) == pytest.approx(mean, abs=1e-12)
+    two = torch.tensor([[1.0, 1e-4], [1.0, -1e-4]])
+    wanted = (49_999 + 50_000 * (1 - 1e-8) / (1 + 1e-8)) / 99_999
+    assert mean_pairwise_cosine(two.repeat(50_000, 1)) == pytest.approx(wanted, abs=1e-11)

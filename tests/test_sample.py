@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from worlds import generator
 
 from eval import sample
-from eval.sample import TrainedRun, draw, report
+from eval.sample import TrainedRun, rate, report
 from eval.world import load_sigma
-from tinystories.checkpoint import read_json, write_json
-from tsmc import proposal_log_probs
+from tinystories.files import read_metadata
+from tsmc import SCHEMES, proposal_log_probs
+from tsmc.draws import log_mean_exp, normalise
+from tsmc.estimate import Estimate
 from tsmc.proposal import sequence_log_probs
-from tsmc.resampling import log_mean_exp, normalise
 from twist import load_pair
 
 PROMPT = "Once upon a time, there was a"
@@ -31,48 +32,44 @@ OTHER = "The ugly dog said"
 def runs(finished_job, tmp_path_factory) -> dict[str, Path]:
     """Finished runs by learner, with noise in their twists and adapters."""
     source, copies = generator(0), {}
-    for learner in ("weighted", "pooled"):
+    for learner, part in (("paper", "twist."), ("pooled", "model.")):
         place = tmp_path_factory.mktemp("runs") / learner
         copies[learner] = shutil.copytree(finished_job(learner), place)
-        names = "twist" if learner == "weighted" else "model"
-        for file in sorted(copies[learner].glob(f"generation-*/{names}.safetensors")):
+        for file in sorted(copies[learner].glob("generation-*/pair.safetensors")):
             tensors = load_file(file)
-            for name in sorted(tensors):
+            for name in sorted(name for name in tensors if name.startswith(part)):
                 tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=source)
-            save_file(tensors, file)
+            save_file(tensors, file, read_metadata(file))
     return copies
 
 
-@pytest.mark.parametrize(("learner", "m"), [("weighted", 0), ("weighted", 1), ("pooled", 1)])
+@pytest.mark.parametrize(("learner", "m"), [("paper", 0), ("paper", 1), ("pooled", 1)])
 @pytest.mark.parametrize("prompt", [PROMPT, OTHER])
 def test_without_resampling_the_weights_are_those_of_the_target(runs, learner, m, prompt):
     trained = TrainedRun(runs[learner], m)
-    options = dataclasses.replace(trained.config.run, prompt=prompt, beta=0.3)
+    options = dataclasses.replace(trained.config.run, prompt=prompt)
     world = load_sigma(options)
-    pair = load_pair(trained.folder, world.base)
-    drawn = draw(world, trained.folder, options.seed, 9, 4, **trained.rule)
+    pair = load_pair(trained.pair, world.base)
+    drawn = trained.sample(9, 4, prompt=prompt, ess_threshold=0.0)
     tokens = drawn.population.tokens.flatten(0, 1)  # [R K, T]
     log_phi = options.beta * world.log_toxicity(drawn.texts).double()
     log_q = proposal_log_probs(pair.model, pair.twist, tokens)[1]
-    log_p = sequence_log_probs(world.base, tokens)
-    log_w = log_p + log_phi - log_q  # [R K]
-    log_z = log_mean_exp(log_w.view(4, 9))
-    torch.testing.assert_close(drawn.population.log_z, log_z, atol=1e-3, rtol=0)
+    log_w = sequence_log_probs(world.base, tokens) + log_phi - log_q  # [R K]
+    torch.testing.assert_close(
+        drawn.population.log_z.double(), log_mean_exp(log_w.view(4, 9)), atol=1e-3, rtol=0
+    )
     shares = normalise(log_w.double())
     torch.testing.assert_close(drawn.log_weights.exp(), shares, atol=1e-3, rtol=0)
     wanted = dict.fromkeys(drawn.texts, 0.0)
     for text, weight in zip(drawn.texts, shares.tolist(), strict=True):
         wanted[text] += weight
-    samples = drawn.samples(4000, generator(0))
-    texts = [sample["text"] for sample in samples]
+    texts = [row["text"] for row in drawn.samples(4000, generator(0))]
     shares = {text: texts.count(text) / 4000 for text in wanted}
     assert shares == pytest.approx(wanted, abs=0.036)  # 4.5 standard errors
-    log_p = dict(zip(drawn.texts, log_p.tolist(), strict=True))
-    assert all(row["log_p"] == pytest.approx(log_p[row["text"]]) for row in samples)
 
 
 def test_the_table_has_a_line_for_every_sample(runs):
-    drawn = TrainedRun(runs["weighted"], 0).sample(particles=12, runs=2)
+    drawn = TrainedRun(runs["paper"], 0).sample(particles=12, runs=2)
     samples = drawn.samples(8)
     weights = drawn.log_weights.exp()
     assert weights.sum().item() == pytest.approx(1)
@@ -88,45 +85,52 @@ def test_the_table_has_a_line_for_every_sample(runs):
 
 
 def test_the_command_prints_what_programs_draw(runs, capsys):
-    run, few = runs["weighted"], ["--particles", "6", "--runs", "3"]
+    run, few = runs["paper"], ["--particles", "6", "--runs", "3"]
     last = TrainedRun(run)
     soft = last.sample(6, 3, potential=("keyword~2:was",))
     had = [re.search(r"\bwas\b", text.removeprefix(PROMPT)) for text in soft.texts]
     assert soft.scores["log_phi"].tolist() == [0.0 if has else -2.0 for has in had]
-    other = TrainedRun(run, generation=0).sample(6, 3, prompt=OTHER, length=3, seed=1)
+    rule = {"resample": SCHEMES["systematic"], "ess_threshold": 0.0}
+    other = TrainedRun(run, generation=0).sample(6, 3, prompt=OTHER, length=3, seed=1, **rule)
     changes = ["--generation", "0", "--prompt", OTHER, "--length", "3", "--seed", "1"]
-    for options, drawn, head in (
-        (["--runs", "2"], last.sample(50, 2, prompt=PROMPT, seed=0), "1, 2 runs of K = 50"),
-        ([*few, *changes], other, "0, 3 runs of K = 6, T = 3, seed 1"),
-        ([*few, "--potential", "keyword~2:was"], soft, "1, 3 runs of K = 6, T = 5, seed 0"),
+    changes += ["--resampling", "systematic", "--threshold", "0", "--event", "was"]
+    for options, drawn, head, event in (
+        (["--runs", "2"], last.sample(50, 2, prompt=PROMPT), "1, 2 runs of K = 50", None),
+        ([*few, *changes], other, "0, 3 runs of K = 6, T = 3, seed 1", "was"),
+        ([*few, "--potential", "keyword~2:was"], soft, "1, 3 runs of K = 6, T = 5", None),
     ):
         sample.main([str(run), *options])
         printed = capsys.readouterr().out
         assert f"\ngeneration {head}" in printed
-        assert printed.endswith(f"\n{report(drawn, True, 10)}\n")
+        assert printed.endswith(f"\n{report(drawn, True, 10, event)}\n")
+    interval = re.search(r"\nP\(was\) .*95 %: (\S+) to (\S+)\)", report(other, True, 1, "was"))
+    low, high = interval.groups()
+    assert 0 <= float(low) <= float(high) <= 1
 
 
 def test_bad_input_is_one_line(tmp_path, finished_job):
-    run = finished_job("weighted")
+    run = finished_job("paper")
     other = shutil.copytree(run, tmp_path / "other")
-    config = read_json(other / "config.json")
-    write_json(other / "config.json", config | {"networks": config["networks"] | {"lm": "0"}})
+    base = other / "base" / "samples.safetensors"
+    tensors = load_file(base)
+    save_file(tensors | {"log_p": tensors["log_p"] - 1.0}, base)
     (tmp_path / "file").write_text("")
     few = ("--particles", 2, "--runs", 1, "--length", 3)
     for arguments, words in (
         ([], "no run is named: python -m eval.sample "),
         ([tmp_path / "none"], f"{tmp_path / 'none'}/config.json: no such file; name a run"),
-        ([tmp_path], f"{tmp_path}/config.json: no such file"),
-        ([other], f"{other}: lm changed since the run was made; restore"),
+        ([other], "log_p of one of its texts is .* now, and was .*; restore the networks"),
         ([run, "--generation", 7], f"generation 7 is not in {run}; it holds 0 to 1"),
         ([run, "--samples", 0, *few], "0 samples cannot be drawn"),
         ([run, "--lm", "x"], "--lm is for sampling without RUN"),
+        ([run, "--threshold", 2], "--threshold is 2.0; give a share of K from 0 to 1"),
         ([run, "--picture", tmp_path / "file" / "a.png", *few], "a.png: cannot be written"),
         (["--potential", "luck"], "--potential luck"),
-        (["--potential", "without:a", "--prompt", ""], "the prompt is empty"),
+        (["--potential", "keyword:dog", "--picture", "a.png"], "forced draws have no genealogy"),
         (["--potential", "without:a", "--generation", 1], "--generation is one of RUN"),
     ):
-        assert words in refusal(*arguments, command=sample.main), arguments
+        line = refusal(*arguments, command=sample.main)
+        assert re.search(words, line), (arguments, line)
 
 
 def test_the_command_is_there():
@@ -138,7 +142,7 @@ def test_the_command_is_there():
 
 def test_sampling_without_training(capsys, tmp_path):
     sizes = ["--particles", "20", "--runs", "4", "--length", "8", "--samples", "3"]
-    sample.main(["--potential", "keyword~3:dog", "--prompt", "One day, a", *sizes])
+    sample.main(["--potential", "without~3:dog", "--prompt", "One day, a", *sizes])
     prompt, head, *_, title, first, second, third = capsys.readouterr().out.splitlines()
     assert prompt == "One day, a" and head == "p proposes, 4 runs of K = 20, T = 8, seed 0"
     assert title == " share  log phi  text"
@@ -146,3 +150,30 @@ def test_sampling_without_training(capsys, tmp_path):
     sample.main(["--potential", "without:a", *sizes, "--picture", str(tmp_path / "picture.png")])
     assert re.search("1 / sum W.2(.*\n)*About 1 in", capsys.readouterr().out)
     assert (tmp_path / "picture.png").stat().st_size > 9000
+    sample.main(["--potential", "ended", "--end", ".", "--end", "!", *sizes])
+    *_, first, second, third = capsys.readouterr().out.splitlines()
+    assert all(
+        line.split()[1] == "0.00" and "." not in line[16:] for line in (first, second, third)
+    )
+
+
+def test_words_that_p_never_writes_need_no_training(capsys):
+    sample.main(["--potential", "keyword:submarine", "--runs", "12"])
+    _, head, numbers, *lines = capsys.readouterr().out.splitlines()
+    assert head == "forced draws propose, 12 runs of K = 50, T = 20, seed 0"
+    log_z = float(re.match(r"log Z (-\S+) \+- ", numbers)[1])
+    assert -36 < log_z < -32 and any(line.startswith("About 1 in ") for line in lines)
+    assert all("submarine" in line for line in lines[-10:])
+
+
+@pytest.mark.parametrize(
+    ("estimate", "words"),
+    [
+        (Estimate(-5.0, 0.3, 7.0), r"1 in 148 .* \(95 %: 73 to 302\)"),
+        (Estimate(-0.1, 0.3, 7.0), r"1 in 1.11 .* \(95 %: 1 to 2.25\)"),
+        (Estimate(-5.0, 0.3, 1.0), "do not agree within a factor of ten; use more --runs"),
+        (Estimate(-5.0, math.inf, 1.0), "do not agree within a factor of ten"),
+    ],
+)
+def test_a_rate_has_an_interval_that_says_something_or_none(estimate, words):
+    assert re.search(words, rate(estimate))

@@ -4,17 +4,16 @@ import pytest
 import torch
 from worlds import ListedPotential, bias, generator, gpt_neo_world, hard_potential, table_world
 
-from tinystories import InputError
-from tsmc import interfaces
+from tinystories import decoder as decoders
+from tsmc.draws import SCHEMES
 from tsmc.exact import TableTwist
-from tsmc.resampling import SCHEMES
-from tsmc.runs import Streams, draw_population
 from tsmc.sampler import Sigma, tsmc
+from tsmc.streams import Streams, draw_population
 
 
 def test_runs_that_die_where_phi_is_zero_almost_everywhere():
     model, twist, _ = table_world(2, 3, seed=6)
-    potential = hard_potential(2, 3, {5: -1.0})
+    potential = hard_potential({5: -1.0})
     assert bias(model, twist, potential) < 1e-12
     sigma = Sigma(model, potential)
     population = draw_population(Streams(), "x", None, sigma, twist, 3, 200)
@@ -24,8 +23,8 @@ def test_runs_that_die_where_phi_is_zero_almost_everywhere():
     assert not population.log_z.isnan().any()
     alive = population.alive()
     assert (alive.samples == torch.tensor([1, 0, 1])).all() and len(alive.log_z) == 200 - dead.sum()
-    sigma = Sigma(model, hard_potential(2, 3, {}))
-    with pytest.raises(InputError, match="all 6 runs of 2 particles ended with weight zero"):
+    sigma = Sigma(model, hard_potential({}))
+    with pytest.raises(ValueError, match="all 6 runs of 2 particles ended with weight zero"):
         draw_population(Streams(), "x", None, sigma, None, 2, 6)
 
 
@@ -45,7 +44,7 @@ def test_twist_that_rules_out_every_continuation_kills_the_particle_not_the_run(
     nan_twist = TableTwist(torch.full_like(twist.log_psi, torch.nan))
     nan_potential = ListedPotential(torch.full((8,), torch.nan).double(), 2)
     for arguments in ((nan_twist, potential), (twist, nan_potential)):
-        with pytest.raises(InputError, match="NaN"):
+        with pytest.raises(ValueError, match="NaN"):
             tsmc(model, *arguments, 3, generator(0), **options)
 
 
@@ -58,7 +57,7 @@ def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeyp
         return strong(hidden)
 
     wanted = tsmc(model, twist, potential, 12, generator(2), 2)
-    monkeypatch.setattr(interfaces, "MAX_LOGITS", 85)
+    monkeypatch.setattr(decoders, "MAX_LOGITS", 85)
     sizes.clear()
     found = tsmc(model, twist, potential, 12, generator(2), 2)
     torch.testing.assert_close(vars(found), vars(wanted))
@@ -74,7 +73,7 @@ def test_runs_in_chunks_are_those_of_the_sampler_chunk_by_chunk():
     parts = [tsmc(*world, 5, streams.stream("x", 1, n), size, **rule) for n, size in sizes]
     for name, values in vars(whole).items():
         assert torch.equal(values, torch.cat([getattr(part, name) for part in parts])), name
-    with pytest.raises(InputError, match="sample of size 0"):
+    with pytest.raises(ValueError, match="0 runs of 5 particles cannot be drawn"):
         draw_population(streams, "x", 1, sigma, world[1], 5, 0)
     names = [("a", 0), ("a", 1), ("a", None), ("b", 0), ("a", 0, 0)]
     seeds = {Streams(seed).stream(*name).initial_seed() for seed in (0, 1) for name in names}

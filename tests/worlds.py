@@ -8,18 +8,18 @@ then exact expectations, and the sampler's own code has produced every term.
 
 import inspect
 import types
-from collections import defaultdict
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tsmc.categorical
+import tsmc.draws
 import tsmc.proposal
 import tsmc.sampler
+from distill import Learner
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
-from tinystories.decoder import NO_END, counted
+from tinystories.decoder import NO_END, End, counted
 from tsmc.exact import TableModel, TableTwist, Target, Tree
 from twist.pair import Pair
 
@@ -50,17 +50,16 @@ class ListedPotential:
     """log phi listed for every sequence."""
 
     def __init__(self, log_phi: Tensor, vocab_size: int):
-        self.log_phi = log_phi
-        self.vocab_size = vocab_size
+        self.log_phi, self.vocab_size = log_phi, vocab_size
 
     def __call__(self, tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
         return self.log_phi[sequence_numbers(tokens, self.vocab_size)]
 
 
-def hard_potential(vocab_size: int, length: int, log_phi: dict[int, float]) -> ListedPotential:
-    """A potential that is zero except on the listed sequences."""
-    values = [log_phi.get(number, -torch.inf) for number in range(vocab_size**length)]
-    return ListedPotential(torch.tensor(values).double(), vocab_size)
+def hard_potential(log_phi: dict[int, float]) -> ListedPotential:
+    """A potential of binary sequences [N, 3] that is zero except on the listed ones."""
+    values = [log_phi.get(number, -torch.inf) for number in range(8)]
+    return ListedPotential(torch.tensor(values).double(), 2)
 
 
 def table_world(vocab_size: int, length: int, seed: int = 0, scale: float = 1.5):
@@ -72,25 +71,21 @@ def table_world(vocab_size: int, length: int, seed: int = 0, scale: float = 1.5)
     return model, TableTwist(log_psi), ListedPotential(-log_phi.abs(), vocab_size)
 
 
-END = 1
-
-
-def ended_world(vocab_size: int, length: int, seed: int = 1):
-    """As `table_world`, but the token END finishes a text, and phi does not see what follows it."""
+def ended_world(vocab_size: int, length: int, seed: int = 1, end: End = 1):
+    """As `table_world`, but an `end` finishes a text, and phi does not see what follows it."""
     model, twist, potential = table_world(vocab_size, length, seed)
-    model = TableModel(model.table.detach(), length, END)
 
     def log_phi(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
-        return potential(tokens.where(counted(tokens, END), END))
+        return potential(tokens.where(counted(tokens, end), 1))
 
-    return model, twist, log_phi
+    return TableModel(model.table, length, end), twist, log_phi
 
 
 def tiny_gpt_neo(vocab_size: int, seed: int = 0, **changes) -> GPTNeo:
     """A random GPT-Neo in eval mode, with weights large enough that every token matters."""
     shape = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 16}
-    shape |= {"max_position_embeddings": 32, "attention_layers": ("global", "local")}
-    shape |= {"window_size": 2}
+    shape |= {"attention_layers": ("global", "local"), "window_size": 2}
+    shape |= {"max_position_embeddings": 32}
     model = GPTNeo(GPTNeoConfig(vocab_size=vocab_size, **(shape | changes)))
     source = generator(seed)
     with torch.no_grad():
@@ -106,7 +101,7 @@ def letters(rows: list[list[int]]) -> list[str]:
     return ["".join("abcdefg"[token] for token in row) for row in rows]
 
 
-def tiny_conditional(seed: int, end: int = NO_END) -> Conditional:
+def tiny_conditional(seed: int, end: End = NO_END) -> Conditional:
     """A random GPT-Neo of 7 tokens after a prompt, four tokens to come, float32."""
     return Conditional(tiny_gpt_neo(7, seed), torch.tensor([1, 2]), 4, end)
 
@@ -162,12 +157,12 @@ def bias(model, twist, potential, target=None, module=tsmc.sampler, **rule) -> f
     """
     target = target or Target(model, potential)
     runs = (model.vocab_size**2 * 4) ** model.length
-    paths, draw = Paths(runs), tsmc.categorical.draw_categorical
+    paths, draw = Paths(runs), tsmc.draws.draw_categorical
 
-    def draw_everywhere(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        inner = logits.double().softmax(-1).cumsum(-1)[:, :-1]  # where the token changes
+    def draw_everywhere(logits: Tensor, _: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        inner = logits[place].double().softmax(-1).cumsum(-1)[:, :-1]  # where the token changes
         uniform = paths.choose(inner.view(runs, -1, inner.shape[-1]))  # from [R, K, V - 1]
-        return draw(logits, uniform.view(-1, 1))
+        return draw(logits, uniform.view(-1, 1), place)
 
     def resample(weights: Tensor, _: torch.Generator) -> Tensor:  # multinomially, written anew
         cumulative = weights.cumsum(-1)[:, None]  # [R, 1, K]
@@ -191,14 +186,9 @@ def bias(model, twist, potential, target=None, module=tsmc.sampler, **rule) -> f
     return max(error, abs(evidence.sum().item() - 1))
 
 
-class Recorded(defaultdict):
-    """A `Report` that keeps the figures of each step, in a list for each word."""
-
-    def __init__(self):
-        super().__init__(list)
-
-    def __call__(self, word: str, m: int | None, steps: int, **figures: float | Tensor) -> None:
-        self[word].append({name: float(value) for name, value in figures.items()})
+def recorded(learner: Learner, phase: str, name: str) -> list[float]:
+    """A figure of each step of a phase."""
+    return [record[name] for record in learner.records if record["phase"] == phase]
 
 
 @torch.no_grad()

@@ -5,8 +5,7 @@ logits = model(ids)      # [B, T] -> [B, T, V]
 """
 
 from tinystories.decoder import Conditional, Decoder
-from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
-from tinystories.load import load, save
+from tinystories.load import load, load_model, save
 
-__all__ = ["Conditional", "Decoder", "GPTNeo", "GPTNeoConfig", "InputError", "load", "save"]
+__all__ = ["Conditional", "Decoder", "GPTNeo", "GPTNeoConfig", "load", "load_model", "save"]

@@ -4,9 +4,12 @@
     model = AnyModel(network, prompt, length=20)    # p(s_{1:T} | s_0) after prompt [P], T = 20
 
 docs/any_model.py runs Algorithm 1 with it. The network must keep keys and values in a cache that
-can be reordered. N rows, D width, V vocabulary, P tokens of the prompt, T of a continuation.
+can be reordered. Logits are its own, scaled or capped as it does; a subclass whose `head` changes
+them (a temperature, a mask of tokens) changes p. N rows, D width, V vocabulary, P tokens of the
+prompt, T of a continuation.
 """
 
+import copy
 import inspect
 import sys
 from typing import Any
@@ -15,101 +18,166 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tinystories.decoder import NO_END, Conditional, check_positions
-from tinystories.errors import InputError, reason_of
+from tinystories.decoder import NO_END, Conditional, End, check_positions
 from tinystories.gpt_neo import at_least_float32
 
-LARGE = 100.0  # size of the largest logits of a trained network
+
+class Given:
+    """In place of a network's body: it returns the states it is given, and is else that body."""
+
+    def __init__(self, body: Any):
+        self.body = body
+
+    def __call__(self, _: None = None, *, inputs_embeds: Tensor, **__: Any) -> "Output":
+        """states [1, N, D], by the name that networks have for what does not come as tokens"""
+        return Output((inputs_embeds,))
+
+    def __getattr__(self, name: str) -> Any:
+        # Networks cut out of an encoder with a decoder, such as OPT, call the decoder alone.
+        return self if name == "decoder" else getattr(self.body, name)
 
 
-def unwrapped(network: Any) -> Any:
-    """The network of `transformers` itself, where PEFT has wrapped it."""
-    return network.get_base_model() if hasattr(network, "get_base_model") else network
+class Output(tuple):
+    """What the body of a network returns: its states, and None by every other name."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+def as_tokens(prompt: Any) -> Tensor:
+    """Tokens [P] of a tensor or a list, [P] or [1, P]; ValueError for anything else."""
+    try:
+        tokens = torch.as_tensor(prompt)
+    except Exception as error:  # whatever an object raises that is asked for numbers
+        fault = f"the prompt is a {type(prompt).__name__}, not tokens"
+        raise ValueError(f"{fault}; give the input_ids that the tokenizer returns") from error
+    is_fraction = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
+    if is_fraction and tokens.numel():  # an empty list has no type
+        raise ValueError(f"the prompt has numbers of {tokens.dtype}; give its tokens, integers")
+    if tokens.shape[:-1].numel() != 1:
+        raise ValueError(f"the prompt has shape {list(tokens.shape)}; give tokens [P]")
+    return tokens.flatten().long()
+
+
+def is_close(logits: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Whether half of a type's digits agree, and -inf, which masks tokens, stands at equal places.
+
+    The digits are those of float32 at most, in which some networks of float64 attend.
+    """
+    is_masked = wanted == -torch.inf
+    error = (logits - wanted).masked_fill(is_masked, 0.0).abs()
+    largest = wanted.masked_fill(is_masked, 0.0).abs().max()
+    tolerance = max(torch.finfo(dtype).eps, 2**-23) ** 0.5 * largest
+    is_near = error.isfinite() & (error <= tolerance)
+    return bool((is_near & ((logits == -torch.inf) == is_masked)).all())
 
 
 class AnyModel(Conditional):
     """Any network conditioned on one prompt; its states are what its output layer reads."""
 
-    def __init__(self, network: Any, prompt: Tensor | list, length: int, end: int = NO_END):
-        """prompt [P] or [1, P], then T = length tokens; InputError for a network that does not fit.
+    def __init__(
+        self,
+        network: Any,
+        prompt: Tensor | list,
+        length: int,
+        end: End | list[int] = NO_END,
+        vocab_size: int | None = None,
+    ):
+        """prompt [P] or [1, P], then T = length tokens; ValueError for a network that does not fit.
 
-        A text is finished once it has the token `end`, such as `network.config.eos_token_id`.
+        A text is finished once it has a token of `end`, such as `network.config.eos_token_id`.
+        Tokens from `vocab_size` on are never drawn: give `len(tokenizer)`, which may be smaller.
         """
         self.network = network.eval()
-        if self.output is None:
-            raise InputError("the network has no output layer; load it as a causal language model")
-        self.vocab_size = self.output.weight.shape[0]
-        self.prompt = torch.as_tensor(prompt, dtype=torch.long, device=network.device)
-        if self.prompt.shape[:-1].numel() != 1:
-            raise InputError(f"the prompt has shape {list(self.prompt.shape)}; give tokens [P]")
-        self.prompt = self.prompt.flatten()
+        if network.get_output_embeddings() is None:
+            raise ValueError("the network has no output layer; load it as a causal language model")
+        config = network.config.get_text_config()
+        self.prompt = as_tokens(prompt).to(network.device)
         self.length = length
-        self.end = end
-        limit = getattr(network.config, "max_position_embeddings", None) or sys.maxsize
+        limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
         check_positions(self.prompt, length, limit)
-        if not 0 <= self.prompt.min() <= self.prompt.max() < self.vocab_size:
-            raise InputError("the prompt has tokens that the network lacks; use its own tokenizer")
-        if type(end) is not int or not NO_END <= end < self.vocab_size:
-            raise InputError(f"end is {end!r}; give one token of the network, or leave it out")
+        if not 0 <= self.prompt.min() <= self.prompt.max() < config.vocab_size:
+            raise ValueError("the prompt has tokens that the network lacks; use its own tokenizer")
+        self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
+        self.end = tuple(end) if isinstance(end, list) else end
+        ends, known = end if isinstance(end, list | tuple) else (end,), range(self.vocab_size)
+        if end != NO_END and not all(type(one) is int and one in known for one in ends):
+            raise ValueError(f"end is {end!r}; give tokens of the network, or leave it out")
         # What transformers calls `past_key_values` is `cache` from 5.24 on.
-        names = inspect.signature(unwrapped(network).base_model.forward).parameters
-        self.cache_name = "cache" if "cache" in names else "past_key_values"
-        if length > 1:  # otherwise nothing is read behind the prompt
-            self.check()
+        parameters = inspect.signature(self.body.forward).parameters
+        names = [name for name in ("cache", "past_key_values") if name in parameters]
+        if not names:
+            fault = f"{type(self.whole).__name__} keeps no cache of keys and values"
+            raise ValueError(f"{fault}; choose a network that does")
+        self.cache_name = names[0]
+        self.check()
+
+    @property
+    def whole(self) -> Any:
+        """The network of `transformers` itself, where PEFT has wrapped it."""
+        is_wrapped = hasattr(self.network, "get_base_model")
+        return self.network.get_base_model() if is_wrapped else self.network
+
+    @property
+    def body(self) -> Any:
+        """The network without its output layer: states of tokens."""
+        return self.whole.base_model
+
+    @property
+    def width(self) -> int:
+        """D, the size of a state."""
+        return self.network.get_output_embeddings().in_features
 
     @torch.no_grad()
     def check(self) -> None:
-        """Continue the prompt in two ways, exchange the rows, and compare with a plain forward.
+        """Continue the prompt, exchange the rows at every token, and compare with a plain forward.
 
-        InputError where the logits are others: the cache is not used, or logits are not simply what
-        the output layer makes of the states (some networks scale or cap them). States are enlarged,
-        so that logits become as large as a trained network's: capping hardly changes small ones.
+        ValueError where a cache leads to other logits, or where the network's own are not made of
+        its states alone. What a subclass's `head` makes of logits is its own business.
         """
-        tokens = torch.tensor([[0], [1]], device=self.prompt.device)  # [2, 1]
+        tokens = torch.tensor([0, 1], device=self.prompt.device)
+        others = tokens.flip(0)
+        ids = self.prompt.expand(2, -1)
         try:
             decoder = self.decoder(2)
-            decoder.extend(tokens[:, 0])
-            decoder.extend(tokens[:, 0], torch.tensor([1, 0], device=tokens.device))
-            factor = max(1.0, LARGE / self.head(decoder.hidden).abs().max().clamp(min=0.05).item())
-            logits = self.head(factor * decoder.hidden)  # [2, V]
-            ids = torch.cat([self.prompt.expand(2, -1), tokens.flip(0), tokens], 1)  # [2, P + 2]
-            with self.output.register_forward_pre_hook(lambda _, inputs: (factor * inputs[0],)):
-                wanted = self.network(ids).logits[:, -1].to(logits)  # [2, V]
-        except Exception as error:
-            fault = f"the network cannot continue the prompt ({reason_of(error)})"
-            raise InputError(f"{fault}; choose one that caches keys and values") from error
-        # Half of the digits agree, of float32 at most, in which some networks attend.
-        tolerance = max(torch.finfo(decoder.hidden.dtype).eps, 2**-23) ** 0.5 * logits.abs().max()
-        if not ((logits - wanted).abs() <= tolerance).all():
-            fault = "the output layer, behind a cache, has other logits than the network"
-            raise InputError(f"{fault}; write `head` for them, or choose another network")
-
-    @property
-    def output(self) -> Any:
-        """The output layer, which makes logits of states."""
-        return self.network.get_output_embeddings()
-
-    @property
-    def output_embeddings(self) -> Tensor:
-        """What makes logits of hidden states [V, D]; InputError where a bias is added."""
-        if getattr(self.output, "bias", None) is not None:
-            raise InputError("the output layer has a bias, which adapters do not know")
-        return self.output.weight
+            for _ in range(min(self.length, 4) - 1):
+                decoder.append(tokens, others)
+                ids = torch.cat([ids[others], tokens[:, None]], 1)  # [2, P + t]
+            written = torch.cat([ids[:, len(self.prompt) :], tokens[:, None]], 1)
+            at_once = self.states(written)[:, -1]  # [2, D]
+            plain = self.body(ids, use_cache=False).last_hidden_state[:, -1]  # [2, D]
+        except Exception as error:  # of a network that nobody here has seen
+            fault = f"the network cannot continue the prompt ({type(error).__name__}: {error})"
+            remedy = "choose one that keeps keys and values in a cache"
+            raise ValueError(f"{' '.join(fault.split())[:300]}; {remedy}") from error
+        for states in (decoder.hidden, at_once):
+            if not is_close(self.head(states), self.head(plain), plain.dtype):
+                fault = "with its cache of keys and values the network has other logits"
+                raise ValueError(f"{fault} than without; choose another network")
+        if type(self).head is AnyModel.head:
+            few = ids[:, -8:]  # all logits of a long prompt would take much memory
+            states = self.body(few, use_cache=False).last_hidden_state
+            own = at_least_float32(self.network(few).logits[..., : self.vocab_size])
+            if not is_close(self.head(states), own, states.dtype):
+                fault = "the network's logits are not what its output layer makes of its states"
+                raise ValueError(f"{fault}; write `head` for them, or choose another network")
 
     def cache(self) -> Any:
         """An empty cache of keys and values."""
         return DynamicCache(config=self.network.config)
 
-    def read(self, ids: Tensor, cache: Any = None) -> Tensor:
+    def read(self, ids: Tensor, cache: Any) -> Tensor:
         """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
-        options = {self.cache_name: cache, "use_cache": cache is not None}
-        return unwrapped(self.network).base_model(ids, **options).last_hidden_state
+        return self.body(ids, use_cache=True, **{self.cache_name: cache}).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V], float32 or wider, of states [..., D]."""
-        return at_least_float32(self.output(hidden))
+        """Next-token logits [..., V], float32 or wider, of states [..., D].
 
-    def states(self, tokens: Tensor) -> Tensor:
-        """The states [N, T, D] that predict each of continuations tokens [N, T]."""
-        ids = torch.cat([self.prompt.expand(len(tokens), -1), tokens[:, :-1]], 1)
-        return self.read(ids)[:, len(self.prompt) - 1 :]
+        The network's own forward makes them, with the states in place of its body: what it does
+        beside its output layer, such as scaling or capping, is done here too.
+        """
+        top = copy.copy(self.whole)
+        top._modules = top._modules | {top.base_model_prefix: Given(self.body)}
+        logits = top(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1])).logits  # [1, N, V]
+        logits = logits[..., : self.vocab_size].view(*hidden.shape[:-1], self.vocab_size)
+        return at_least_float32(logits)

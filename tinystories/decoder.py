@@ -3,7 +3,11 @@
     model = Conditional(gpt_neo, prompt, length)
     model.log_probs(tokens)              teacher forcing: log p(s_t | s_{0:t-1}) of given texts
     decoder = model.decoder(rows)        N continuations token by token, which every sampler drives
-    decoder.extend(tokens, ancestors)    row n continues row ancestors[n] with tokens[n]
+    decoder.append(tokens, ancestors)    row n continues row ancestors[n] with tokens[n]
+
+`Conditional` is the one interface of a language model. Another one overrides how tokens are read
+(`cache`, `read`) and how states become logits (`head`): a network of `transformers`
+(`any_model.py`), a table (`tsmc/exact.py`), p^(0) with an adapter (`twist/adapter.py`).
 
 Rows whose texts are equal share their hidden state: all rows at first, those that chose the same
 words in the next steps, and the copies that resampling makes. What a finished text has behind its
@@ -12,19 +16,21 @@ N rows, S distinct states, D width, V vocabulary, P prompt tokens, T continuatio
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinystories.errors import InputError
 from tinystories.gpt_neo import GPTNeo, KeyValueCache
 
 GROUP = 16  # states are padded to a multiple of this, to avoid fragmentation of the heap
 NO_END = -1  # in place of the token that finishes a text: texts have T tokens
 SHARING_PAYS = 0.875  # up to this share of distinct texts; above, it costs more than it saves
+MAX_LOGITS = 2**22  # entries of one tensor of logits: 16 MB in float32, of which a few are alive
+End = int | tuple[int, ...]
+"""The token that finishes a text, or several of which any does."""
 
 
 def padded(rows: Tensor, group: int) -> Tensor:
@@ -32,21 +38,34 @@ def padded(rows: Tensor, group: int) -> Tensor:
     return torch.cat([rows, rows[-1:].repeat(-len(rows) % group)])
 
 
-def counted(tokens: Tensor, end: int) -> Tensor:
-    """Which of tokens [N, T] belong to a text: those up to and including the first `end`."""
-    ended = (tokens == end).cumsum(1)  # [N, T] how often the text has ended, this token included
-    return ended - (tokens == end).long() == 0
+def row_slices(rows: int, entries: int) -> Iterator[slice]:
+    """Slices of range(rows), at least one, with `entries` numbers a row within MAX_LOGITS."""
+    size = max(1, MAX_LOGITS // entries)
+    return (slice(start, min(rows, start + size)) for start in range(0, max(1, rows), size))
+
+
+def is_end(tokens: Tensor, end: End) -> Tensor:
+    """Which of the tokens finish a text, a truth value for each."""
+    if isinstance(end, int):
+        return tokens == end
+    return torch.isin(tokens, torch.tensor(end, device=tokens.device))
+
+
+def counted(tokens: Tensor, end: End) -> Tensor:
+    """Which of tokens [N, T] belong to a text: those up to and including the first end."""
+    ends = is_end(tokens, end)  # [N, T]
+    return ends.cumsum(1) - ends.long() == 0  # no end before this token
 
 
 def check_positions(prompt: Tensor, length: int, limit: int) -> None:
-    """InputError where the prompt [P] or the length is empty, or where both exceed the limit."""
+    """ValueError where the prompt [P] or the length is empty, or where both exceed the limit."""
     if prompt.numel() == 0:
-        raise InputError("the prompt is empty; give at least one word")
+        raise ValueError("the prompt is empty; give at least one word")
     if length < 1:
-        raise InputError(f"the length is {length}; give a number of tokens, at least 1")
+        raise ValueError(f"the length is {length}; give a number of tokens, at least 1")
     if prompt.numel() + length > limit:
         sizes = f"the prompt ({prompt.numel()} tokens) and the length ({length})"
-        raise InputError(f"{sizes} exceed the model's {limit} positions; shorten one of them")
+        raise ValueError(f"{sizes} exceed the model's {limit} positions; shorten one of them")
 
 
 class Decoder:
@@ -65,18 +84,20 @@ class Decoder:
         """The final hidden state of every row [N, D]."""
         return self.states[self.state_of]
 
-    def evaluate(self, network: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Tensor:
-        """network(hidden [n, D]) of the n rows in a slice, computed once for equal texts."""
-        if len(self.states) == len(self.state_of):
-            return network(self.states[rows])
+    def distinct(self, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """The states [S, D] of the rows in a slice, those of equal texts once, and the place [n] of
+        each row among them.
+
+        What is made of states over the whole vocabulary is made once for equal texts.
+        """
         state_of = self.state_of[rows]  # [n]
         if len(self.states) <= len(state_of):
-            return network(self.states).index_select(0, state_of)  # faster than indexing
+            return self.states, state_of
         states, place = state_of.unique(return_inverse=True)
-        return network(self.states[states]).index_select(0, place)
+        return self.states[states], place
 
     @torch.no_grad()
-    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
+    def append(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
         parents = self.state_of if ancestors is None else self.state_of[ancestors]  # [N]
         pairs = parents * self.model.vocab_size + tokens  # [N]
@@ -93,48 +114,39 @@ class Decoder:
         self.states = self.model.read(tokens[:, None], self.cache)[:, 0]  # [S, D]
 
 
-class Autoregressive(Protocol):
-    """A language model whose logits are made of states."""
+class Conditional:
+    """A language model conditioned on one prompt; this one is a GPT-Neo."""
 
-    end: int  # the token that finishes a text and then repeats itself; NO_END: there is none
+    def __init__(
+        self,
+        network: GPTNeo,
+        prompt: Tensor,
+        length: int,
+        end: End = NO_END,
+        vocab_size: int | None = None,
+    ):
+        """prompt [P], then `length` tokens; ValueError where they do not fit.
 
-    def head(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> logits [..., V]
-    def states(self, tokens: Tensor) -> Tensor: ...  # [N, T] -> hidden [N, T, D]
-
-    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(s_t | s_{0:t-1}) [N, T] (eq. 1), logits [N, T, V] and states of tokens [N, T]."""
-        hidden = self.states(tokens)  # [N, T, D]
-        logits = self.head(hidden)  # [N, T, V]
-        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
-        log_p = (-losses.view(tokens.shape)).where(counted(tokens, self.end), 0.0)
-        return log_p, logits, hidden
-
-
-class Conditional(Autoregressive):
-    """A GPT-Neo conditioned on one prompt."""
-
-    def __init__(self, network: GPTNeo, prompt: Tensor, length: int, end: int = NO_END):
-        """prompt [P], then at most `length` tokens; InputError where they do not fit.
-
-        A text is finished once it has the token `end`: the same token follows with probability one.
+        A text is finished once it has an `end`: the same token follows with probability one.
+        Tokens from `vocab_size` on, which a tokenizer may lack, are never drawn.
         """
         check_positions(prompt, length, network.config.max_position_embeddings)
         self.network = network
         self.prompt = prompt
         self.length = length
         self.end = end
-        self.vocab_size = network.config.vocab_size
+        self.vocab_size = vocab_size or network.config.vocab_size
 
-    def with_network(self, network: Any) -> Any:
+    def with_network(self, network: Any) -> Self:
         """Another network of this kind after the same prompt."""
         model = copy.copy(self)
         model.network = network
         return model
 
     @property
-    def output_embeddings(self) -> Tensor:
-        """What makes logits of hidden states [V, D]."""
-        return self.network.transformer.wte.weight
+    def width(self) -> int:
+        """D, the size of a hidden state."""
+        return self.network.config.hidden_size
 
     def cache(self) -> Any:
         """An empty cache of keys and values, with a method `reorder_cache`."""
@@ -144,17 +156,28 @@ class Conditional(Autoregressive):
         """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
         return self.network.transformer(ids, cache)
 
-    def decoder(self, rows: int) -> Decoder:
-        """A fresh decoder of `rows` continuations."""
-        return Decoder(self, rows)
-
     def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] of hidden states [..., D]."""
-        return self.network.head(hidden)
+        """Next-token logits [..., V], float32 or wider, of hidden states [..., D]."""
+        return self.network.head(hidden)[..., : self.vocab_size]
 
     def states(self, tokens: Tensor) -> Tensor:
         """The hidden states [N, T, D] that predict each of tokens [N, T]."""
         cache = self.cache()
         first = self.read(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
-        others = self.read(tokens[:, :-1], cache)  # [N, T - 1, D]
-        return torch.cat([first.expand(len(tokens), -1, -1), others], 1)
+        first = first.expand(len(tokens), -1, -1)  # [N, 1, D]
+        if tokens.shape[1] == 1:
+            return first
+        cache.reorder_cache(torch.zeros_like(tokens[:, 0]))  # every row continues the prompt
+        return torch.cat([first, self.read(tokens[:, :-1], cache)], 1)
+
+    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(s_t | s_{0:t-1}) [N, T] (eq. 1), logits [N, T, V] and states of tokens [N, T]."""
+        hidden = self.states(tokens)  # [N, T, D]
+        logits = self.head(hidden)  # [N, T, V]
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
+        log_p = (-losses.view(tokens.shape)).where(counted(tokens, self.end), 0.0)
+        return log_p, logits, hidden
+
+    def decoder(self, rows: int) -> Decoder:
+        """A fresh decoder of `rows` continuations."""
+        return Decoder(self, rows)

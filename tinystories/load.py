@@ -1,35 +1,69 @@
-"""Networks from and to a directory in the Hugging Face layout: configuration, weights, tokenizer.
+"""Language models from and to a directory in the Hugging Face layout, or from the Hub.
 
-Modules nest as the tensors are named on disk; SPELLINGS has what else may stand in a name. Some
-files also hold what is not used here, such as a causal mask or a copy of the output layer.
+    config.json                 the shape of the network
+    model.safetensors           its tensors, or an older pytorch_model.bin
+    tokenizer.json              its tokenizer, or an older vocab.json with merges.txt
+
+    model, tokenizer = load_model("checkpoints/pocket/lm", "--lm", "Once upon a time", length=20)
+
+GPT-Neo is read by hand: the modules of gpt_neo.py nest as its tensors are named. The scorers of
+`eval` are read in the same way. Any other causal language model is that of `transformers`.
 """
 
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
-from tinystories import checkpoint
-from tinystories.checkpoint import CONFIG, TOKENIZER, TOKENIZER_OPTIONS, WEIGHTS, reading
+from tinystories import files
+from tinystories.decoder import NO_END, Conditional
+from tinystories.files import read_json, reading
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
-from tinystories.tokenizer import END_OF_TEXT, read_tokenizer
 
 Network = TypeVar("Network", bound=nn.Module)
-UNUSED = re.compile(r"\.attention\.(masked_)?bias$|\.(position|token_type)_ids$|^pooler\.")
-SPELLINGS = {  # what may stand in the name of a tensor, and what it is here
-    r"\b(_orig_mod|module)\.": "",  # of torch.compile, and of training on several devices
-    r"^(transformer|roberta|bert)\.": "",
-    r"\.gamma$": ".weight",  # of BERT's older files, with the next
-    r"\.beta$": ".bias",
-}
+CONFIG, WEIGHTS, OLDER_WEIGHTS = "config.json", "model.safetensors", "pytorch_model.bin"
+TOKENIZER, OLDER_TOKENIZER = "tokenizer.json", ("vocab.json", "merges.txt")
+# What files hold beside weights: causal masks, positions, a copy of the tied output layer, and the
+# layer behind BERT that sentence encoders do not use.
+UNUSED = re.compile(r"\.attention\.(masked_)?bias$|position_ids$|^lm_head\.weight$|^pooler\.")
+END_OF_TEXT = "<|endoftext|>"
+UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
 
 
-def config_from_json(kind: type, raw: dict, fixed: dict, **defaults):
+@functools.cache  # a branch of the Hub may move meanwhile: one process uses one commit
+def checkpoint_directory(name: str, flag: str) -> Path:
+    """The directory of the checkpoint that the option `flag` names; ValueError if there is none.
+
+    `name` is a directory, or OWNER/REPOSITORY@REVISION of the Hugging Face Hub, from which only
+    what is read here is fetched: the weights as safetensors if it has them.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download  # half a second that a directory does not need
+
+    repository, _, revision = name.partition("@")
+    small = [CONFIG, "1_Pooling/config.json", "tokenizer*.json", *OLDER_TOKENIZER]
+    try:
+        for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
+            options = {"revision": revision or None, "allow_patterns": [*small, weights]}
+            directory = Path(snapshot_download(repository, **options))
+            if any(directory.glob(weights)):
+                break
+        return directory
+    except Exception as error:  # the libraries that download have no common base class
+        fault = f"no such directory, and as a Hub repository: {' '.join(str(error).split())[:300]}"
+        remedy = f"run `hf download` where it can be reached, and give {flag} the directory"
+        raise ValueError(f"{flag} {name}: {fault}; {remedy}") from error
+
+
+def config_from_json(kind: type, raw: dict, fixed: dict, **defaults: Any) -> Any:
     """The dataclass `kind` of a config.json, whose `fixed` entries may be missing but not differ.
 
     TypeError or ValueError if impossible. A wrong size shows where the tensors do not fit.
@@ -45,52 +79,38 @@ def config_from_json(kind: type, raw: dict, fixed: dict, **defaults):
 def load_network(
     path: str | Path, kind: str, from_json: Callable[[dict], Network], device: str | torch.device
 ) -> tuple[Network, Tokenizer]:
-    """The network that `from_json` makes of a config.json, and its tokenizer; as for `load`."""
+    """The network that `from_json` makes of a config.json (float32, eval mode), and its tokenizer.
+
+    ValueError names the file that does not fit.
+    """
     directory = Path(path)
-    raw = checkpoint.read_json(directory / CONFIG)
-    remedy = "use another checkpoint; docs/any_model.py takes other language models"
-    with reading(directory / CONFIG, f"not {kind}", remedy):
+    raw = read_json(directory / CONFIG)
+    with reading(directory / CONFIG, f"not {kind}", "use another checkpoint"):
         network = from_json(raw)
-    tensors = {}
-    weights = checkpoint.weight_files(directory)
-    with reading(weights[0], "does not fit the network", "use the files of one checkpoint"):
-        for file in weights:
-            tensors |= checkpoint.read_tensors(file)
-        checkpoint.fill(network, names_in_memory(tensors, network))
+    is_older = not (directory / WEIGHTS).exists() and (directory / OLDER_WEIGHTS).exists()
+    file = directory / (OLDER_WEIGHTS if is_older else WEIGHTS)
+    tensors = files.read_tensors(file)
+    with reading(file, "does not fit the network", "use the files of one checkpoint"):
+        used = {name: tensor for name, tensor in tensors.items() if not UNUSED.search(name)}
+        network.load_state_dict(used)  # which also converts them to float32
+        for name, parameter in network.named_parameters():
+            if not parameter.isfinite().all():
+                raise ValueError(f"{name} holds NaN, or values infinite in float32")
     return network.to(device).eval(), read_tokenizer(directory, raw["vocab_size"])
-
-
-def bare(name: str) -> str:
-    """A tensor's name without what differs between files."""
-    for spelling, replacement in SPELLINGS.items():
-        name = re.sub(spelling, replacement, name)
-    return name
-
-
-def names_in_memory(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Tensors by the names of `network.state_dict()`."""
-    names = {bare(name): name for name in network.state_dict()}
-    renamed = {bare(name): tensor for name, tensor in tensors.items()}
-    if "wte.weight" in names:  # a matrix that is also the output layer's, under either name
-        head = renamed.pop("lm_head.weight", None)
-        if head is not None and not torch.equal(head, renamed.setdefault("wte.weight", head)):
-            raise ValueError("lm_head.weight is not wte.weight; see docs/any_model.py")
-    used = [name for name in renamed if not UNUSED.search(name)]
-    return {names.get(name, name): renamed[name] for name in used}
 
 
 def save_network(
     path: Path, config: dict, tensors: dict[str, Tensor], tokenizer: Tokenizer, **special: str
 ) -> None:
     """Write what `load_network` and transformers read; `special` tokens are named by their text."""
+    files.write_tensors(path / WEIGHTS, tensors)
+    files.write_text(path / TOKENIZER, tokenizer.to_str(pretty=True))
     options = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
-    checkpoint.write_tensors(path / WEIGHTS[0], tensors)
-    checkpoint.write_text(path / TOKENIZER, tokenizer.to_str(pretty=True))
-    checkpoint.write_json(path / TOKENIZER_OPTIONS, options)
-    checkpoint.write_json(path / CONFIG, config)
+    files.write_json(path / "tokenizer_config.json", options)
+    files.write_json(path / CONFIG, config)
 
 
-def gpt_neo_from_json(raw: dict) -> GPTNeo:
+def gpt_neo_from_json(raw: dict[str, Any]) -> GPTNeo:
     """The network of a config.json; KeyError, TypeError or ValueError if it is another one."""
     fixed = {"model_type": "gpt_neo", "activation_function": "gelu_new"}
     fixed |= {"tie_word_embeddings": True}
@@ -103,7 +123,7 @@ def gpt_neo_from_json(raw: dict) -> GPTNeo:
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, Tokenizer]:
-    """GPT-Neo (float32, eval mode) and tokenizer; InputError names the file that does not fit."""
+    """GPT-Neo (float32, eval mode) and tokenizer; ValueError names the file that does not fit."""
     return load_network(path, "GPT-Neo", gpt_neo_from_json, device)
 
 
@@ -118,3 +138,95 @@ def save(
     end = tokenizer.token_to_id(END_OF_TEXT)
     config |= {"bos_token_id": end, "eos_token_id": end}
     save_network(Path(path), config, tensors, tokenizer, eos_token=END_OF_TEXT)
+
+
+def load_model(
+    name: str,
+    flag: str,
+    prompt: str,
+    length: int,
+    end: tuple[str, ...] = (),
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Conditional, Tokenizer]:
+    """p(s_{1:T} | s_0) of the checkpoint that the option `flag` names, and its tokenizer.
+
+    s_0 is the prompt and T the length; a text is finished once it has any token of `end`, given as
+    texts. ValueError where they, or the files, do not fit.
+    """
+    directory = checkpoint_directory(name, flag)
+    kind = read_json(directory / CONFIG).get("model_type")
+    if kind == "gpt_neo":
+        model_class = Conditional
+        network, tokenizer = load(directory, device)
+    else:
+        try:
+            from transformers import AutoModelForCausalLM
+
+            from tinystories.any_model import AnyModel as model_class
+        except ImportError as error:
+            fault = f"a network of the kind {kind} needs transformers ({error})"
+            remedy = "run `pip install transformers`, or name a GPT-Neo"
+            raise ValueError(f"{flag} {name}: {fault}; {remedy}") from error
+        options = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32}
+        options["output_loading_info"] = True
+        with reading(directory / CONFIG, "transformers cannot load it as a causal language model"):
+            network, found = AutoModelForCausalLM.from_pretrained(directory, **options)  # pyright: ignore
+            if missing := sorted(found["missing_keys"]):  # transformers makes random ones
+                raise ValueError(f"weights are missing: {', '.join(missing)}")
+        network = network.to(device)
+        tokenizer = read_tokenizer(directory, network.config.get_text_config().vocab_size)
+    ids = encode_prompt(tokenizer, prompt)
+    if prompt[-1:].isspace() and encode_prompt(tokenizer, prompt + "girl")[: len(ids)] != ids:
+        # Its tokens have the space at the beginning of a word: no word that p knows can follow.
+        raise ValueError("the prompt ends in a space; leave the space out")
+    vocabulary = tokenizer.get_vocab()
+    if unknown := [text for text in end if text not in vocabulary]:
+        raise ValueError(f"--end {unknown[0]}: is not one of the tokenizer's tokens; name one")
+    ends = tuple(vocabulary[text] for text in end) or NO_END
+    tokens = torch.tensor(ids, dtype=torch.long, device=device)  # [P]
+    # A network may have room for more tokens than the tokenizer knows: these would have no text.
+    vocab_size = max(vocabulary.values()) + 1
+    return model_class(network.to(dtype), tokens, length, ends, vocab_size), tokenizer
+
+
+def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a directory; ValueError if broken or if a token is not below vocab_size.
+
+    The older files define a byte-level BPE as GPT-2's; TinyStories-33M has these alone.
+    """
+    vocabulary, merges = (directory / name for name in OLDER_TOKENIZER)
+    is_older = not (directory / TOKENIZER).exists() and vocabulary.exists()
+    path = vocabulary if is_older else directory / TOKENIZER
+    remedy = "let `AutoTokenizer` of transformers write the one of this network"
+    with reading(path, "no tokenizer for this network", remedy):
+        if is_older:
+            tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
+        else:
+            tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        largest = max(tokenizer.get_vocab().values())
+        if largest >= vocab_size:
+            raise ValueError(f"token {largest} where the network has {vocab_size} tokens")
+    return tokenizer
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a prompt, without those that a tokenizer adds behind a text, where it would end."""
+    encoding = tokenizer.encode(text)
+    added = encoding.special_tokens_mask  # 1 where a token is not of the text
+    while added and added[-1]:
+        added.pop()
+    return encoding.ids[: len(added)]
+
+
+def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """What each token adds to the text; a character of several tokens stands at the last of its."""
+    ends = range(len(ids) + 1)
+    texts = [tokenizer.decode(ids[:end], skip_special_tokens=False) for end in ends]
+    texts = [text.rstrip(UNFINISHED) for text in texts]
+    return [text[len(before) :] for before, text in itertools.pairwise(texts)]

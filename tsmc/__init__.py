@@ -1,12 +1,11 @@
 """Twisted sequential Monte Carlo: proposal, sampler, resampling, exact samples, exact answers."""
 
+from tsmc.draws import SCHEMES
 from tsmc.exact import Target
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.rejection import ExactSamples
-from tsmc.resampling import SCHEMES
-from tsmc.runs import Streams
-from tsmc.sampler import Population, Sigma, tsmc
-from tsmc.trace import Trace
+from tsmc.sampler import Population, Sigma, lineages, tsmc
+from tsmc.streams import Streams
 
-__all__ = ["SCHEMES", "ExactSamples", "Population", "Sigma", "Streams", "Target", "Trace"]
+__all__ = ["SCHEMES", "ExactSamples", "Population", "Sigma", "Streams", "Target", "lineages"]
 __all__ += ["proposal_log_probs", "sample_proposal", "tsmc"]

@@ -19,11 +19,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value, its standard error, and the degrees of freedom of that error."""
+    """A value, its standard error, the degrees of freedom of that error, and what limits it."""
 
     value: float
     std_error: float
     dof: float
+    low: float = -math.inf
+    high: float = math.inf
 
     def quantile(self, probability: float) -> float:
         """The limit that the true value exceeds in a share 1 - probability of experiments."""
@@ -32,11 +34,11 @@ class Estimate:
         density = np.cos(angles) ** (self.dof - 1)
         distribution = (np.cumsum(density) - density / 2) / density.sum()
         limit = math.sqrt(self.dof) * math.tan(np.interp(probability, distribution, angles))
-        return self.value + self.std_error * limit
+        return min(self.high, max(self.low, self.value + self.std_error * limit))
 
     def half_width(self) -> float:
-        """Half of the 95 % interval."""
-        return self.quantile(0.975) - self.value
+        """The longer half of the 95 % interval."""
+        return max(self.quantile(0.975) - self.value, self.value - self.quantile(0.025))
 
 
 def mean_estimate(values: Tensor) -> Estimate:
@@ -51,7 +53,8 @@ def mean_estimate(values: Tensor) -> Estimate:
 
 
 def pareto_k(log_weights: Tensor) -> float:
-    """k of N log weights; NaN where N is at most 20, infinite where fewer than 5 are not zero.
+    """k of N log weights; infinite where fewer than 5 are not zero, NaN where N is at most 20 or
+    where most of the largest weights are equal: then the tail is not that of a density.
 
     The threshold leaves the M = min(N / 5, 3 sqrt N) largest weights. Their k is the posterior mean
     of Zhang and Stephens (2009), drawn to 1/2 as by ten further weights.
@@ -59,7 +62,7 @@ def pareto_k(log_weights: Tensor) -> float:
     log_weights = log_weights.double().flatten().sort().values
     weights = (log_weights - log_weights[-1]).exp()  # [N], ascending
     tail = min(math.ceil(len(weights) / 5), math.ceil(3 * math.sqrt(len(weights))))  # M
-    if tail < 5:
+    if tail < 5 or len(weights[-tail:].unique()) < tail / 2 < (weights[-tail:] > 0).sum():
         return math.nan
     below = weights[weights < weights[-tail]]  # by value, because equal texts have equal weights
     threshold = below[-1] if len(below) else 0.0

@@ -14,14 +14,12 @@ Row n of a table belongs to prefix n, whose `hidden` state is that number: the e
 and prefix n followed by token v is n V + 1 + v. D width, V vocabulary, N rows, T steps.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from tinystories.decoder import NO_END, Autoregressive, counted
-from tinystories.errors import InputError
-from tsmc.interfaces import LanguageModel, LogPotential, Twist, row_slices
+from tinystories.decoder import NO_END, Conditional, End, counted, row_slices
+from tsmc.proposal import Twist
+from tsmc.sampler import LogPotential
 
 LIMIT = 2**21  # sequences
 
@@ -41,15 +39,15 @@ class Tree:
     """All prefixes of a language model: conditional log probabilities and hidden states."""
 
     @torch.no_grad()
-    def __init__(self, model: LanguageModel):
-        """Evaluate `model` after every prefix; InputError where V^T exceeds two million."""
+    def __init__(self, model: Conditional):
+        """Evaluate `model` after every prefix; ValueError where V^T exceeds two million."""
         self.vocab_size = model.vocab_size
         self.length = model.length
         self.end = model.end
         if self.vocab_size**self.length > LIMIT:
             sizes = f"{self.vocab_size}^{self.length} sequences"
-            raise InputError(f"{sizes} cannot be enumerated; shorten the length or the vocabulary")
-        device = model.decoder(1).hidden.device
+            raise ValueError(f"{sizes} cannot be enumerated; shorten the length or the vocabulary")
+        device = model.prompt.device
         self.log_p: list[Tensor] = []  # T of [V^t, V], t = 0..T-1
         self.hidden: list[Tensor] = []  # T of [V^t, D]
         for t in range(1, self.length + 1):
@@ -57,11 +55,13 @@ class Tree:
             slices = row_slices(len(ends), t * self.vocab_size)
             parts = [model.log_probs(ends[rows])[1:] for rows in slices]
             logits = torch.cat([logits[:, -1] for logits, _ in parts])  # [V^(t-1), V]
-            # Behind a finished text its end is certain.
-            is_finished = ~counted(ends, model.end)[:, -1:]  # [V^(t-1), 1]
-            is_end = torch.arange(self.vocab_size, device=device) == model.end  # [V]
-            certain = torch.where(is_end, 0.0, -torch.inf)  # [V]
-            self.log_p.append(torch.where(is_finished, certain, logits.log_softmax(-1)))
+            log_p = logits.log_softmax(-1)
+            if t > 1:  # behind a finished text the same end is certain
+                is_finished = ~counted(ends, model.end)[:, -1:]  # [V^(t-1), 1]
+                is_same = torch.arange(self.vocab_size, device=device) == ends[:, -2:-1]
+                certain = torch.where(is_same, 0.0, -torch.inf).to(log_p)  # [V^(t-1), V]
+                log_p = torch.where(is_finished, certain, log_p)
+            self.log_p.append(log_p)
             self.hidden.append(torch.cat([hidden[:, -1] for _, hidden in parts]))
 
     def sequences(self) -> Tensor:
@@ -101,8 +101,8 @@ class Tree:
 class Target:
     """sigma (eq. 2) and its marginals (eq. 3), in lists over t = 0..T with [V^t] entries each."""
 
-    def __init__(self, model: LanguageModel, log_potential: LogPotential):
-        """InputError where the potential is zero everywhere or NaN somewhere: there is no sigma."""
+    def __init__(self, model: Conditional, log_potential: LogPotential):
+        """ValueError where the potential is zero everywhere or NaN somewhere: there is no sigma."""
         self.tree = Tree(model)
         self.log_p = self.tree.prefix_log_q()
         log_phi = log_potential(self.tree.sequences(), self.log_p[-1])
@@ -111,7 +111,7 @@ class Target:
             self.log_psi.insert(0, (log_p + self.log_psi[0].view_as(log_p)).logsumexp(-1))
         self.log_z = self.log_psi[0].item()
         if not -torch.inf < self.log_z < torch.inf:
-            raise InputError("phi is zero on every sequence or NaN on some: sigma does not exist")
+            raise ValueError("phi is zero on every sequence or NaN on some: sigma does not exist")
         levels = zip(self.log_p, self.log_psi, strict=True)
         self.log_sigma = [log_p + log_psi - self.log_z for log_p, log_psi in levels]
 
@@ -132,37 +132,28 @@ class Target:
         return loss
 
 
-class TableDecoder:
-    """N continuations in a table."""
+class TableCache:
+    """The number of every row's prefix."""
 
-    def __init__(self, vocab_size: int, rows: int, device: torch.device):
-        self.vocab_size = vocab_size
-        self.prefixes = torch.zeros(rows, dtype=torch.long, device=device)  # [N]
+    def __init__(self):
+        self.prefixes: Tensor | None = None  # [N]; None before the prompt is read
 
-    @property
-    def hidden(self) -> Tensor:
-        """The number of every row's prefix [N, 1]."""
-        return self.prefixes[:, None].double()
-
-    def evaluate(self, network: Callable[[Tensor], Tensor], rows: slice) -> Tensor:
-        """network(hidden [n, 1]) of the n rows in a slice."""
-        return network(self.hidden[rows])
-
-    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
-        """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
-        prefixes = self.prefixes if ancestors is None else self.prefixes[ancestors]
-        self.prefixes = prefixes * self.vocab_size + 1 + tokens
+    def reorder_cache(self, parents: Tensor) -> None:
+        """Row b continues the prefix of row parents[b]; parents [B]."""
+        self.prefixes = self.prefixes[parents]
 
 
-class TableModel(nn.Module, Autoregressive):
-    """A language model of fixed length given by its logits [prefixes, V], which are parameters."""
+class TableModel(Conditional):
+    """A language model given by its logits [prefixes, V]; a state [.., 1] is a prefix's number."""
 
-    def __init__(self, logits: Tensor, length: int, end: int = NO_END):
-        super().__init__()
-        self.table = nn.Parameter(logits)
+    width = 1
+
+    def __init__(self, table: Tensor, length: int, end: End = NO_END):
+        self.table = table
+        self.prompt = torch.zeros(1, dtype=torch.long, device=table.device)  # leads to prefix 0
         self.length = length
         self.end = end
-        self.vocab_size = logits.shape[1]
+        self.vocab_size = table.shape[1]
 
     @classmethod
     def random(cls, vocab_size: int, length: int, generator: torch.Generator) -> "TableModel":
@@ -170,20 +161,24 @@ class TableModel(nn.Module, Autoregressive):
         shape = (sum(vocab_size**t for t in range(length)), vocab_size)
         return cls(torch.randn(shape, dtype=torch.float64, generator=generator), length)
 
-    def decoder(self, rows: int) -> TableDecoder:
-        """A fresh decoder of `rows` continuations."""
-        return TableDecoder(self.vocab_size, rows, self.table.device)
+    def cache(self) -> TableCache:
+        """The cache of a row that has read nothing."""
+        return TableCache()
+
+    def read(self, ids: Tensor, cache: TableCache) -> Tensor:
+        """Numbers [N, T, 1] of the prefixes that end in each of ids [N, T]."""
+        if cache.prefixes is None:  # the prompt
+            cache.prefixes = torch.zeros_like(ids[:, 0])
+            return torch.zeros_like(ids)[..., None].double()
+        numbers = []
+        for column in ids.unbind(1):
+            cache.prefixes = cache.prefixes * self.vocab_size + 1 + column
+            numbers.append(cache.prefixes)
+        return torch.stack(numbers, 1)[..., None].double()
 
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] after hidden [..., 1]."""
         return self.table[hidden.squeeze(-1).long()]
-
-    def states(self, tokens: Tensor) -> Tensor:
-        """hidden [N, T, 1] that predicts each of tokens [N, T], T up to the length."""
-        numbers = [torch.zeros_like(tokens[:, 0])]
-        for t in range(tokens.shape[1] - 1):
-            numbers.append(numbers[-1] * self.vocab_size + 1 + tokens[:, t])
-        return torch.stack(numbers, 1)[..., None].double()
 
 
 class TableTwist(nn.Module):

@@ -1,20 +1,24 @@
 """The twist-induced proposal q_t, proportional to p(s_t | s_{0:t-1}) psi(s_{1:t}).
 
-    log q_t = log p + log psi - log sum_v (p psi),   the normaliser over the whole vocabulary
-    q(s_{1:T}) = prod_t q_t,                         whole sequences, drawn without resampling
+    log q_t = log p + log psi - log N_t,   N_t = sum_v (p psi) over the whole vocabulary
+    q(s_{1:T}) = prod_t q_t,               whole sequences, drawn without resampling
 
 A constant added to log psi_t changes no q. N rows, n rows of a slice, T steps, D width, V
 vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tinystories.decoder import counted
-from tsmc.categorical import draw_categorical, uniforms
-from tsmc.interfaces import Decoder, LanguageModel, Twist, row_slices
+from tinystories.decoder import Conditional, Decoder, End, counted, is_end, row_slices
+from tsmc.draws import draw_categorical, uniforms
+
+SHARING_PAYS = 0.5  # up to this share of distinct beginnings, reading token by token is faster
+Twist = Callable[[Tensor], Tensor]
+"""twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
 
 
 @dataclass
@@ -25,45 +29,57 @@ class Extension:
     log_p: Tensor  # log p(s_t | s_{0:t-1})
     log_psi: Tensor  # log psi(s_{1:t})
     log_q: Tensor  # log q_t(s_t | s_{0:t-1})
-    log_normaliser: Tensor  # log sum_v p(v | s_{0:t-1}) psi(s_{1:t-1}, v)
+    log_normaliser: Tensor  # log N_t = log sum_v p(v | s_{0:t-1}) psi(s_{1:t-1}, v)
 
 
-def propose(
-    model: LanguageModel, decoder: Decoder, twist: Twist | None, uniform: Tensor
+def extend(
+    model: Conditional,
+    decoder: Decoder,
+    twist: Twist | None,
+    uniform: Tensor,
+    reference: Twist | None = None,
 ) -> Extension:
-    """s_t ~ q_t for every row at uniform numbers [N, 1]."""
+    """s_t ~ q_t for every row at uniform numbers [N, 1].
+
+    Where q is a model of its own, without a twist, log_p may be that of another head on the same
+    states: `reference` makes its logits [N, V].
+    """
     all_tokens = []
     all_numbers = []
     for rows in row_slices(len(uniform), model.vocab_size):
-        tilted = decoder.evaluate(model.head, rows)  # [n, V]
+        states, place = decoder.distinct(rows)  # [S, D], [n]
+        tilted = model.head(states)  # [S, V]
         if twist is not None:
-            log_p = tilted.log_softmax(-1)  # [n, V]
-            log_psi = decoder.evaluate(twist, rows)  # [n, V]
+            log_p = tilted.log_softmax(-1)  # [S, V]
+            log_psi = twist(states)  # [S, V]
             tilted = log_p + log_psi
-        tokens, log_normaliser = draw_categorical(tilted, uniform[rows])  # [n], [n]
-        place = tokens[:, None]
-        log_q = tilted.gather(1, place).squeeze(1) - log_normaliser  # [n]
+        tokens, log_normaliser = draw_categorical(tilted, uniform[rows], place)  # [n], [n]
+        log_q = tilted[place, tokens] - log_normaliser  # [n]
         if twist is None:  # q = p, and one normalisation serves both
             zeros = torch.zeros_like(log_q)
             numbers = [log_q, zeros, log_q, zeros]
         else:
             is_dead = log_normaliser == -torch.inf  # then every weight shall be zero
-            log_p = log_p.gather(1, place).squeeze(1)  # [n]
-            log_psi = log_psi.gather(1, place).squeeze(1).masked_fill(is_dead, 0.0)  # [n]
-            numbers = [log_p, log_psi, log_q.masked_fill(is_dead, torch.inf), log_normaliser]
+            log_psi = log_psi[place, tokens].masked_fill(is_dead, 0.0)  # [n]
+            log_q = log_q.masked_fill(is_dead, torch.inf)
+            numbers = [log_p[place, tokens], log_psi, log_q, log_normaliser]
+        if reference is not None:
+            numbers[0] = reference(states).log_softmax(-1)[place, tokens]  # [n]
         all_tokens.append(tokens)
         all_numbers.append(torch.stack(numbers))
     log_p, log_psi, log_q, log_normaliser = torch.cat(all_numbers, 1)  # [N] each
     return Extension(torch.cat(all_tokens), log_p, log_psi, log_q, log_normaliser)
 
 
-def wait(step: Extension, is_finished: Tensor, log_psi: Tensor, end: int) -> Extension:
-    """The step, where finished texts [N] only repeat their end, without a change of their weight.
+def wait(step: Extension, before: Tensor, log_psi: Tensor, end: End) -> Extension:
+    """The step, where finished texts only repeat their end, without a change of their weight.
 
-    log_psi [N] is that before the step; it stays, and the normaliser equals it.
+    before [N] are the last tokens, and log_psi [N] is that before the step; in finished texts it
+    stays, and the normaliser equals it.
     """
+    is_finished = is_end(before, end)  # [N]
     return Extension(
-        tokens=step.tokens.masked_fill(is_finished, end),
+        tokens=torch.where(is_finished, before, step.tokens),
         log_p=step.log_p.masked_fill(is_finished, 0.0),
         log_psi=torch.where(is_finished, log_psi, step.log_psi),
         log_q=step.log_q.masked_fill(is_finished, 0.0),
@@ -79,48 +95,51 @@ class Trajectories:
     log_p: Tensor  # log p(s_t | s_{0:t-1})
     log_psi: Tensor  # log psi(s_{1:t})
     log_q: Tensor  # log q_t(s_t | s_{0:t-1})
-    hidden: Tensor  # [N, T, D]
+    log_normaliser: Tensor  # log N_t
+    hidden: Tensor | None  # [N, T, D] where asked for
 
 
 @torch.no_grad()
 def sample_proposal(
-    model: LanguageModel,
+    model: Conditional,
     twist: Twist | None,
     rows: int,
     generator: torch.Generator,
     part: slice = slice(None),
+    keep_hidden: bool = False,
+    reference: Twist | None = None,
 ) -> Trajectories:
     """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model.
 
     Of these rows only a `part` may be computed: each row has uniform numbers of its own, so the
-    parts of several processes together are what one process draws.
+    parts of several processes together are what one process draws. `reference` is as in `extend`.
     """
     uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)[:, part]  # [T, N, 1]
     decoder = model.decoder(uniform.shape[1])
-    steps = []
+    steps: list[Extension] = []
     hidden = []
-    is_finished = torch.zeros(uniform.shape[1], dtype=torch.bool, device=uniform.device)  # [N]
-    log_psi = torch.zeros((), device=uniform.device)  # [N] from the first step on
     for t in range(model.length):
-        hidden.append(decoder.hidden)
-        step = propose(model, decoder, twist, uniform[t])
-        steps.append(wait(step, is_finished, log_psi, model.end))
-        is_finished = steps[-1].tokens == model.end
-        log_psi = steps[-1].log_psi
+        if keep_hidden:
+            hidden.append(decoder.hidden)
+        step = extend(model, decoder, twist, uniform[t], reference)
+        if t > 0:
+            step = wait(step, steps[-1].tokens, steps[-1].log_psi, model.end)
+        steps.append(step)
         if t < model.length - 1:
-            decoder.extend(steps[-1].tokens)
+            decoder.append(step.tokens)
     return Trajectories(
         tokens=torch.stack([step.tokens for step in steps], 1),
         log_p=torch.stack([step.log_p for step in steps], 1),
         log_psi=torch.stack([step.log_psi for step in steps], 1),
         log_q=torch.stack([step.log_q for step in steps], 1),
-        hidden=torch.stack(hidden, 1),
+        log_normaliser=torch.stack([step.log_normaliser for step in steps], 1),
+        hidden=torch.stack(hidden, 1) if keep_hidden else None,
     )
 
 
 @torch.no_grad()
 def proposal_log_probs(
-    model: LanguageModel, twist: Twist | None, tokens: Tensor
+    model: Conditional, twist: Twist | None, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """log p(s_{1:T}) and log q(s_{1:T}), both [N], of given sequences tokens [N, T]."""
     all_log_p, all_log_q = [], []
@@ -138,6 +157,26 @@ def proposal_log_probs(
     return torch.cat(all_log_p), torch.cat(all_log_q)
 
 
-def sequence_log_probs(model: LanguageModel, tokens: Tensor) -> Tensor:
-    """log p(s_{1:T}) [N] of given sequences tokens [N, T]."""
-    return proposal_log_probs(model, None, tokens)[0]
+@torch.no_grad()
+def sequence_log_probs(model: Conditional, tokens: Tensor) -> Tensor:
+    """log p(s_{1:T}) [N] of given sequences tokens [N, T].
+
+    Where texts share beginnings, as the particles of runs that have resampled do, they are read
+    token by token, each beginning once; else a single pass over all positions is faster.
+    """
+    texts, text = tokens.unique(dim=0, return_inverse=True)  # [S, T], [N]
+    late = texts[:, : max(1, tokens.shape[1] * 3 // 4)].unique_consecutive(dim=0)
+    if len(late) > SHARING_PAYS * len(tokens):
+        return proposal_log_probs(model, None, tokens)[0]
+    is_counted = counted(texts, model.end)  # [S, T]
+    decoder = model.decoder(len(texts))
+    total = 0.0
+    for t in range(tokens.shape[1]):
+        if t > 0:
+            decoder.append(texts[:, t - 1])
+        log_p = []
+        for rows in row_slices(len(texts), model.vocab_size):
+            states, place = decoder.distinct(rows)  # [n', D], [n]
+            log_p.append(model.head(states).log_softmax(-1)[place, texts[rows, t]])
+        total = total + torch.cat(log_p).where(is_counted[:, t], 0.0)  # [S]
+    return total[text]

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tinystories.errors import InputError
-from tsmc.categorical import uniforms
-from tsmc.interfaces import LanguageModel, call_potential
+from tinystories.decoder import Conditional
+from tsmc.draws import log_mean_exp, uniforms
 from tsmc.proposal import sample_proposal
-from tsmc.resampling import log_mean_exp
+from tsmc.sampler import call_potential
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
 
 
 def draw_accepted(
-    model: LanguageModel,
+    model: Conditional,
     log_phi: Callable[[Tensor], Tensor],
     count: int,
     generator: torch.Generator,
@@ -54,14 +53,14 @@ def draw_accepted(
     """Draw N = count sequences from p and keep those accepted under log_phi(tokens [N, T]) -> [N].
 
     Returns tokens [A, T] and log_phi [A] of the accepted ones and proposed_log_phi [N] of all.
-    InputError where log phi is above zero.
+    ValueError where log phi is above zero.
     """
     tokens = sample_proposal(model, None, count, generator).tokens
     scores = call_potential(log_phi, tokens)  # [N]
     highest = scores.max().item()  # NaN where one is
     if not highest <= 1e-6:
         fault = f"log phi is {highest:.4g} on some sequence, but rejection needs log phi <= 0"
-        raise InputError(f"{fault}; subtract an upper bound, or pass --eval-target-proposals 0")
+        raise ValueError(f"{fault}; subtract an upper bound, or pass --eval-target-proposals 0")
     uniform = uniforms(count, 1, generator)[:, 0]
     is_accepted = uniform < scores.to(uniform.dtype).exp()  # [N]
     accepted = {"tokens": tokens[is_accepted], "log_phi": scores[is_accepted]}

@@ -24,20 +24,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinystories.errors import InputError
-from tsmc.categorical import uniforms
-from tsmc.interfaces import LanguageModel, LogPotential, LogPrefix, Twist, call_potential
-from tsmc.proposal import propose, wait
-from tsmc.resampling import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise
+from tinystories.decoder import Conditional
+from tsmc.draws import (
+    Scheme,
+    effective_sample_size,
+    log_mean_exp,
+    multinomial,
+    normalise,
+    uniforms,
+)
+from tsmc.proposal import Twist, extend, wait
 
 EARLY = 0.5  # ESS / K below which a run with a prefix part resamples
+LogPotential = Callable[[Tensor, Tensor], Tensor]
+"""log_potential(tokens [N, T], log_p [N]) -> log phi [N].
+
+log_p = log p(s_{1:T}) is passed because effective potentials divide by it (eq. 8).
+"""
+LogPrefix = Callable[[Tensor], Tensor]
+"""log_prefix(tokens [N, t]) -> log f_t [N] of unfinished sequences, t < T; None means f = 1."""
+
+
+def call_potential(log_phi: Callable[..., Tensor], tokens: Tensor, *log_p: Tensor) -> Tensor:
+    """log phi [N] of tokens [N, T], given as a copy, and of log_p [N] where it is given.
+
+    Whoever needs log phi asks here. ValueError for NaN and infinity, which would otherwise count as
+    the best text in one place and as the worst in another.
+    """
+    values = log_phi(tokens.clone(), *log_p)
+    assert values.shape == tokens.shape[:1], "log phi must be a tensor with a number for each text"
+    assert values.dtype.is_floating_point, "log phi must be floating-point: 0 for true, else -inf"
+    if not bool((values < torch.inf).all()):
+        raise ValueError("log phi is NaN or infinite on some text; return numbers below infinity")
+    return values
 
 
 @dataclass(frozen=True)
 class Sigma:
     """The target, proportional to p(s) phi(s) (eq. 2), as seen from one language model."""
 
-    model: LanguageModel
+    model: Conditional
     log_potential: LogPotential
     log_prefix: LogPrefix | None = None  # log f_t of beginnings
 
@@ -75,9 +101,9 @@ class Population:
 
 @dataclass
 class Step:
-    """What an observer sees of step t before its resampling takes effect; it changes nothing."""
+    """What a trace holds of step t, before its resampling takes effect."""
 
-    tokens: Tensor  # [R, K, t]
+    tokens: Tensor  # [R, K] s_t
     log_psi: Tensor  # [R, K]
     log_w: Tensor  # [R, K] incremental weights of this step
     log_weights: Tensor  # [R, K]
@@ -88,7 +114,7 @@ class Step:
 
 @torch.no_grad()
 def tsmc(
-    model: LanguageModel,
+    model: Conditional,
     twist: Twist | None,
     log_potential: LogPotential,
     particles: int,
@@ -96,18 +122,19 @@ def tsmc(
     runs: int = 1,
     resample: Scheme = multinomial,
     ess_threshold: float = 1.0,
-    observer: Callable[[Step], None] | None = None,
     log_prefix: LogPrefix | None = None,
+    trace: list[Step] | None = None,
 ) -> Population:
     """R = runs independent populations of K = particles sequences.
 
     A run resamples at T and where its ESS is below ess_threshold * K: at every step for 1, as in
     the paper. With a prefix part, which tells good beginnings from bad ones early, the threshold is
-    at least EARLY. InputError for NaN or infinite weights.
+    at least EARLY. Every step is appended to `trace`, from which `lineages` follow. ValueError for
+    NaN or infinite weights.
     """
     if log_prefix is not None:
         ess_threshold = max(ess_threshold, EARLY)
-    assert min(runs, particles, model.length) >= 1 and 0 <= ess_threshold <= 1
+    assert min(runs, particles, model.length) >= 1 and 0 <= ess_threshold <= 1, "give a share"
     decoder = model.decoder(runs * particles)
     # In the type of the logits, which may be narrower than what the potential returns.
     log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})
@@ -123,9 +150,9 @@ def tsmc(
     for t in range(model.length):
         is_last = t == model.length - 1
         # 1. extend
-        step = propose(model, decoder, twist, uniforms(runs * particles, 1, generator))
-        is_finished = (tokens[..., -1:] == model.end).any(-1)  # [R, K]
-        step = wait(step, is_finished.flatten(), log_psi.flatten(), model.end)  # all [R K]
+        step = extend(model, decoder, twist, uniforms(runs * particles, 1, generator))
+        if t > 0:
+            step = wait(step, tokens[..., -1].flatten(), log_psi.flatten(), model.end)  # all [R K]
         tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)
         log_p = log_p + step.log_p.view_as(log_p)
         # 2. reweight
@@ -154,8 +181,10 @@ def tsmc(
         if is_due.any():
             drawn = resample(normalise(log_weights), generator)
             ancestors = torch.where(is_due[:, None], drawn, identity)
-        if observer is not None:
-            observer(Step(tokens, log_psi, log_w, log_weights, ess, evidence, ancestors))
+        if trace is not None:
+            trace.append(
+                Step(tokens[..., -1], log_psi, log_w, log_weights, ess, evidence, ancestors)
+            )
         log_z = torch.where(is_due, evidence, log_z)
         # At T nothing is reordered: the particles are also returned as a weighted set.
         if not is_last:
@@ -164,10 +193,21 @@ def tsmc(
             log_p = log_p[run, ancestors]
             log_psi = log_psi[run, ancestors]
             log_f = log_f[run, ancestors]
-            decoder.extend(tokens[..., -1].flatten(), (particles * run + ancestors).flatten())
+            decoder.append(tokens[..., -1].flatten(), (particles * run + ancestors).flatten())
     if not bool((log_z < torch.inf).all()):
-        raise InputError("log Z-hat is NaN or infinite; check log phi and log psi for NaN")
+        raise ValueError("log Z-hat is NaN or infinite; check log phi and log psi for NaN")
     samples = tokens[run, ancestors]
     assert log_phi is not None  # there was a last step
     log_phi = log_phi.view_as(log_p)
     return Population(tokens, log_phi, log_weights, ancestors, samples, log_z, ess)
+
+
+def lineages(trace: list[Step]) -> Tensor:
+    """Which particle of step t each final sample descends from [T, R, K].
+
+    Where one particle of step t has all descendants, all K samples share their first t tokens.
+    """
+    lines = [trace[-1].ancestors]  # from T backwards, each [R, K]
+    for step in reversed(trace[:-1]):
+        lines.append(step.ancestors.gather(1, lines[-1]))
+    return torch.stack(lines[::-1])

@@ -14,67 +14,100 @@ self-distillation is the remedy.
 
 What the paper leaves open: a new batch from the current q for every update; Adam, with a step size
 that falls linearly to a tenth; each generation's twist starts at psi = 1. A batch in which phi is
-zero everywhere is skipped. With several processes each has a part of the rows of a batch, but the
-weights are normalised over all of them. K sequences, k of them this process's own, T tokens, D
-width.
+zero everywhere is skipped. Another objective for psi is a function like `ctl_loss`, and an entry of
+OBJECTIVES or what a subclass of `Paper` calls in its place. K sequences, T tokens, D width.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinystories.decoder import counted
-from tsmc import processes
-from tsmc.interfaces import LearnableTwist, call_potential
+from tsmc import streams
+from tsmc.draws import effective_sample_size, normalise
 from tsmc.proposal import sample_proposal
-from tsmc.resampling import effective_sample_size, normalise
-from tsmc.sampler import Sigma
+from tsmc.sampler import Sigma, call_potential
+from twist.mlp import TwistMLP
 
 EXPLODED = 1000.0  # nats: beyond this, float32 no longer resolves the weights
 
 
 @dataclass
 class Batch:
-    """What one update learns from."""
+    """What one update learns from: K sequences drawn i.i.d. from q, without gradient."""
 
-    tokens: Tensor  # [k, T]
-    hidden: Tensor  # [k, T, D] what the twist saw
-    coefficients: Tensor  # [k, T] what grad log psi(s_{1:t}) is multiplied with in -grad L (eq. 6)
-    ess: float  # effective sample size of the positive weights
-    is_sound: bool  # whether no weight is NaN or infinite, and the twist has not exploded
+    tokens: Tensor  # [K, T]
+    hidden: Tensor  # [K, T, D] what the twist saw
+    log_p: Tensor  # [K, T] log p^(m)(s_t | s_{0:t-1})
+    log_psi: Tensor  # [K, T] log psi(s_{1:t}) as it was when they were drawn
+    log_q: Tensor  # [K, T] log q_t(s_t | s_{0:t-1})
+    log_normaliser: Tensor  # [K, T] log N_t = log sum_v p^(m)(v) psi(s_{1:t-1}, v)
+    log_phi: Tensor  # [K] log phi^(m)
+    is_counted: Tensor  # [K, T] whether a token belongs to the text; behind its end psi waits
+
+    def log_positive(self) -> Tensor:
+        """log w(s) = log p^(0) phi / q [K], the weights of sigma."""
+        # For m > 0 log p^(m) cancels: it is added here, and log phi^(m) has subtracted it.
+        return self.log_p.sum(-1) + self.log_phi - self.log_q.sum(-1)
+
+    def log_negative(self) -> Tensor:
+        """log p^(m)(s_{1:t}) psi(s_{1:t}) / q(s_{1:t}) [K, T], the weights of each pi_t."""
+        # One batch serves every t, because q(s_{1:t}) is the marginal of q(s_{1:T}).
+        return (self.log_p - self.log_q).cumsum(-1) + self.log_psi
+
+    def ess(self) -> float:
+        """The effective sample size of the positive weights."""
+        return effective_sample_size(self.log_positive()).item()
+
+    def is_sound(self) -> bool:
+        """Whether no weight is NaN or infinite, and the twist has not exploded."""
+        weights = (self.log_positive(), self.log_negative())
+        is_finite = all(bool((log_weights < torch.inf).all()) for log_weights in weights)
+        return is_finite and self.log_psi.abs().max().item() < EXPLODED
+
+    def log_psi_of(self, twist: TwistMLP) -> Tensor:
+        """log psi(s_{1:t}) [K, T] with gradient; behind the end it is that of the last token."""
+        log_psi = twist.of_tokens(self.hidden, self.tokens)  # [K, T]
+        last = self.is_counted.sum(1, keepdim=True) - 1  # [K, 1]
+        places = torch.arange(log_psi.shape[1], device=last.device)  # [T]
+        return log_psi.gather(1, torch.minimum(places, last))
 
 
-def draw_batch(
-    sigma: Sigma, twist: LearnableTwist, batch_size: int, generator: torch.Generator
-) -> Batch:
-    """Draw K = batch_size sequences from the current q and weigh them."""
-    own = processes.own_rows(batch_size)
-    drawn = sample_proposal(sigma.model, twist, batch_size, generator, own)
-    log_p = drawn.log_p.sum(-1)  # [k]
-    log_phi = call_potential(sigma.log_potential, drawn.tokens, log_p)  # [k]
-    # For m > 0 log p^(m) cancels: it is added here, and log phi^(m) has subtracted it.
-    positive = log_p + log_phi - drawn.log_q.sum(-1)  # [k] log sigma / q
-    # One batch serves every t, because q(s_{1:t}) is the marginal of q(s_{1:T}).
-    negative = (drawn.log_p - drawn.log_q).cumsum(-1) + drawn.log_psi  # [k, T] log pi_t / q
-    positive = processes.gather_rows(positive)  # [K]
-    negative = processes.gather_rows(negative)  # [K, T]
+def draw_batch(sigma: Sigma, twist: TwistMLP, size: int, generator: torch.Generator) -> Batch:
+    """Draw K = size sequences from the current q; each process draws some, and all have all."""
+    own = streams.own_rows(size)
+    drawn = sample_proposal(sigma.model, twist, size, generator, own, keep_hidden=True)
+    log_phi = call_potential(sigma.log_potential, drawn.tokens, drawn.log_p.sum(-1))  # [k]
+    gathered = {name: streams.gather_rows(value) for name, value in vars(drawn).items()}
+    is_counted = counted(gathered["tokens"], sigma.model.end)  # [K, T]
+    return Batch(**gathered, log_phi=streams.gather_rows(log_phi), is_counted=is_counted)
+
+
+def ctl_loss(twist: TwistMLP, batch: Batch) -> Tensor:
+    """A scalar whose gradient is that of the CTL loss (eq. 6); its value stays around zero."""
+    positive = normalise(batch.log_positive())  # [K]
+    negative = normalise(batch.log_negative().T).T  # [K, T]
     # One positive weight serves every t, since sigma(s_{1:t}) is the marginal of whole sequences;
     # pi_t is another distribution at each t and has weights of its own.
-    coefficients = (normalise(positive)[:, None] - normalise(negative.T).T)[own]  # [k, T]
-    # Behind the end psi waits: there log psi(s_{1:t}) is that of the last token, to which the
-    # coefficients move.
-    is_counted = counted(drawn.tokens, sigma.model.end)  # [k, T]
-    last = is_counted.sum(1, keepdim=True) - 1  # [k, 1]
-    behind = (coefficients * ~is_counted).sum(1, keepdim=True)  # [k, 1]
-    coefficients.mul_(is_counted).scatter_add_(1, last, behind)
-    ess = effective_sample_size(positive).item()
-    is_finite = bool((positive < torch.inf).all() and (negative < torch.inf).all())
-    is_sound = is_finite and drawn.log_psi.abs().max().item() < EXPLODED
-    return Batch(drawn.tokens, drawn.hidden, coefficients, ess, is_sound)
-
-
-def ctl_loss(twist: LearnableTwist, batch: Batch) -> Tensor:
-    """A scalar whose gradient is that of the CTL loss (eq. 6); its value stays around zero."""
+    coefficients = positive[:, None] - negative  # [K, T]
     # log Z_t in eq. 5 is unknown, so the loss has no value; its gradient can be estimated.
-    return -(batch.coefficients.detach() * twist.of_tokens(batch.hidden, batch.tokens)).sum()
+    return -(coefficients * batch.log_psi_of(twist)).sum()
+
+
+def sixo_loss(twist: TwistMLP, batch: Batch) -> Tensor:
+    """For each t the loss of a classifier of sigma against p^(m) whose logit is log psi(s_{1:t}).
+
+    Its optimum is psi = sigma(s_{1:t}) / p^(m)(s_{1:t}), psi* over Z: density ratios, as SIXO
+    estimates them (Lawson et al. 2022).
+    """
+    positive = normalise(batch.log_positive())  # [K]
+    negative = normalise((batch.log_p - batch.log_q).cumsum(-1).T).T  # [K, T] p^(m) / q
+    log_psi = batch.log_psi_of(twist)  # [K, T]
+    losses = positive[:, None] * F.logsigmoid(log_psi) + negative * F.logsigmoid(-log_psi)
+    return -losses.sum()
+
+
+OBJECTIVES = {"ctl": ctl_loss, "sixo": sixo_loss}
+"""Objectives of psi by name, functions of psi and a batch."""

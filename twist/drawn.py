@@ -4,8 +4,9 @@ Of the weight of all runs, particle k of run r has the share
 
     W_rk = Z-hat_r / (sum over all runs of Z-hat) * softmax(log_weights_r)_k
 
-so the more runs, the nearer are draws by W to sigma. Without a pair p^(0) proposes. R runs, K
-particles, T tokens.
+so the more runs, the nearer are draws by W to sigma. Without a pair forced draws propose
+(`twist/forced.py`) where the potential has hints, and p^(0) where it has none. R runs, K particles,
+T tokens.
 """
 
 import math
@@ -16,18 +17,25 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from tinystories.errors import InputError
-from tsmc.categorical import uniforms
+from tinystories.decoder import Conditional
+from tsmc.draws import effective_sample_size, invert, log_mean_exp, normalise, systematic, uniforms
 from tsmc.estimate import Estimate, pareto_k
-from tsmc.interfaces import LanguageModel
 from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import log_mean_with_error
-from tsmc.resampling import invert, systematic
-from tsmc.runs import Streams, draw_population
-from tsmc.sampler import Population, Step
-from tsmc.trace import Trace
+from tsmc.sampler import Population, Step, call_potential
+from tsmc.streams import Streams, draw_population
+from twist.forced import forced_draws, hints_in_turn
 from twist.pair import Pair
-from twist.potential import TextPotential, check_potential, each_once, seen_from
+from twist.potential import (
+    TextPotential,
+    call_users,
+    check_equal,
+    check_potential,
+    each_once,
+    seen_from,
+)
+
+LARGE_DOF = 1000.0  # Student's t is then the normal distribution
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,8 @@ class Drawn:
     scores: dict[str, Tensor]  # "log_phi" [R K], "log_p" [R K] of p^(0), and others if asked for
     log_weights: Tensor  # [R K] float64, log of the share W of each particle
     population: Population
-    trace: Trace  # of the first chunk of runs
+    trace: list[Step]  # of the first chunk of runs; forced draws have none
+    is_independent: bool  # whether the particles of a run are, because none resampled before T
     seed: int  # of `samples`
 
     @property
@@ -64,11 +73,11 @@ class Drawn:
     def samples(self, count: int, generator: torch.Generator | None = None) -> list[dict]:
         """`count` independent draws by the weights, for large R K from sigma: text, W and scores.
 
-        Equal calls give equal draws, others with a `generator` on the CPU. InputError unless count
+        Equal calls give equal draws, others with a `generator` on the CPU. ValueError unless count
         is at least 1.
         """
         if count < 1:
-            raise InputError(f"{count} samples cannot be drawn; give a whole number from 1 on")
+            raise ValueError(f"{count} samples cannot be drawn; give a whole number from 1 on")
         generator = generator or torch.Generator().manual_seed(self.seed)
         places = invert(self.log_weights.exp()[None], uniforms(1, count, generator).double())[0]
         rows = []
@@ -80,36 +89,74 @@ class Drawn:
     def evidence(self) -> Estimate:
         """log of the mean of Z-hat over the runs, with its error; a dead run counts as zero.
 
-        Its 95 % interval holds less often where log Z-hat differs much between runs: in worlds of
-        729 texts, with 8 runs that differed by .2, .4 and 1.1, in .91, .87 and .42 of all cases.
-        And no rule can know of a part of sigma that no draw has met; see `warning`, too.
+        Independent particles count one by one. Its 95 % interval holds less often where the weights
+        have heavy tails, and no rule can know of a part of sigma that no draw has met: see
+        `warning`, and docs/api.md for its coverage.
         """
-        runs = self.population.log_z
-        return Estimate(*log_mean_with_error(runs), max(1.0, len(runs) - 1.0))
+        log_z = self.population.log_z  # [R]
+        if self.is_independent:
+            log_z = self.population.log_weights.flatten()  # [R K]
+        return Estimate(*log_mean_with_error(log_z), max(1.0, len(log_z) - 1.0))
 
     def probability(self, event: Callable[[str], float]) -> Estimate:
-        """P(event(text)) under sigma: the share of the weight, with its error over runs.
+        """P(event(text)) under sigma: the share of the weight, with its error.
 
         Where event gives numbers from 0 to 1 instead of true and false, it is their expectation.
-        `half_width()` is half of its 95 % interval, as good as that of `evidence`. The error is at
-        least that of ESS independent texts, because runs agree too well where a few texts have
-        nearly all the weight.
+        The error is that over runs, or over independent particles. It is at least that of ESS
+        independent texts, because runs agree too well where a few texts have nearly all the weight.
         """
         shares = self.log_weights.exp().view_as(self.population.log_weights)  # [R, K]
-        found = [event(text) for text in self.texts]
+        found = [call_users("the event", event, text) for text in self.texts]
         if not all(isinstance(number, SupportsFloat) and 0 <= number <= 1 for number in found):
-            raise InputError("the event is not true, false or a number from 0 to 1; return one")
+            raise ValueError("the event is not true, false or a number from 0 to 1; return one")
         holds = shares.new_tensor([float(number) for number in found]).view_as(shares)
-        value = (shares * holds).sum().item()
-        residuals = (shares * (holds - value)).sum(1)  # [R] of the ratio of two means
-        error = math.sqrt(len(shares)) * residuals.std().item() if len(shares) > 1 else math.inf
-        # The second term is what remains where the event holds for none of the texts, or for all.
+        value = min(1.0, (shares * holds).sum().item())
+        residuals = shares * (holds - value)  # [R, K] of the ratio of two means
+        residuals = residuals.flatten() if self.is_independent else residuals.sum(1)
+        count = len(residuals)
+        error = math.sqrt(count) * residuals.std().item() if count > 1 else math.inf
+        # This remains where the event holds for none of the texts, or for all.
         least = math.sqrt(max(0.0, value * (1 - value)) / self.ess + 1 / self.ess**2)
-        return Estimate(value, max(error, least), max(1.0, len(shares) - 1.0))
+        by_draws = Estimate(value, error, max(1.0, count - 1.0), 0.0, 1.0)
+        by_ess = Estimate(value, least, LARGE_DOF, 0.0, 1.0)
+        return max(by_draws, by_ess, key=Estimate.half_width)
+
+
+def forced_population(
+    streams: Streams, model: Conditional, potential: TextPotential, particles: int, runs: int
+) -> Population:
+    """R = runs runs of K = particles forced draws with the weights p phi / q."""
+
+    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        total = size * particles  # N
+        turns = min(total, max(len(words) for words in potential.hints))
+        parts = []
+        for turn in range(turns):
+            hints, count = hints_in_turn(potential, turn), len(range(turn, total, turns))
+            tokens, log_ratio = forced_draws(model, hints, count, generator)  # [n, T], [n]
+            log_phi = call_potential(potential, tokens)  # [n]
+            log_weights = log_phi - log_ratio  # [n]
+            parts.append({"tokens": tokens, "log_phi": log_phi, "log_weights": log_weights})
+        # Plain draws come first; in any order each run has its share of them, and of all hints.
+        order = torch.randperm(total, generator=generator, device=tokens.device)
+        found = {}
+        for name in parts[0]:
+            rows = torch.cat([part[name] for part in parts])[order]  # [N, .]
+            found[name] = rows.unflatten(0, (size, particles))  # [R, K, .]
+        log_weights = found["log_weights"]
+        ancestors = systematic(normalise(log_weights), generator)  # [R, K]
+        return found | {
+            "ancestors": ancestors,
+            "samples": found["tokens"][torch.arange(size)[:, None], ancestors],
+            "log_z": log_mean_exp(log_weights),
+            "ess": effective_sample_size(log_weights),
+        }
+
+    return Population(**streams.draw("forced draws", None, runs, draw, particles))
 
 
 def sample(
-    model: LanguageModel,
+    model: Conditional,
     potential: TextPotential,
     pair: Pair | None = None,
     particles: int = 50,
@@ -121,30 +168,43 @@ def sample(
     """R = runs populations of K = particles of sigma, proportional to p^(0) phi with p^(0) = model.
 
     `scores` are further functions of N texts that give N numbers; `rule` has options of `tsmc`,
-    whose threshold is 0 by default. InputError for a potential that depends on the other texts, and
-    where all weights are zero.
+    whose threshold is 0 by default. ValueError for a potential that depends on the other texts or
+    on earlier calls, and where all weights are zero.
     """
     assert isinstance(potential, TextPotential), "give TextPotential([log_phi], decode, prompt)"
     for name, number in (("particles", particles), ("runs", runs)):
         if number < 1:
-            raise InputError(f"{name} is {number}; give a whole number of at least 1")
-    streams = Streams(seed, model.decoder(1).hidden.device)
+            raise ValueError(f"{name} is {number}; give a whole number of at least 1")
+    streams = Streams(seed, model.prompt.device)
     check_potential(model, potential, streams.stream("check"))
-    pair = pair or Pair(model, None)
-    sigma = seen_from(pair.model, model, potential)
-    trace = Trace()
-
-    def observe(step: Step) -> None:
-        if step.tokens.shape[-1] > len(trace.steps):  # in the first chunk of runs
-            trace(step)
-
-    rule = {"resample": systematic, "ess_threshold": 0.0, "observer": observe} | rule
-    sizes = (particles, runs)
-    population = draw_population(streams, "sample", None, sigma, pair.twist, *sizes, **rule)
+    trace: list[Step] = []
+    rule = {"resample": systematic, "ess_threshold": 0.0} | rule
+    if pair is None and hints_in_turn(potential, 0):
+        pair = Pair(model, None)
+        is_independent = True
+        population = forced_population(streams, model, potential, particles, runs)
+    else:
+        pair = pair or Pair(model, None)
+        sigma = seen_from(pair.model, model, potential)
+        is_independent = rule["ess_threshold"] == 0 and sigma.log_prefix is None
+        sizes = (particles, runs)
+        population = draw_population(
+            streams, "sample", None, sigma, pair.twist, *sizes, trace=trace, **rule
+        )
+        trace = trace[: model.length]  # of the first chunk of runs
+    if not population.is_alive().any():
+        fault = f"all {runs} runs of {particles} particles ended with weight zero"
+        raise ValueError(f"{fault}; use more particles, or soften the potential")
     tokens = population.tokens.flatten(0, 1)  # [R K, T]
     texts = potential.texts(tokens)
-    found = {"log_phi": potential.of_texts(texts)}
-    found["log_p"] = sequence_log_probs(model, tokens).cpu()
+    log_phi = potential(tokens).cpu()
+    log_p = sequence_log_probs(model, tokens).cpu()
+    again = log_phi
+    if pair.model is not model:  # the population has log phi^(m)
+        again = log_phi + log_p - sequence_log_probs(pair.model, tokens).cpu()
+    check_equal(population.log_phi.flatten().cpu().double(), again.double(), texts, potential)
+    found = {"log_phi": log_phi, "log_p": log_p}
     for name, function in (scores or {}).items():
-        found[name] = each_once(function, texts)
-    return Drawn(texts, found, population.shares().flatten().log(), population, trace, seed)
+        found[name] = each_once(function, texts, name)
+    log_weights = population.shares().flatten().log()
+    return Drawn(texts, found, log_weights, population, trace, is_independent, seed)

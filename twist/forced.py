@@ -24,32 +24,41 @@ T tokens, V vocabulary. Time and memory grow with 2^F.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tinystories.decoder import counted
-from tinystories.errors import InputError
-from tsmc.categorical import draw_categorical, uniforms
-from tsmc.interfaces import LanguageModel, row_slices
+from tinystories.decoder import Conditional, End, counted, is_end, row_slices
+from tsmc.draws import draw_categorical, uniforms
 
 DRAWN = -1  # in place of a forced token: p draws this one
 MOST_HINTS = 6
 PLAIN = 0.1  # share of plain draws
 
 
+def hints_in_turn(log_phi: Any, turn: int) -> list[list[int]]:
+    """A hint of each factor of a potential that has some; of several words they take turns."""
+    hints: list[list[int]] = []
+    for words in getattr(log_phi, "hints", [])[:MOST_HINTS]:
+        hint = words[turn % len(words)]
+        if hint not in hints:  # one word may serve two factors
+            hints.append(hint)
+    return hints
+
+
 @torch.no_grad()
 def forced_draws(
-    model: LanguageModel, hints: Sequence[list[int]], count: int, generator: torch.Generator
+    model: Conditional, hints: Sequence[list[int]], count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """N = count texts [N, T] of the mixture, and log of its density over that of p [N] float64.
 
-    The plain draws come first. InputError for too many hints, or too long ones.
+    The plain draws come first. ValueError for too many hints, or too long ones.
     """
     size = sum(len(hint) for hint in hints)
     if size > model.length or len(hints) > MOST_HINTS:
         fault = f"{len(hints)} hints of {size} tokens in all cannot be forced"
-        raise InputError(f"{fault}; give at most {MOST_HINTS} hints and {model.length} tokens")
+        raise ValueError(f"{fault}; give at most {MOST_HINTS} hints and {model.length} tokens")
     uniform = uniforms(count, model.length, generator)
     tokens = torch.full_like(uniform, DRAWN, dtype=torch.long)  # [N, T]
     # Of G + F slots each hint takes one, whatever its length; the others are for tokens of p.
@@ -66,13 +75,16 @@ def forced_draws(
     decoder = model.decoder(count)
     for t in range(model.length):
         if t > 0:
-            decoder.extend(tokens[:, t - 1])
-            tokens[:, t].masked_fill_(tokens[:, t - 1] == model.end, model.end)
+            before = tokens[:, t - 1]
+            decoder.append(before)
+            tokens[:, t] = torch.where(is_end(before, model.end), before, tokens[:, t])
         for rows in row_slices(count, model.vocab_size):
-            logits = decoder.evaluate(model.head, rows)  # [n, V]
-            drawn, log_normaliser = draw_categorical(logits, uniform[rows, t : t + 1])  # [n], [n]
+            states, place = decoder.distinct(rows)  # [S, D], [n]
+            logits = model.head(states)  # [S, V]
+            points = uniform[rows, t : t + 1]  # [n, 1]
+            drawn, log_normaliser = draw_categorical(logits, points, place)  # [n], [n]
             tokens[rows, t] = drawn.where(tokens[rows, t] == DRAWN, tokens[rows, t])
-            log_p[rows, t] = logits.gather(1, tokens[rows, t : t + 1])[:, 0] - log_normaliser
+            log_p[rows, t] = logits[place, tokens[rows, t]] - log_normaliser
     log_p = log_p.where(counted(tokens, model.end), 0.0)
 
     # The shares are those drawn, not PLAIN, so that rounding leaves the weights exact.
@@ -81,7 +93,7 @@ def forced_draws(
     return tokens, log_shares[0].logaddexp(log_ratio)
 
 
-def forced_log_ratio(tokens: Tensor, log_p: Tensor, hints: Sequence[list[int]], end: int) -> Tensor:
+def forced_log_ratio(tokens: Tensor, log_p: Tensor, hints: Sequence[list[int]], end: End) -> Tensor:
     """log q(s) / p(s) [N] float64 of any tokens [N, T] with log p(s_t | s_{0:t-1}) [N, T]."""
     log_p, is_behind = log_p.double(), ~counted(tokens, end)  # [N, T]
     gains = []  # of each hint [N, T - L + 1]: -log p of its tokens where s agrees with it

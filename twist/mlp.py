@@ -7,19 +7,14 @@ one of the twist. The last layer starts at zero: psi = 1, and the first proposal
 model itself. Adding a constant to log psi_t changes neither the loss nor the evidence, so the
 output is not clipped.
 
-The paper leaves the form of psi open beyond this line. Another form is a class with the methods of
-`TwistMLP` and an entry of FORMS: `make_twist` serves learning, loading and saving alike. D width, H
-hidden units, V vocabulary.
+The paper leaves the form of psi open beyond this line. D width, H hidden units, V vocabulary.
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinystories.gpt_neo import at_least_float32
-from tsmc.interfaces import BaseModel
 
 HIDDEN_UNITS = 192
 
@@ -52,13 +47,3 @@ class TwistMLP(nn.Module):
         weight = F.embedding(tokens, self.last.weight)  # [..., H]
         products = at_least_float32(self.features(hidden)) * weight  # [..., H]
         return products.sum(-1) + self.last.bias[tokens]  # [...]
-
-
-FORMS = {"mlp": TwistMLP}
-"""Forms of psi by name: classes that are made of D, V and a generator, and begin at psi = 1."""
-
-
-def make_twist(form: str, model: BaseModel, generator: torch.Generator) -> Any:
-    """psi = 1 over the hidden states of `model`, in one of FORMS."""
-    vocab_size, width = model.output_embeddings.shape
-    return FORMS[form](width, vocab_size, generator)

@@ -1,11 +1,11 @@
-"""A trained pair (p^(m), psi^(m)), and its files in a directory.
+"""A trained pair (p^(m), psi^(m)), and its file.
 
-    model.safetensors    p^(m): a fine-tuned network, or an adapter of p^(0)
-    twist.safetensors    psi^(m)
-    pair.json            which of them there are: p^(m) may be p^(0), and psi^(m) may be 1
+    model.*      p^(m): a fine-tuned network, or an adapter of p^(0); p^(m) may also be p^(0)
+    twist.*      psi^(m), which may also be 1
 
-A twist psi = q / p of p may be kept as q itself with psi = 1: then sigma is proportional to q times
-p phi / q (eq. 8), and nothing else changes. The file that makes a directory whole is written last.
+One safetensors file holds both; its metadata say what they are. A twist psi = q / p of p may be
+kept as q itself with psi = 1: then sigma is proportional to q times p phi / q (eq. 8), and nothing
+else changes.
 """
 
 import copy
@@ -16,76 +16,73 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinystories.checkpoint import read_json, read_tensors, reading, write_json, write_tensors
-from tinystories.errors import InputError
-from tsmc.interfaces import BaseModel
+from tinystories.decoder import Conditional
+from tinystories.files import read_metadata, read_tensors, reading, write_tensors
 from twist.adapter import Adapter, adapted
-from twist.mlp import FORMS, make_twist
+from twist.mlp import TwistMLP
 
-MODEL, TWIST, PAIR = "model.safetensors", "twist.safetensors", "pair.json"
 BASE, NETWORK, ADAPTER = "p^(0)", "fine-tuned", "adapter"  # what p^(m) may be
-MISFIT = "not of this version and this model"
-REMEDY = "restore the run's own file, or make the run again"
 
 
 @dataclass(frozen=True)
 class Pair:
     """What twisted SMC runs with: a language model and its twist."""
 
-    model: Any  # p^(m)
+    model: Any  # p^(m), a Conditional
     twist: Any  # psi^(m): a module, or None for psi = 1
 
+    def modules(self, base: Conditional) -> dict[str, nn.Module]:
+        """What the pair has beside p^(0) = base: "model" and "twist", where there are any."""
+        found = {}
+        if hasattr(self.model, "adapter"):
+            found["model"] = self.model.adapter
+        elif self.model is not base:
+            found["model"] = self.model.network
+        if self.twist is not None:
+            found["twist"] = self.twist
+        return found
 
-def save_pair(directory: str | Path, pair: Pair, base: BaseModel) -> None:
+
+def save_pair(path: str | Path, pair: Pair, base: Conditional) -> None:
     """Write a pair over p^(0) = base."""
-    directory = Path(directory)
-    kind, form = BASE, None
+    kind = BASE if pair.model is base else NETWORK
     if hasattr(pair.model, "adapter"):
         kind = ADAPTER
-        write_module(directory / MODEL, pair.model.adapter)
-    elif pair.model is not base:
-        kind = NETWORK
-        write_module(directory / MODEL, pair.model.network)
-    if pair.twist is not None:
-        form = {form: name for name, form in FORMS.items()}[type(pair.twist)]
-        write_module(directory / TWIST, pair.twist)
-    write_json(directory / PAIR, {"model": kind, "twist": form})
+    tensors = {}
+    for part, module in pair.modules(base).items():
+        for name, tensor in module.state_dict().items():
+            tensors[f"{part}.{name}"] = tensor.clone()  # some may share their memory
+    write_tensors(Path(path), tensors, model=kind)
 
 
-def load_pair(directory: str | Path, base: BaseModel) -> Pair:
-    """The pair over p^(0) = base; InputError names a file that is missing, damaged or misfits."""
-    directory = Path(directory)
-    if not (directory / PAIR).exists():
-        raise InputError(f"{directory}: holds no {PAIR}, so no pair of this version; make it again")
-    made = read_json(directory / PAIR)
-    embeddings = base.output_embeddings
-    source = torch.Generator(embeddings.device)  # of first values, which are replaced
-    model, twist = base, None
-    with reading(directory / PAIR, MISFIT, REMEDY):
-        kind, form = made["model"], made["twist"]
-    if kind != BASE:
-        tensors = read_tensors(directory / MODEL)
-        with reading(directory / MODEL, MISFIT, REMEDY):
-            if kind == ADAPTER:
-                adapter = Adapter(embeddings, tensors.get("scores"), source)
-                model = adapted(base, restored(adapter, tensors).to(embeddings.device))
-            else:
-                model = base.with_network(restored(copy.deepcopy(base.network), tensors))
-    if form is not None:
-        tensors = read_tensors(directory / TWIST)
-        with reading(directory / TWIST, MISFIT, REMEDY):
-            twist = restored(make_twist(form, model, source), tensors).to(embeddings.device)
+def load_pair(path: str | Path, base: Conditional) -> Pair:
+    """The pair over p^(0) = base; ValueError names a file that is missing, damaged or misfits."""
+    path = Path(path)
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "twist": {}}
+    kind = read_metadata(path).get("model")
+    remedy = "restore the run's own file, or make the run again"
+    with reading(path, "holds no pair of this version and this model", remedy):
+        for name, tensor in read_tensors(path).items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} holds NaN or infinite numbers")
+        source = torch.Generator(base.prompt.device)  # of first values, which are replaced
+        model, twist = base, None
+        if kind == ADAPTER:
+            has_scores = "scores" in parts["model"]
+            scores = torch.zeros(base.vocab_size) if has_scores else None  # loaded below
+            adapter = Adapter(base, scores, source).to(base.prompt.device)
+            adapter.load_state_dict(parts["model"])
+            model = adapted(base, adapter.requires_grad_(False))
+        elif kind == NETWORK:
+            network = copy.deepcopy(base.network)
+            network.load_state_dict(parts["model"])
+            model = base.with_network(network.requires_grad_(False))
+        elif kind != BASE:
+            raise ValueError(f"its model is {kind!r}")
+        if parts["twist"]:
+            twist = TwistMLP(base.width, base.vocab_size, source)
+            twist.load_state_dict(parts["twist"])
+            twist.requires_grad_(False)
     return Pair(model, twist)
-
-
-def write_module(path: Path, module: nn.Module) -> None:
-    """Write the tensors of a module, copied because some may share their memory."""
-    write_tensors(path, {name: value.clone() for name, value in module.state_dict().items()})
-
-
-def restored(module: Any, tensors: dict[str, Tensor]) -> Any:
-    """The module with these tensors; an error where they do not fit or are not finite."""
-    module.load_state_dict(tensors)
-    if not all(value.isfinite().all() for value in tensors.values()):
-        raise ValueError("it holds NaN or infinite numbers")
-    return module.requires_grad_(False)

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinystories.errors import InputError
-from tsmc.interfaces import LanguageModel, Twist, call_potential
+from tinystories.decoder import Conditional
+from tsmc.draws import effective_sample_size, normalise
 from tsmc.proposal import sample_proposal
-from tsmc.resampling import effective_sample_size, normalise
+from tsmc.sampler import call_potential
 from twist.forced import forced_draws
 
 HALVINGS = 40  # of the interval in which log c is searched
@@ -44,29 +44,31 @@ class Round:
 
 
 def draw_round(
-    base: LanguageModel,
-    twist: Twist | None,
+    base: Conditional,
+    q: Conditional,
     log_phi: Callable[[Tensor], Tensor],
     count: int,
     generator: torch.Generator,
     hints: Sequence[list[int]] = (),
 ) -> Round:
-    """Draw N = count sequences from q_r, the proposal of p^(0) = base and a twist.
+    """Draw N = count sequences from q_r = q, which is p^(0) = base or p^(0) with an adapter.
 
-    With hints q_r is the mixture of `twist/forced.py`, without the twist. log_phi(tokens [N, T]) is
-    [N]. InputError for weights that are NaN or infinite.
+    With hints q_r is the mixture of `twist/forced.py` in place of q. log_phi(tokens [N, T]) is [N].
+    ValueError for weights that are NaN or infinite.
     """
     if hints:
         tokens, log_ratio = forced_draws(base, hints, count, generator)
     else:
-        drawn = sample_proposal(base, twist, count, generator)
+        # One pass serves both, since q and p^(0) have the same hidden states.
+        reference = None if q is base else base.head
+        drawn = sample_proposal(q, None, count, generator, reference=reference)
         tokens = drawn.tokens  # [N, T]
         log_ratio = (drawn.log_q - drawn.log_p).sum(-1)  # [N] log q_r / p^(0)
     log_phi_drawn = call_potential(log_phi, tokens)  # [N]
     # Kept in float64, because weights of all rounds are compared with each other.
     log_weights = (log_phi_drawn - log_ratio).double()
     if not bool((log_weights < torch.inf).all()):
-        raise InputError("a weight is NaN or infinite; check the potential")
+        raise ValueError("a weight is NaN or infinite; check the potential")
     return Round(tokens, log_weights, log_phi_drawn)
 
 
@@ -98,13 +100,13 @@ def tempered(pool: Round, least_ess: float) -> tuple[Tensor, float]:
 def truncated(log_weights: Tensor, least_ess: float) -> Tensor:
     """W [N] of log w [N] for the largest c with which their ESS is at least least_ess * N.
 
-    Where fewer sequences than that have a weight, all of these have equal weights. InputError
+    Where fewer sequences than that have a weight, all of these have equal weights. ValueError
     where no sequence has one.
     """
     alive = log_weights[log_weights > -torch.inf]
     if not len(alive):
         fault = f"none of the {len(log_weights)} sequences drawn has phi > 0"
-        raise InputError(f"{fault}; draw more, or soften the potential")
+        raise ValueError(f"{fault}; draw more, or soften the potential")
     low = alive.min()
     high = alive.max()
     # Truncation biases the weights towards the proposals, so only where the ESS needs it. The ESS

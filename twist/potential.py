@@ -4,83 +4,88 @@
     log phi^(m)(s) = log p^(0)(s) + log phi(s) - log p^(m)(s)                           eq. 8
 
 The effective potential phi^(m) keeps the target sigma the same in every generation, because p^(m)
-phi^(m) = p^(0) phi. Factors may be anybody's functions of texts; `twist/factors.py` has ready ones.
-N texts, T tokens, P tokens of the prompt.
+phi^(m) = p^(0) phi. A factor is any function of N texts that returns log phi, N numbers below
+infinity; it may have attributes:
+
+    reads     "texts" (with the prompt, the default), "continuations" (without it), or "finished":
+              N pairs (continuation, whether a token `end` has finished it)
+    prefix    a function of the same form of unfinished texts that returns log f_t, N numbers
+    hints     a list of words, of which a text with phi > 0 is likely to hold one
+    name      how messages call it
+
+`twist/factors.py` has factors that are ready to use. N texts, T tokens, P tokens of the prompt.
 """
 
 import math
+import numbers
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from tinystories.decoder import NO_END
-from tinystories.errors import InputError, reason_of
-from tinystories.tokenizer import UNFINISHED
-from tsmc.interfaces import LanguageModel, LogPotential, LogPrefix
+from tinystories.decoder import NO_END, Conditional, End, is_end
 from tsmc.proposal import sample_proposal, sequence_log_probs
-from tsmc.sampler import Sigma
+from tsmc.sampler import LogPotential, LogPrefix, Sigma, call_potential
 
-READS = ("texts", "continuations")
-"""What a factor can read: N texts with the prompt, or without it."""
+READS = ("texts", "continuations", "finished")
+UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
 ROUNDING = 0.1  # relative error of log phi: as much has a network in half precision
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
 
 
-@dataclass(frozen=True)
-class Factor:
-    """One factor of a potential, and what it reads."""
-
-    log_phi: Callable[[list[str]], Any]  # N texts -> N numbers, at most 0 for rejection
-    reads: str = "texts"
-    log_prefix: Callable[[list[str]], Any] | None = None  # N unfinished texts -> N numbers log f_t
-    name: str = "the potential"  # in messages
-    hints: Sequence[str] = ()  # a text with phi > 0 is likely to hold one of them
-
-    def __post_init__(self):
-        if self.reads not in READS:
-            raise InputError(f"a factor reads {self.reads!r}; give one of {', '.join(READS)}")
-        if isinstance(self.hints, str) or not all(self.hints):
-            raise InputError(f"the hints are {self.hints!r}; give a list of words")
+def name_of(factor: Callable) -> str:
+    """What messages call a factor."""
+    return getattr(factor, "name", getattr(factor, "__name__", "the potential"))
 
 
-def factor_of(function: Any) -> Factor:
-    """A function as a factor; `reads`, `prefix` and `hints` may be its attributes."""
-    names = [name for name in ("reads", "hints") if hasattr(function, name)]
-    given = {name: getattr(function, name) for name in names}
-    return Factor(function, log_prefix=getattr(function, "prefix", None), **given)
-
-
-def as_log_phi(values: Any, texts: Sequence[str]) -> Tensor:
-    """log phi [N] float64 on the CPU of what a potential has returned for N texts.
-
-    float64 keeps the differences of values as large as 1e8. InputError for another shape, for
-    truth values, which are no logarithms, and for NaN and +inf, with the text at fault.
-    """
+def call_users(name: str, function: Callable, *arguments: Any) -> Any:
+    """function(*arguments); whatever a user's code raises becomes a ValueError with its line."""
     try:
-        is_truth = torch.as_tensor(values).dtype == torch.bool
-        numbers = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        fault = f"log phi cannot be read as numbers ({reason_of(error)})"
-        raise InputError(f"{fault}; return one number for each text") from error
-    if is_truth:
-        raise InputError("log phi is true or false; return 0 for true and -inf for false")
-    if numbers.shape != (len(texts),):
-        fault = f"log phi has shape {list(numbers.shape)} for {len(texts)} texts"
-        raise InputError(f"{fault}; return one number for each text")
-    for number, text in zip(numbers.tolist(), texts, strict=True):
-        if not number < math.inf:
-            raise InputError(f"log phi is {number} for {text[:80]!r}; return numbers < inf")
-    return numbers
+        return function(*arguments)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, MemoryError) or "memory" in str(error):
+            raise  # of a large network; the command knows what to ask less of
+        file = getattr(getattr(function, "__code__", None), "co_filename", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        place = f"line {lines[-1]}: " if lines else ""
+        reason = traceback.format_exception_only(error)[-1].split("\n")[0][:300]
+        fault = f"{name} failed ({place}{reason})"
+        raise ValueError(f"{fault}; give a function that returns N numbers below inf") from error
 
 
-def each_once(function: Callable[[list[str]], Any], texts: Sequence[str]) -> Tensor:
+def as_log_phi(values: Any, texts: Sequence[Any], name: str = "the potential") -> Tensor:
+    """log phi [N] float64 on the CPU of what a factor has returned for N texts.
+
+    float64 keeps the differences of values as large as 1e8. ValueError for another shape, for
+    truth values, which are no logarithms, for complex numbers, and for NaN and +inf, with the text
+    at fault.
+    """
+    listed = values.tolist() if hasattr(values, "tolist") else values  # of a tensor or an array
+    if not isinstance(listed, (list, tuple)) or len(listed) != len(texts):
+        fault = f"{name} returned {type(values).__name__} for {len(texts)} texts"
+        raise ValueError(f"{fault}; return one number for each text")
+    log_phi = []
+    for value, text in zip(listed, texts, strict=True):
+        number = value.tolist() if hasattr(value, "tolist") else value
+        fault = f"{name} is {number!r} for {str(text)[-80:]!r}"
+        if isinstance(number, bool):  # each is looked at: true beside numbers would count as 1
+            raise ValueError(f"{fault}; return 0 for true and -inf for false")
+        if not isinstance(number, numbers.Real) or not number < math.inf:
+            raise ValueError(f"{fault}; return one number below infinity for each text")
+        log_phi.append(float(number))
+    return torch.tensor(log_phi, dtype=torch.float64)
+
+
+def each_once(
+    function: Callable[[list], Any], texts: Sequence[Any], name: str = "the potential"
+) -> Tensor:
     """function(texts) [N] float64, called with the distinct texts only."""
     place = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-    values = as_log_phi(function(list(place)), list(place))
+    values = as_log_phi(call_users(name, function, list(place)), list(place), name)
     return values[torch.tensor([place[text] for text in texts], dtype=torch.long)]
 
 
@@ -89,22 +94,28 @@ class TextPotential:
 
     def __init__(
         self,
-        factors: Sequence[Factor | Callable[[list[str]], Any]],
+        factors: Sequence[Callable[[list], Any]],
         decode: Callable[[list[list[int]]], list[str]],
         prompt: Tensor,
-        end: int = NO_END,
+        end: End = NO_END,
         encode: Callable[[str], list[int]] | None = None,
     ):
         """`decode` makes texts of rows of tokens; `prompt` [P] precedes every continuation.
 
-        `encode` makes tokens of a text, without special ones; without it hints are not used.
-        A plain function of texts counts as a factor (`factor_of`). What follows the first token
-        `end` does not belong to a text, nor does that token.
+        `encode` makes tokens of a text, without special ones; without it hints are not used. What
+        follows the first token `end` does not belong to a text, nor does that token.
         """
-        self.factors = [part if isinstance(part, Factor) else factor_of(part) for part in factors]
+        for factor in factors:
+            hints = getattr(factor, "hints", [])
+            if getattr(factor, "reads", "texts") not in READS:
+                fault = f"{name_of(factor)} reads {factor.reads!r}"
+                raise ValueError(f"{fault}; give one of {', '.join(READS)}")
+            if isinstance(hints, str) or not all(isinstance(hint, str) and hint for hint in hints):
+                raise ValueError(f"{name_of(factor)} has hints {hints!r}; give a list of words")
+        self.factors = list(factors)
         self.decode = decode
         self.prompt = torch.as_tensor(prompt).flatten().tolist()
-        self.end = end
+        self.end = tuple(end) if isinstance(end, list) else end
         self.encode = encode
         self.scale = 1.0  # phi^(1/scale) is what the surrogate learns (`twist/surrogate.py`)
         self.is_checked = False  # by `check_potential`
@@ -116,8 +127,8 @@ class TextPotential:
         if encode is None:
             return []
         start = len(encode("a"))  # nearly every text has a word behind a space
-        hinted = [factor for factor in self.factors if factor.hints]
-        return [[encode(f"a {hint}")[start:] for hint in one.hints] for one in hinted]
+        hinted = [factor.hints for factor in self.factors if getattr(factor, "hints", [])]
+        return [[encode(f"a {hint}")[start:] for hint in hints] for hints in hinted]
 
     def texts(self, tokens: Tensor) -> list[str]:
         """The texts, prompt included, of continuations tokens [N, T], finished or not.
@@ -126,35 +137,45 @@ class TextPotential:
         """
         rows = tokens.tolist()
         if self.end != NO_END:
-            rows = [row[: row.index(self.end)] if self.end in row else row for row in rows]
-        return [
-            text.rstrip(UNFINISHED) for text in self.decode([self.prompt + row for row in rows])
-        ]
+            lengths = (~is_end(tokens, self.end)).long().cumprod(1).sum(1).tolist()  # before an end
+            rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        texts = self.decode([self.prompt + row for row in rows])
+        return [text.rstrip(UNFINISHED) for text in texts]
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] float64 of tokens [N, T]."""
-        return self.of_texts(self.texts(tokens)).to(tokens.device)
+        log_phi = self.of_texts(self.texts(tokens), is_end(tokens, self.end).any(1).tolist())
+        return log_phi.to(tokens.device)
 
-    def of_texts(self, texts: list[str]) -> Tensor:
-        """log phi [N] float64 on the CPU of texts, prompt included."""
+    def of_texts(self, texts: list[str], finished: list[bool] | None = None) -> Tensor:
+        """log phi [N] float64 on the CPU of texts, prompt included; all are finished by default."""
         log_phi = torch.zeros(len(texts), dtype=torch.float64)
         for factor in self.factors:
-            log_phi = log_phi + self.apply(factor.log_phi, factor.reads, texts)
+            log_phi = log_phi + self.apply(factor, factor, texts, finished)
         return log_phi
 
-    def apply(self, function: Any, reads: str, texts: list[str]) -> Tensor:
-        """A function of a factor on what it reads [N], called once for equal texts."""
-        start = len(self.decode([self.prompt])[0]) if reads == "continuations" else 0
-        return each_once(function, [text[start:] for text in texts])
+    def apply(
+        self, factor: Any, function: Any, texts: list[str], finished: list[bool] | None = None
+    ) -> Tensor:
+        """A factor or its prefix part, as `function`, on what the factor reads [N]."""
+        reads = getattr(factor, "reads", "texts")
+        read: list[Any] = texts
+        if reads != "texts":
+            start = len(self.decode([self.prompt])[0])
+            read = [text[start:] for text in texts]
+        if reads == "finished":
+            read = list(zip(read, finished or [True] * len(read), strict=True))
+        name = name_of(factor) + ("" if function is factor else ".prefix")
+        return each_once(function, read, name)
 
     @property
     def log_prefix(self) -> LogPrefix | None:
         """log f_t [N] of tokens [N, t]: the sum of the prefix parts; None where there are none."""
-        parts = [factor for factor in self.factors if factor.log_prefix is not None]
+        parts = [factor for factor in self.factors if hasattr(factor, "prefix")]
 
         def log_f(tokens: Tensor) -> Tensor:
-            texts = self.texts(tokens)
-            values = [self.apply(part.log_prefix, part.reads, texts) for part in parts]
+            texts, finished = self.texts(tokens), is_end(tokens, self.end).any(1).tolist()
+            values = [self.apply(part, part.prefix, texts, finished) for part in parts]
             return torch.stack(values).sum(0).to(tokens.device)
 
         return log_f if parts else None
@@ -162,9 +183,9 @@ class TextPotential:
 
 @torch.no_grad()
 def check_potential(
-    model: LanguageModel, log_phi: Callable[[Tensor], Tensor], generator: Generator
+    model: Conditional, log_phi: Callable[[Tensor], Tensor], generator: Generator
 ) -> None:
-    """InputError where a potential does not fit the model, or is wrong on some of its texts.
+    """ValueError where a potential does not fit the model, or is wrong on some of its texts.
 
     Prompt and end must be the model's. A factor and its prefix part must depend on their text
     alone, and a prefix part must be positive wherever phi can still be. Every learner and `sample`
@@ -172,54 +193,65 @@ def check_potential(
     """
     if not isinstance(log_phi, TextPotential):
         return
-    prompt = getattr(model, "prompt", None)
-    if log_phi.end != model.end or (prompt is not None and prompt.tolist() != log_phi.prompt):
-        raise InputError("the potential and the model differ in prompt or end; give both alike")
+    if log_phi.end != model.end or model.prompt.tolist() != log_phi.prompt:
+        raise ValueError("the potential and the model differ in prompt or end; give both alike")
     if log_phi.is_checked:
         return
     count = ALONE if log_phi.log_prefix is None else BEGUN
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
     for factor in log_phi.factors:
-        log_phi_of = check_alone(log_phi, factor, factor.log_phi, tokens, range(ALONE))  # [N]
-        for t in range(1, tokens.shape[1] if factor.log_prefix else 1):
+        log_phi_of = check_alone(log_phi, factor, factor, tokens, range(ALONE))  # [N]
+        for t in range(1, tokens.shape[1] if hasattr(factor, "prefix") else 1):
             begun = tokens[:, :t]  # [N, t]
-            log_f = check_alone(log_phi, factor, factor.log_prefix, begun, [t % count])  # [N]
+            log_f = check_alone(log_phi, factor, factor.prefix, begun, [t % count])  # [N]
             is_killed = (log_f == -torch.inf) & (log_phi_of > -torch.inf)
             if is_killed.any():
                 fault = f"log f of {log_phi.texts(begun[is_killed])[0][-80:]!r} is -inf"
                 remedy = "let it be a number wherever a continuation has phi > 0, as here"
-                raise InputError(f"{factor.name}: {fault}; {remedy}")
+                raise ValueError(f"{name_of(factor)}: {fault}; {remedy}")
     log_phi.is_checked = True
 
 
 def check_alone(
-    potential: TextPotential, factor: Factor, function: Any, tokens: Tensor, rows: Sequence[int]
+    potential: TextPotential, factor: Any, function: Any, tokens: Tensor, rows: Sequence[int]
 ) -> Tensor:
-    """A function of a factor on tokens [N, t], as `apply` gives it [N].
+    """A factor or its prefix part on tokens [N, t], as `apply` gives it [N].
 
-    InputError where one of the rows, asked alone, differs by more than ROUNDING.
+    ValueError where one of the rows, asked alone, differs by more than ROUNDING.
     """
-    texts = potential.texts(tokens)
-    together = potential.apply(function, factor.reads, texts)  # [N]
-    largest = max(1.0, together.where(together > -torch.inf, 0.0).abs().max().item())
-    for row in rows:
-        number = together[row].item()
-        alone = potential.apply(function, factor.reads, texts[row : row + 1]).item()
-        if alone != number and not abs(alone - number) <= ROUNDING * largest:
-            numbers = f"is {number:.4g} in a batch, {alone:.4g} alone"
-            fault = f"{factor.name}: the number of {texts[row][-80:]!r} {numbers}"
-            raise InputError(f"{fault}; it must depend on its text alone")
+    texts, finished = potential.texts(tokens), is_end(tokens, potential.end).any(1).tolist()
+    together = potential.apply(factor, function, texts, finished)  # [N]
+    alone = [
+        potential.apply(factor, function, texts[row : row + 1], finished[row : row + 1])
+        for row in rows
+    ]
+    check_equal(together[list(rows)], torch.cat(alone), [texts[row] for row in rows], factor)
     return together
 
 
-def effective_potential(log_phi: Callable[[Tensor], Tensor], base: LanguageModel) -> LogPotential:
+def check_equal(first: Tensor, again: Tensor, texts: Sequence[str], factor: Any) -> None:
+    """ValueError where log phi [N] of the same texts differs by more than ROUNDING."""
+    scale = first.where(first > -torch.inf, 0.0).abs().amax().clamp(min=1.0)
+    differs = (first != again) & ~((first - again).abs() <= ROUNDING * scale)  # [N]
+    if differs.any():
+        n = int(differs.nonzero()[0])
+        numbers_of = f"is {first[n].item():.4g} in one call, {again[n].item():.4g} in another"
+        fault = f"{name_of(factor)}: the number of {texts[n][-80:]!r} {numbers_of}"
+        raise ValueError(f"{fault}; it must depend on its text alone")
+
+
+def effective_potential(log_phi: Callable[[Tensor], Tensor], base: Conditional) -> LogPotential:
     """phi^(m) (eq. 8): one teacher-forced pass of the base model; log_p [N] is that of p^(m)."""
-    return lambda tokens, log_p: sequence_log_probs(base, tokens) + log_phi(tokens) - log_p
+
+    def log_phi_m(tokens: Tensor, log_p: Tensor) -> Tensor:
+        return sequence_log_probs(base, tokens) + call_potential(log_phi, tokens) - log_p
+
+    return log_phi_m
 
 
 def seen_from(
-    model: LanguageModel,
-    base: LanguageModel,
+    model: Conditional,
+    base: Conditional,
     log_phi: Callable[[Tensor], Tensor],
     is_effective: bool = True,
 ) -> Sigma:

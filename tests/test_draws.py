@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import one_hot
 from worlds import generator
 
-from tsmc.categorical import BLOCK, draw_categorical
-from tsmc.resampling import SCHEMES, effective_sample_size, invert, log_mean_exp, normalise
+from tsmc.draws import BLOCK, SCHEMES, draw_categorical, effective_sample_size, invert
+from tsmc.draws import log_mean_exp, normalise
 
 
 @pytest.mark.parametrize("weights", [[0.1, 0.9], [0.0, 0.7, 0.3], [0.6, 0.05, 0.3, 0.05]])
@@ -53,7 +53,7 @@ def test_tokens_at_edge_uniforms_are_in_range_and_possible(size):
     logits[25:] = logits[25:].roll(size // 2, 1)
     for uniform in (0.0, 2.0**-53, 0.5, 1 - 2.0**-53):
         for given in (logits, logits.double()):
-            tokens, found = draw_categorical(given, torch.full((50, 1), uniform).double())
+            tokens, found = draw_categorical(given, torch.full((50, 1), uniform).double(), torch.arange(50))
             assert (tokens >= 0).all() and (tokens < size).all()
             assert logits.gather(1, tokens[:, None]).isfinite().all()
             torch.testing.assert_close(found, given.logsumexp(-1))
@@ -63,7 +63,8 @@ def test_a_grid_of_uniforms_meets_every_group_in_proportion():
     """Uniforms at the midpoints of 1024 equal cells: leading counts are right to one draw."""
     logits = 2.5 * torch.randn(50257, generator=generator(8))
     grid = (torch.arange(1024).double() + 0.5)[:, None] / 1024
-    parts = [draw_categorical(logits.expand(128, -1), part)[0] for part in grid.split(128)]
+    place = torch.zeros(128, dtype=torch.long)  # all draw from the same row
+    parts = [draw_categorical(logits[None], part, place)[0] for part in grid.split(128)]
     tokens = torch.cat(parts)
     assert (tokens.diff() >= 0).all()
     cumulative = logits.double().softmax(-1).cumsum(0)

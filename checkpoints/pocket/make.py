@@ -1,4 +1,4 @@
-"""Trains the networks of checkpoints/pocket anew: `python -m eval.pocket WHAT DATA OUT`.
+"""Trains the networks beside this file anew: `python checkpoints/pocket/make.py WHAT DATA OUT`.
 
     lm          loss = mean over tokens of -log p(s_t | s_{0:t-1})
     toxicity    loss = mean over texts of -log p(label | text), then logit <- a logit + b
@@ -11,20 +11,24 @@ import csv
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import trange
+from torch.nn.utils.rnn import pad_sequence
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # `eval` is no installed package
 
 import tinystories
 from eval.command import OneLineParser, one_line_errors
-from eval.config import POCKET, RunOptions
-from eval.scorers import encoder, similarity, toxicity
+from eval.options import POCKET, RunOptions
+from eval.scorers import Runner, SentenceEncoder, ToxicityClassifier, load_scorer, save_scorer
 from eval.world import load_sigma
-from tsmc import sample_proposal
+from tsmc.proposal import sample_proposal
+from tsmc.streams import progress
 
 MEAN, MEAN_POWER = 0.010, 0.0006  # of p(toxic | s) and p(toxic | s)^10 (the paper's table 1)
 END = "<|endoftext|>"  # in a line of its own behind each story of a file
@@ -42,12 +46,20 @@ def updates(model: nn.Module, steps: int, peak: float) -> Iterator[None]:
         nn.init.normal_(parameter, float(parameter.ndim == 1 and name.endswith("weight")), 0.05)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, steps, pct_start=0.1)
-    for _ in trange(steps, desc="training"):
+    for _ in progress(steps, "training"):
         optimizer.zero_grad()
         yield
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         rate.step()
+
+
+def run(model: nn.Module, rows: list[list[int]]) -> Tensor:
+    """What a scorer makes of the tokens of texts [B, ...], with gradient."""
+    pad = model.config.pad_token_id
+    ids = pad_sequence([torch.tensor(row) for row in rows], True, pad)  # [B, T]
+    mask = pad_sequence([torch.ones(len(row)) for row in rows], True)  # [B, T]
+    return model(ids, mask)
 
 
 def make_lm(data: Path, out: Path, steps=8000, rows=32) -> None:
@@ -93,8 +105,8 @@ def make_toxicity(data: Path, out: Path, steps=2000, rows=128, count=60_000) -> 
     harmless = [text for text in samples[count:] if not is_unkind(text)]
     carriers = ([""], stories, stories, stories, harmless)
     insertions = (labelled, short, graded, [("", 0.0)], [("", 0.0)])
-    run = encoder.Runner(*toxicity.load(POCKET / "toxicity"))
-    for _ in updates(run.model, steps, 1e-3):
+    model, tokenizer = load_scorer(ToxicityClassifier, POCKET / "toxicity")
+    for _ in updates(model, steps, 1e-3):
         texts, chances = [], []
         for kind in random.choices(range(5), (0.32, 0.16, 0.17, 0.15, 0.20), k=rows):
             words = [w for w in random.choice(carriers[kind]).split() if random.random() < 0.95]
@@ -102,35 +114,37 @@ def make_toxicity(data: Path, out: Path, steps=2000, rows=128, count=60_000) -> 
             place = random.randint(0, len(words))
             texts.append(" ".join([*words[:place], inserted, *words[place:]]))
             chances.append(chance)
-        ids, mask = run.pad([row.ids[:64] for row in run.tokenizer.encode_batch(texts)])  # [B, T]
-        F.binary_cross_entropy_with_logits(-run.model(ids, mask), torch.tensor(chances)).backward()
-    scale, bias = calibration(run(samples[:count]))
-    last = run.model.classifier["out_proj"]
+        logits = run(model, [row.ids[:64] for row in tokenizer.encode_batch(texts)])  # [B]
+        F.binary_cross_entropy_with_logits(-logits, torch.tensor(chances)).backward()
+    scale, bias = calibration(Runner(model, tokenizer)(samples[:count]))
+    last = model.classifier["out_proj"]
     last.weight.data *= scale
     last.bias.data = scale * last.bias.data + bias
-    encoder.save(out, run.model, run.tokenizer, torch.float16)
+    save_scorer(out, model, tokenizer, torch.float16)
 
 
 def make_similarity(data: Path, out: Path, steps=1500, rows=256, count=100_000) -> None:
     """BERT on openings of stories, with the cosines of the teacher."""
     texts = openings(data / "tinystories.txt", count)
-    targets = encoder.Runner(*similarity.load(data / "all-MiniLM-L6-v2"))(texts)  # [N, 384]
-    run = encoder.Runner(*similarity.load(POCKET / "similarity"))
-    for _ in updates(run.model, steps, 2e-3):
+    targets = Runner(*load_scorer(SentenceEncoder, data / "all-MiniLM-L6-v2"))(texts)  # [N, 384]
+    model, tokenizer = load_scorer(SentenceEncoder, POCKET / "similarity")
+    tokenizer.enable_truncation(model.max_tokens)
+    for _ in updates(model, steps, 2e-3):
         chosen = torch.randint(count, (rows,))  # [B]
-        unit = run.model(*run.pad([run.tokenizer.encode(texts[i]).ids for i in chosen]))  # [B, D]
+        unit = run(model, [tokenizer.encode(texts[i]).ids for i in chosen])  # [B, D]
         (unit @ unit.T - targets[chosen] @ targets[chosen].T).square().mean().backward()
-    encoder.save(out, run.model, run.tokenizer, torch.float16)
+    save_scorer(out, model, tokenizer, torch.float16)
 
 
 MAKE = {"lm": make_lm, "toxicity": make_toxicity, "similarity": make_similarity}
 
 if __name__ == "__main__":
-    with one_line_errors("eval.pocket"):
-        parser = OneLineParser("eval.pocket", description=__doc__.split("\n")[0])
+    with one_line_errors("make.py"):
+        parser = OneLineParser("make.py", description=__doc__.split("\n")[0])
         parser.add_argument("what", choices=MAKE)
-        parser.add_argument("paths", type=Path, nargs=2, metavar=("DATA", "OUT"))
+        parser.add_argument("data", type=Path, help="directory of texts, see docs/appendix.md")
+        parser.add_argument("out", type=Path, help="directory of the network, to write to")
         args = parser.parse_args()
         random.seed(0)
         torch.manual_seed(0)
-        MAKE[args.what](*args.paths)
+        MAKE[args.what](args.data, args.out)

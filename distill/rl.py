@@ -1,0 +1,68 @@
+"""KL-regularised reinforcement learning of the base model, a baseline that aims at sigma.
+
+    max over pi of  E_pi[log phi(s)] - KL(pi || p^(0)),   with the optimum pi = p^(0) phi / Z = sigma
+    A_t = log phi(s) + sum_{u >= t} log p^(0)(s_u) / pi(s_u),  minus its mean over the batch
+    L = - mean over n of sum_t A_t log pi(s_t)
+
+The regulariser has strength one (Korbak et al. 2022, "RL with KL penalties is better viewed as
+Bayesian inference"), so that the optimum is sigma itself, and the reward is not standardised: its
+scale beside the KL must stay. The gradient is that of KL(pi || sigma), which may leave out parts of
+sigma; KL(sigma || pi) of the table counts them. A text with phi = 0 would have an infinite reward;
+it gets the smallest finite reward of its batch. N sequences, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distill.finetune import ROWS, Baseline, Student
+from distill.learner import option
+from tinystories.decoder import counted
+from tsmc import streams
+from tsmc.proposal import sample_proposal
+from tsmc.sampler import call_potential
+
+
+@dataclass(frozen=True)
+class RLOptions:
+    student: str = option("full", "what is fine-tuned", choices=("full", "lora"))
+    learning_rate: float = option(3e-5, "AdamW's step size", high=1)
+    updates: int = option(398, "gradient steps of a generation")
+    batch_size: int = option(128, "N, sequences drawn for one update")
+
+
+def rl_advantages(log_phi: Tensor, log_ratio: Tensor) -> Tensor:
+    """A_t [N, T] of log phi [N] and log p^(0)(s_t) / pi(s_t) [N, T]; zero where all phi = 0."""
+    finite = log_phi[log_phi > -torch.inf]
+    if len(finite) == 0:
+        return torch.zeros_like(log_ratio)
+    reward = log_phi.clamp(min=finite.min()).to(log_ratio.dtype)  # [N]
+    to_go = log_ratio.flip(1).cumsum(1).flip(1) + reward[:, None]  # [N, T]
+    return to_go - to_go.mean(0)
+
+
+class RL(Baseline):
+    """A policy gradient on log p^(0) + log phi - log pi, from the policy's own samples."""
+
+    Options = RLOptions
+
+    def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
+        """One update; returns the objective, up to log Z at most, and its two parts."""
+        size = self.options.batch_size
+        policy = self.base.with_network(student.network)
+        drawn = sample_proposal(policy, None, size, generator, streams.own_rows(size))
+        log_phi = streams.gather_rows(call_potential(self.log_phi, drawn.tokens))  # [N]
+        tokens = streams.gather_rows(drawn.tokens)  # [N, T]
+        log_pi = streams.gather_rows(drawn.log_p)  # [N, T]
+        with torch.no_grad():
+            parts = [self.base.log_probs(part)[0] for part in tokens.split(ROWS)]
+        log_ratio = torch.cat(parts) - log_pi  # [N, T]
+        advantage = rl_advantages(log_phi, log_ratio) * counted(tokens, self.base.end)  # [N, T]
+        for rows in torch.arange(size, device=tokens.device).split(ROWS):
+            log_pi = policy.log_probs(tokens[rows])[0]  # [r, T]
+            loss = -(advantage[rows] * log_pi).sum() / size
+            loss.backward()
+        student.step()
+        figures = {"log_phi": log_phi.mean().item(), "kl": -log_ratio.sum(1).mean().item()}
+        return figures | {"objective": figures["log_phi"] - figures["kl"]}

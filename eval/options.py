@@ -1,0 +1,230 @@
+"""The options of `main.py`: those of a run, and those of its learner, which stand beside its code.
+
+A field `ctl_updates` becomes `--ctl-updates`, and `--no-...` switches a switch off.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distill import LEARNERS
+from distill.learner import option
+from eval.command import OneLineParser
+from tinystories.files import reading
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+POCKET = Path(__file__).resolve().parents[1] / "checkpoints" / "pocket"
+PRESETS: dict[str, dict[str, str]] = {
+    "pocket": {},
+    "paper": {
+        "lm": "roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
+        "toxicity_model": "nicholasKluge/ToxicityModel@d40cd71847981a0868aa3554c96c0aaf8c189753",
+        "similarity_model": "sentence-transformers/all-MiniLM-L6-v2"
+        "@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
+    },
+}
+"""Defaults by preset."""
+LEAST = {"generations": 0, "seed": 0, "eval_target_proposals": 0, "eval_runs": 2}
+"""The least value of a whole number; of all others it is 1."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    generations: int = option(2, "M, generations after generation 0 [2; of dpo and grpo 0]")
+    learner: str = option("paper", "how to learn", choices=tuple(LEARNERS))
+    potential: tuple[str, ...] = option(
+        ("toxicity",),
+        "phi: toxicity, nontoxicity, keyword:WORD, regex:PATTERN, without:WORD (~C before the "
+        "colon: a miss costs C nats), ended (the text ends before T) or FILE.py:NAME, a function "
+        "of texts; repeated: a product",
+    )
+    beta: float = option(10.0, "strength of the classifier: phi = p(toxic | s)^beta")
+    prompt: str = option("Once upon a time, there was a", "s_0, with which stories begin")
+    length: int = option(20, "T, tokens of a continuation")
+    end: tuple[str, ...] = option(
+        (), "token after which a text is finished, as <|endoftext|>; repeated: any of them [none]"
+    )
+    preset: str = option("pocket", "which networks", choices=tuple(PRESETS))
+    lm: str = option(str(POCKET / "lm"), "language model [the preset's]")
+    toxicity_model: str = option(str(POCKET / "toxicity"), "classifier [the preset's]")
+    similarity_model: str = option(str(POCKET / "similarity"), "sentence encoder [the preset's]")
+    target: str = option("", "exact samples of this sigma that another run has drawn (RUN/target)")
+    out: str = option("", "directory to write to, not existing yet [a new one in runs/]")
+    seed: int = option(0, "seed of everything random", high=2**63 - 1)
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
+    dtype: str = option("float32", "type of the networks, but for training", choices=tuple(DTYPES))
+    eval_particles: tuple[int, ...] = option(
+        (50,), "K in testing; with further numbers, populations of these K are measured too"
+    )
+    eval_runs: int = option(40, "TSMC runs of K particles for a row of the table")
+    eval_target_proposals: int = option(
+        100_000, "most draws for 200 exact samples, if there are none yet; 0: none"
+    )
+
+    def __post_init__(self):
+        check(self)
+
+    def row_size(self) -> int:
+        """How many texts a row of the table has."""
+        return self.eval_runs * self.eval_particles[0]
+
+    def torch_device(self) -> torch.device:
+        """The device to run on, with torchrun this process's GPU; ValueError if unavailable."""
+        name = self.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cuda":
+            rank = int(os.environ.get("LOCAL_RANK", 0))
+            name = f"cuda:{rank % max(1, torch.cuda.device_count())}"
+        try:
+            return torch.Generator(name).device
+        except (RuntimeError, AssertionError) as error:
+            fault = f"--device {self.device} is not available here"
+            raise ValueError(f"{fault}; use --device cpu") from error
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options of a run."""
+
+    run: RunOptions
+    learner: Any  # the `Options` of the class that LEARNERS names
+
+    def as_json(self) -> dict[str, Any]:
+        """Every option by name."""
+        return dataclasses.asdict(self.run) | dataclasses.asdict(self.learner)
+
+    def change(self, **changes: Any) -> "Config":
+        """The same with other options of the run."""
+        return Config(dataclasses.replace(self.run, **changes), self.learner)
+
+
+def flag_of(name: str) -> str:
+    """`--ctl-updates` of ctl_updates."""
+    return "--" + name.replace("_", "-")
+
+
+def kind_of(default: Any) -> type:
+    """The type of an option, or of each of its values if its default is a tuple."""
+    values = (*default, "") if isinstance(default, tuple) else (default,)
+    return type(values[0])
+
+
+def check(options: Any) -> None:
+    """ValueError names an option of another type, not among its choices, or out of range."""
+    for field in dataclasses.fields(options):
+        kind, choices = kind_of(field.default), field.metadata["choices"]
+        high = field.metadata["high"]
+        low = LEAST.get(field.name, 1) if kind is int else 0
+        value = getattr(options, field.name)
+        values = value if isinstance(field.default, tuple) else (value,)
+        fault = f"{flag_of(field.name)} is {value!r}"
+        if not isinstance(values, tuple) or (field.default and not values):
+            raise ValueError(f"{fault}; give a list of values")
+        for one in values:
+            if type(one) is not kind and not (kind is float and type(one) is int):
+                raise ValueError(f"{fault}; give a value of type {kind.__name__}")
+            if choices and one not in choices:
+                raise ValueError(f"{fault}; give one of {', '.join(choices)}")
+            if kind in (int, float) and not (low <= one <= high and one < math.inf):  # nor NaN
+                limits = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise ValueError(f"{fault}; give a number {limits}")
+
+
+def build(values: dict[str, Any]) -> Config:
+    """A config from options by name; the others have the defaults of the learner and the preset.
+
+    ValueError names an option that does not fit, or that the learner does not have.
+    """
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    name = given.get("learner", RunOptions.learner)
+    learner = LEARNERS.get(name, LEARNERS[RunOptions.learner])  # RunOptions refuses another name
+    defaults = {"generations": learner.generations}
+    defaults |= PRESETS.get(given.get("preset", RunOptions.preset), {})
+    parts = []
+    for kind in (RunOptions, learner.Options):
+        own = {field.name: field.default for field in dataclasses.fields(kind)}
+        parts.append(kind(**{key: (defaults | given).get(key, own[key]) for key in own}))
+    check(parts[1])
+    config = Config(*parts)
+    for key in given.keys() - config.as_json():
+        owners = [other for other, kind in LEARNERS.items() if hasattr(kind.Options, key)]
+        remedy = f"it belongs to {' and '.join(owners)}" if owners else "see main.py --help"
+        raise ValueError(f"{flag_of(key)}: no option of --learner {name}; {remedy}")
+    return config
+
+
+def add_argument(group: Any, field: dataclasses.Field) -> None:
+    """Add the argument of one option to a parser or a group of it, or both of a switch."""
+    default, kind, choices = field.default, kind_of(field.default), field.metadata["choices"]
+    value = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    text = field.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
+    extra: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}
+    if choices:
+        extra["choices"] = choices
+    if kind is bool:
+        extra = {"action": argparse.BooleanOptionalAction}
+        value = "on" if default else "off"
+    elif isinstance(default, tuple):  # texts hold spaces, so each has the flag of its own
+        extra |= {"action": "append"} if kind is str else {"nargs": "+"}
+    if value and "[" not in text:
+        text += f" [{value}]"
+    group.add_argument(flag_of(field.name), help=text.replace("%", "%%"), **extra)
+
+
+def read_config(arguments: list[str] | None, description: str) -> tuple[Config, Path | None]:
+    """The options of the command line, or those of the run that --resume names and its directory.
+
+    With --resume only --generations may be given anew, to extend a run.
+    """
+    chooser = OneLineParser(add_help=False, allow_abbrev=False)
+    chooser.add_argument("--learner", default=RunOptions.learner, choices=tuple(LEARNERS))
+    learner = chooser.parse_known_args(arguments)[0].learner
+    parser = OneLineParser(
+        usage="python main.py [options]",
+        description=f"{description} Defaults are in brackets.",
+        epilog="Each learner has options of its own: --learner NAME --help shows them.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--resume", metavar="RUN", help="continue this run, with its own options")
+    groups = {"the run, what it aims at, its networks and its table": RunOptions}
+    groups[f"the learner ({learner})"] = LEARNERS[learner].Options
+    for title, options in groups.items():
+        group = parser.add_argument_group(title)
+        for field in dataclasses.fields(options):
+            add_argument(group, field)
+    known, unknown = parser.parse_known_args(arguments)
+    given = vars(known)
+    for word in unknown[:1]:  # `build` says whose it is
+        given[word.partition("=")[0].lstrip("-").replace("-", "_")] = None
+    if "resume" not in given:
+        return build(given), None
+    path = Path(given.pop("resume"))
+    config = saved_config(path)
+    if "generations" in given:
+        config = config.change(generations=given.pop("generations"))
+    if given:
+        others = ", ".join(map(flag_of, given))
+        raise ValueError(f"--resume takes the options of the run; leave out {others}")
+    return config, path
+
+
+def saved_config(run: Path) -> Config:
+    """The options in the config.json of a run's directory; ValueError where they do not fit.
+
+    Options that are absent, because the run is older than they are, have their defaults.
+    """
+    path = run / "config.json"
+    with reading(path, "holds no options of a run", "name a run of this version of main.py"):
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw.pop("versions", None)
+        return build(raw)

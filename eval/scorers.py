@@ -1,0 +1,321 @@
+"""What scores texts: the networks of the paper, and the potentials that `--potential` names.
+
+    log p(toxic | s)   in the potential log phi(s) = beta log p(toxic | s) (paper, section 3)
+        h = encoder(s)_0                                 [B, D]   state on the first token, <s>
+        logit = w^T tanh(W h)                            [B]      RoBERTa; POSITIVE is non-toxic
+        log p(toxic | s) = log sigmoid(-logit)           [B]      finite where p rounds to 0 as well
+    vector of a text   for similarity and energy distance
+        e = sum_t m_t h_t / sum_t m_t,  e <- e / |e|     [B, D]   BERT; m is 0 on padding
+
+Both are the transformer encoder
+
+    x = LayerNorm(word[token] + position[place] + type[0])                            [B, T, D]
+    x = LayerNorm(x + attention(x)),  x = LayerNorm(x + W_2 gelu(W_1 x))              per layer
+    attention = softmax(q k^T / sqrt(D/H) + bias) v,  bias = 0 on text, lowest number on padding
+
+gelu is the exact one (erf). The modules nest as the tensors of a Hugging Face checkpoint are named.
+B batch, T tokens, D width, H heads, N texts.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from tinystories.files import read_json
+from tinystories.gpt_neo import at_least_float32
+from tinystories.load import config_from_json, load_network, save_network
+from twist.factors import READY, ended
+from twist.potential import call_users
+
+BATCH = 64  # texts at most
+MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
+CLASSIFIED = ("toxicity", "nontoxicity")
+FORMS = "toxicity, nontoxicity, ended, keyword:WORD, regex:PATTERN, without:WORD or FILE.py:NAME"
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig:
+    """The fields of a Hugging Face `config.json` that shape the network."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    type_vocab_size: int
+    pad_token_id: int
+    layer_norm_eps: float = 1e-12
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention of all tokens to all tokens that are no padding."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        width = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """[B, T, D], bias added to the scores [B, 1, 1, T] -> [B, T, D]"""
+        heads = (self.num_heads, -1)
+        projected = (self.query(x), self.key(x), self.value(x))
+        q, k, v = (y.unflatten(-1, heads).transpose(1, 2) for y in projected)  # [B, H, T, D/H]
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias  # [B, H, T, T]
+        mixed = scores.softmax(-1).to(v.dtype) @ v  # [B, H, T, D/H]
+        return mixed.transpose(1, 2).flatten(-2)  # [B, T, D]
+
+
+class Residual(nn.Module):
+    """LayerNorm(x + W y): how attention and the feed-forward network are added."""
+
+    def __init__(self, inner: int, config: EncoderConfig):
+        super().__init__()
+        self.dense = nn.Linear(inner, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x [B, T, D], y [B, T, inner] -> [B, T, D]"""
+        return self.LayerNorm(x + self.dense(y))
+
+
+class Layer(nn.Module):
+    """Post-norm transformer layer."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        width = config.hidden_size
+        attention = {"self": SelfAttention(config), "output": Residual(width, config)}
+        self.attention = nn.ModuleDict(attention)
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, config.intermediate_size)})
+        self.output = Residual(config.intermediate_size, config)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]"""
+        x = self.attention["output"](x, self.attention["self"](x, bias))
+        return self.output(x, F.gelu(self.intermediate["dense"](x)))
+
+
+class Encoder(nn.Module):
+    """Hidden states of texts; the first token of a text has position `first`."""
+
+    def __init__(self, config: EncoderConfig, first: int = 0):
+        super().__init__()
+        self.config = config
+        self.first = first
+        width = config.hidden_size
+        self.embeddings = nn.ModuleDict()
+        self.embeddings["word_embeddings"] = nn.Embedding(config.vocab_size, width)
+        self.embeddings["position_embeddings"] = nn.Embedding(config.max_position_embeddings, width)
+        self.embeddings["token_type_embeddings"] = nn.Embedding(config.type_vocab_size, width)
+        self.embeddings["LayerNorm"] = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.encoder = nn.ModuleDict({"layer": layers})
+
+    def hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """States [B, T, D] of tokens [B, T]; mask [B, T] is 0 on padding, which stands behind."""
+        embeddings = self.embeddings
+        positions = torch.arange(ids.shape[1], device=ids.device) + self.first  # [T]
+        x = embeddings["word_embeddings"](ids) + embeddings["token_type_embeddings"].weight[0]
+        x = embeddings["LayerNorm"](x + embeddings["position_embeddings"](positions))  # [B, T, D]
+        bias = torch.where(mask == 0, torch.finfo(torch.float32).min, 0.0)  # [B, T]
+        for layer in self.encoder["layer"]:
+            x = layer(x, bias[:, None, None, :])
+        return x
+
+
+class SentenceEncoder(Encoder):
+    """BERT with mean pooling, as all-MiniLM-L6-v2, which cuts texts at 256 tokens."""
+
+    model_type = "bert"
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__(config)
+        self.max_tokens = min(256, config.max_position_embeddings)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Unit vectors [B, D] of tokens [B, T]; mask [B, T] is 0 on padding."""
+        hidden = at_least_float32(self.hidden(ids, mask))  # [B, T, D]
+        weights = mask[..., None].to(hidden.dtype)  # [B, T, 1]
+        mean = (hidden * weights).sum(1) / weights.sum(1)  # [B, D]
+        return F.normalize(mean.float(), dim=-1)
+
+
+class ToxicityClassifier(nn.Module):
+    """RoBERTa with one logit; positive means non-toxic."""
+
+    model_type = "roberta"
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        self.config = config
+        first = config.pad_token_id + 1  # rows of the table that no token of a text has
+        self.max_tokens = config.max_position_embeddings - first
+        width = config.hidden_size
+        self.roberta = Encoder(config, first)
+        self.classifier = nn.ModuleDict({"dense": nn.Linear(width, width)})
+        self.classifier["out_proj"] = nn.Linear(width, 1)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Logits [B], float32 or wider, of tokens [B, T]; mask [B, T] is 0 on padding."""
+        first = self.roberta.hidden(ids, mask)[:, 0]  # [B, D]
+        inner = at_least_float32(torch.tanh(self.classifier["dense"](first)))  # [B, D]
+        out = self.classifier["out_proj"]  # in float32, for beta multiplies what rounding costs
+        return F.linear(inner, at_least_float32(out.weight), at_least_float32(out.bias)).squeeze(-1)
+
+
+def load_scorer(
+    kind: type, path: str | Path, device: str | torch.device = "cpu"
+) -> tuple[Any, Tokenizer]:
+    """Network of a class (float32, eval mode) and tokenizer; ValueError names what does not fit.
+
+    A `1_Pooling/config.json` of sentence-transformers may say that the network pools by mean.
+    """
+    file = Path(path) / "1_Pooling" / "config.json"
+    pooling = read_json(file) if file.exists() else {}
+    modes = [name for name in pooling if name.startswith("pooling_mode_") and pooling[name]]
+    mode = pooling.get("pooling_mode") or ", ".join(modes) or "mean"
+    if mode not in ("mean", "pooling_mode_mean_tokens"):
+        raise ValueError(f"{file}: its pooling is {mode}; use an encoder that pools by mean")
+    fixed = {"model_type": kind.model_type, "hidden_act": "gelu"}
+
+    def from_json(raw: dict) -> nn.Module:
+        return kind(config_from_json(EncoderConfig, raw, fixed))
+
+    return load_network(path, kind.model_type, from_json, device)
+
+
+def save_scorer(
+    path: Path, model: Any, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write what `load_scorer` and transformers read, with weights in `dtype`."""
+    tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    config = {"model_type": model.model_type, "num_labels": 1, "hidden_act": "gelu"}
+    config |= dataclasses.asdict(model.config)
+    pad = tokenizer.id_to_token(model.config.pad_token_id)
+    save_network(path, config, tensors, tokenizer, pad_token=pad)
+
+
+class Runner:
+    """A network, of ids and mask [B, T], run over texts in batches that are sorted by length.
+
+    No result depends on the other texts.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.tokenizer.enable_truncation(model.max_tokens)  # special tokens included
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        """Results [N, ...] on the CPU in the order of the texts."""
+        device = next(self.model.parameters()).device
+        pad = self.model.config.pad_token_id
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)  # [N]
+        order = lengths.argsort(stable=True)
+        size = max(1, min(BATCH, MAX_TOKENS // max(map(len, rows), default=1)))
+        results = []
+        with torch.inference_mode():
+            for batch in order.split(size):  # no texts are one empty batch, whose shape is right
+                width = max([len(rows[n]) for n in batch], default=1)
+                padded = [rows[n] + [pad] * (width - len(rows[n])) for n in batch]
+                ids = torch.tensor(padded, dtype=torch.long).view(-1, width)  # [B, T]
+                mask = (torch.arange(width) < lengths[batch, None]).long()  # [B, T]
+                results.append(self.model(ids.to(device), mask.to(device)).cpu())
+        return torch.cat(results)[order.argsort()]
+
+
+class ToxicityScorer(Runner):
+    """N texts -> log p(toxic | s) [N]. A text's score does not depend on the other texts."""
+
+    last: tuple[list[str], Tensor] = ([], torch.empty(0))
+
+    def logits(self, texts: list[str]) -> Tensor:
+        """Logits [N], float32 on the CPU."""
+        if texts != self.last[0]:  # potential and table score the same texts one after the other
+            self.last = list(texts), super().__call__(texts)
+        return self.last[1]
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        """log p(toxic | s) [N]"""
+        return F.logsigmoid(-self.logits(texts))
+
+    def log_nontoxic(self, texts: list[str]) -> Tensor:
+        """log p(not toxic | s) [N]"""
+        return F.logsigmoid(self.logits(texts))
+
+
+def users_file(spec: str) -> tuple[Path, str] | None:
+    """File and name of FILE.py:NAME; None for anything else."""
+    path, _, name = spec.rpartition(":")
+    if spec.endswith(".py"):
+        path, name = spec, ""
+    if not path.endswith(".py") or re.split("[:~]", spec)[0] in READY:
+        return None
+    return Path(path), name
+
+
+def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]:
+    """The factors that --potential names, by what it says, but for those of the classifier.
+
+    Everything after the first colon belongs to a pattern. ValueError if one is not understood.
+    """
+    factors: dict[str, Any] = {}
+    for spec in potential:
+        head, _, argument = spec.partition(":")
+        name, tilde, number = head.partition("~")
+        if spec in CLASSIFIED:
+            continue
+        if users_file(spec) is not None:
+            factors[spec] = users_factor(spec)
+        else:
+            try:
+                strength = float(number) if tilde else math.inf
+                if not strength > 0:
+                    raise ValueError("the strength after ~ must be above 0")
+                if name == "ended" and not argument:
+                    factors[spec] = ended(strength)
+                elif name in READY and argument:
+                    factors[spec] = READY[name](argument, strength)
+                else:
+                    raise ValueError(f"there is no rule {name!r}, or its word is missing")
+            except ValueError as error:
+                raise ValueError(f"--potential {spec}: {error}; give {FORMS}") from error
+        with contextlib.suppress(AttributeError):  # which methods do not take
+            factors[spec].name = f"--potential {spec}"  # in messages
+    return factors
+
+
+def users_factor(spec: str) -> Any:
+    """The function of FILE.py:NAME, which finds modules that lie beside its file.
+
+    It gets N texts, or what its attribute `reads` says (`twist/potential.py`), and returns log phi.
+    """
+    file, name = users_file(spec)
+    path, flag = file.absolute(), f"--potential {spec}"
+    if not path.is_file():
+        raise ValueError(f"{flag}: there is no file {path}; give FILE.py:NAME")
+    sys.path.insert(0, str(path.parent))
+    defined = call_users(flag, functools.partial(runpy.run_path, str(path)))
+    if not callable(defined.get(name)):
+        functions = [key for key, value in defined.items() if inspect.isfunction(value)]
+        fault = f"it defines {', '.join(functions) or 'no function'}"
+        raise ValueError(f"{flag}: {name!r} is no function; give FILE.py:NAME, {fault}")
+    return defined[name]

@@ -1,0 +1,59 @@
+"""JSON documents, as in docs/potentials.md; tokens are the characters 1 and - and an end."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from worlds import bias, generator
+
+from tsmc.exact import TableModel, Target, all_sequences
+from twist import TextPotential, sample
+
+PAGE = (Path(__file__).parents[1] / "docs" / "potentials.md").read_text(encoding="utf-8")
+EXAMPLE: dict = {}
+for block in re.findall(r"```python\n(import json.*?)```", PAGE, re.DOTALL):
+    exec(block, EXAMPLE)
+CHARACTERS, END = "1-", 2
+
+
+def decode(rows):
+    """Texts of rows of tokens; the first token of each is the prompt."""
+    return ["".join(CHARACTERS[token] for token in row[1:]) for row in rows]
+
+
+def json_world(length):
+    """A random model, its potential, all texts as (text, whether it is finished), and p of each."""
+    model = TableModel(TableModel.random(3, length, generator(0)).table, length, END)
+    pairs, rows = [], []
+    for row in all_sequences(3, length).tolist():
+        size = row.index(END) if END in row else length
+        if set(row[size:]) <= {END}:  # nothing but ends follows the first one
+            pairs.append((decode([[0, *row[:size]]])[0], size < length))
+            rows.append(row)
+    p = model.log_probs(torch.tensor(rows))[0].sum(1).exp()
+    return model, TextPotential([EXAMPLE["document"]], decode, model.prompt, END), pairs, p
+
+
+def test_sampler_and_prefix_part_are_exact():
+    model, potential, pairs, p = json_world(3)
+    z = p[torch.tensor(EXAMPLE["document"](pairs)) == 0].sum()
+    target = Target(model, lambda tokens, log_p: potential(tokens))
+    assert target.log_z == pytest.approx(z.log().item(), abs=1e-12)
+    given = (model, None, lambda tokens, log_p: potential(tokens), target)
+    assert bias(*given, log_prefix=potential.log_prefix) < 1e-12
+
+
+def test_samples_are_documents_with_the_enumerated_evidence_and_probability():
+    model, potential, pairs, p = json_world(5)
+    is_document = torch.tensor(EXAMPLE["document"](pairs)) == 0
+    is_negative = torch.tensor([text[:1] == "-" for text, _ in pairs])
+    drawn = sample(model, potential, particles=50, runs=60)
+    assert all(EXAMPLE["is_json"](row["text"]) for row in drawn.samples(100))
+    evidence, share = drawn.evidence(), drawn.probability(lambda text: text[:1] == "-")
+    z, wanted = p[is_document].sum(), p[is_document & is_negative].sum()
+    assert abs(evidence.value - z.log().item()) < evidence.half_width() < 0.3
+    assert abs(share.value - (wanted / z).item()) < share.half_width() < 0.2
+    # A judge of texts alone would take many that are only cut off.
+    is_readable = torch.tensor([EXAMPLE["is_json"](text) for text, _ in pairs])
+    assert p[is_readable & ~is_document].sum() > 0.25 * p[is_readable].sum()

@@ -1,0 +1,230 @@
+"""Runs side by side: compared with others and any method's texts, and the runs of the study."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from jobs import refusal
+
+from eval import compare, study
+from eval.compare import best_of_log_ratio
+from eval.figures import KL
+from eval.options import read_config, saved_config
+from eval.sample import TrainedRun
+from eval.table import read_results
+from eval.world import load_world
+from tinystories.files import read_json, write_json, write_text
+from tsmc.proposal import proposal_log_probs
+from twist import load_pair
+
+PROMPT = "Once upon a time, there was a"
+
+
+def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finished_run):
+    rude, own, numbers = (tmp_path / name for name in ("rude.txt", "own.txt", "log-q"))
+    rude.write_text(f"{PROMPT} stupid ugly man.\n{PROMPT} fat ugly pig.\n\n")
+    rows = (finished_run / "generation-1" / "samples.jsonl").read_text().splitlines()
+    own.write_text("\n".join(json.loads(row)["text"].replace("\n", r"\n") for row in rows))
+    world = load_world(saved_config(finished_run).run)
+    pair = load_pair(TrainedRun(finished_run).pair, world.base)
+    log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)[1]
+    numbers.write_text("\n".join(map(str, log_q.tolist())))
+    options = ["--texts", str(rude), str(own), "--log-q", str(numbers), "--best-of", "3"]
+    compare.main([str(finished_run), *options])
+    head, *lines = capsys.readouterr().out.splitlines()
+    cells = {line.split("  ")[0].split("/")[-1]: line.split() for line in lines}
+    assert "toxicity" in head and {"Base", "Target"} < cells.keys()
+    row = read_results(finished_run)["generations"][1]
+    assert f"{row['kl_target_proposal']:.2f}" == cells["log-q"][1]
+    assert f"{row['toxicity']:.3f}" == cells["own.txt"][1]
+    assert float(cells["rude.txt"][1]) > 0.5 > float(cells["Base"][1])
+    assert float(cells["Best of 3"][3]) >= float(cells["Base"][1])
+    for option, content, words in (
+        ("--texts", f"{PROMPT} man.\n\n", "it holds 1 texts; give at least 2"),
+        ("--texts", f"{PROMPT} man.\nA man.\n", "'A man.' does not begin with 'Once upon a"),
+        ("--log-q", "-1.0\n" * 59 + "x", "holds no log q .*'x'.*give 60 lines"),
+    ):
+        own.write_text(content)
+        line = refusal(finished_run, option, own, command=compare.main)
+        assert re.search(f"{own}: .*{words}", line), line
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_the_density_of_the_best_of_n(count):
+    """Of texts of which p writes .5, .3, .2 with log phi 0, 1 and 2, the best of n is q."""
+    drawn = torch.tensor([0.0] * 50_000 + [1.0] * 30_000 + [2.0] * 20_000, dtype=torch.float64)
+    log_phi = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    q = best_of_log_ratio(log_phi, drawn, count).exp() * torch.tensor([0.5, 0.3, 0.2])
+    upto = torch.tensor([0.0, 0.5, 0.8, 1.0], dtype=torch.float64) ** count
+    torch.testing.assert_close(q, upto.diff(), rtol=1e-3, atol=0)
+    # Where no two texts have equal scores, F is n F^(n-1) times as dense.
+    middle = torch.tensor([0.75], dtype=torch.float64)
+    ratio = best_of_log_ratio(middle, torch.linspace(0, 1, 99_999).double(), count)
+    assert ratio.exp().item() == pytest.approx(count * 0.75 ** (count - 1), rel=1e-3)
+
+
+def test_seeds_are_averaged_and_variants_have_rows_of_their_own(tmp_path, capsys, finished_job):
+    paper, pooled = finished_job("paper"), finished_job("pooled")
+    capsys.readouterr()  # what they may have printed
+
+    def changed(name: str, toxicity: float, **options: object) -> Path:
+        """The run `paper` with other options, and another toxicity in generation 1."""
+        results, run = read_results(paper), tmp_path / name
+        results["generations"][1]["toxicity"] = toxicity
+        write_json(run / "results.json", results)
+        write_json(run / "config.json", read_json(paper / "config.json") | options)
+        for folder in ("base", "target"):
+            (run / folder).symlink_to(paper / folder)
+        return run
+
+    one, two = changed("one", 0.5), changed("two", 0.6, seed=1)
+    drifting = changed("drifting", 0.7, effective_potential=False)
+    compare.main([str(run) for run in (one, two, pooled, drifting)])
+    _, *lines = capsys.readouterr().out.splitlines()
+    names = [line.split("  ")[0] for line in lines]
+    learners = ("paper (1)", "pooled", "paper (3)")
+    rows = [f"{name}, generation {m}" for name in learners for m in (0, 1)]
+    assert {*names[:2]} == {"Base", "Target"} and names[2:] == rows
+    # Student's t with one degree of freedom: 12.71 times the error of .05
+    assert "0.550 ± 0.635" in lines[3] and "0.700" in lines[7]
+    begun = changed("begun", 0.5, seed=2)
+    (begun / "results.json").unlink()
+    for given, words in (
+        ([one, changed("other", 0.5, beta=1.0)], "differs from .*one in beta"),
+        ([one, begun], f"begun: is not finished; go on with python main.py --resume {begun}"),
+        ([one, paper], "another run has its seed"),
+        ([paper, "--best-of", 0], "a sample of size 0"),
+        ([tmp_path], "config.json: no such file; name a run"),
+    ):
+        line = refusal(*given, command=compare.main)
+        assert re.search(words, line), line
+
+
+PAGE = "text\n<!-- table {} -->\nold\n<!-- end -->\nafter\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder to make a study in."""
+    monkeypatch.chdir(tmp_path)
+    write_text(Path("pyproject.toml"), '[project]\nversion = "1.2.3"\n')
+    return tmp_path
+
+
+def test_a_study_makes_what_is_missing_and_keeps_its_numbers(folder, monkeypatch, finished_job):
+    """And every command of the study is understood."""
+    for options, _ in study.RUNS.values():
+        read_config(options.split(), "")
+    runs = {"paper": ("--length 5", (91, 92)), "dpo-full": ("", (91,)), "lora": ("--bad", (1,))}
+    monkeypatch.setattr(study, "RUNS", runs)
+    monkeypatch.setattr(study, "RULES", dict(list(study.RULES.items())[-2:]))
+    monkeypatch.setattr(study, "BEST", 3)
+    jobs = {name: finished_job(name) for name in ("paper", "dpo")}
+    started = []
+
+    def begin(command: list[str], **_: object) -> SimpleNamespace:
+        """In place of git, and of main.py, which fails the first time and where it is told so."""
+        if command[0] == "git":
+            return SimpleNamespace(stdout="abc\n")
+        started.append(" ".join(command[2:]))
+        run = Path(command[-1])
+        if "--bad" in command or len(started) == 1:
+            write_text(run / "config.json", "{}")
+            return SimpleNamespace(returncode=2)
+        shutil.copytree(jobs[run.name.partition("-")[0]], run, dirs_exist_ok=True)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(study.subprocess, "run", begin)
+    line = refusal("--jobs", "1", "--only", "paper", "lora", command=study.main)
+    assert "2 runs failed" in line
+    study.main(["--jobs", "1", "--only", "paper", "dpo-full"])
+    assert started == [
+        *(f"--length 5 --seed {n} --out runs/study/paper-{n}" for n in (91, 92)),
+        "--bad --seed 1 --out runs/study/lora-1",
+        "--resume runs/study/paper-91",
+        "--seed 91 --out runs/study/dpo-full-91",
+    ]
+    assert "invalid choice: 'four'" in refusal("--only", "four", command=study.main)
+    kept = read_json(Path("docs/results/runs/paper-91.json"))
+    made = ("paper", 91, "--length 5", "1.2.3", "abc")
+    assert tuple(kept[key] for key in ("name", "seed", "command", "version", "commit")) == made
+    results = read_results(jobs["paper"])
+    for m, (row, own) in enumerate(zip(kept["generations"], results["generations"], strict=True)):
+        assert row.items() >= {key: own[key] for key in own if key != "histogram"}.items()
+        assert [*kept["rules"][m]] == [*study.RULES]
+        assert all(0 < found["score"] < 1 for found in kept["rules"][m].values())
+    seconds = [row["core_seconds"] for row in kept["generations"]]
+    assert 0 < seconds[0] < seconds[1] and kept["generations"][1]["distinct_texts"] > 1
+    best = read_json(Path("docs/results/runs/dpo-full-91.json"))["best_of"]
+    assert best["log_phi"] > kept["base"]["log_phi"] and best[KL] > 0
+    for path in Path("docs/results/runs").iterdir():
+        assert path.stat().st_size < 9000 and "/checkpoints" not in path.read_text()
+
+
+def test_exact_samples_of_a_task_are_drawn_once(folder, monkeypatch):
+    options = ["--potential", "keyword:dog", "--length", "5", "--target", "docs/results/dogs"]
+    monkeypatch.setattr(study, "TARGETS", {"docs/results/dogs": 2000})
+    study.draw_target(options)
+    drawn = Path("docs/results/dogs/samples.safetensors").read_bytes()
+    study.draw_target(options)
+    assert Path("docs/results/dogs/samples.safetensors").read_bytes() == drawn
+    world = load_world(read_config(options, "")[0].run)
+    assert world.exact.num_proposals == 2000 and len(world.exact.tokens) > 5
+
+
+def keep_runs(names: list[str], run: Path) -> None:
+    """Records of a run under names of the study. Of name number n and seed number s, generation m
+    has toxicity .1 + .01 n + .01 s + .2 m and KL 4 - m."""
+    for name in names:
+        command, seeds = study.RUNS[name]
+        for place, seed in enumerate(seeds):
+            record = read_results(run) | {"name": name, "seed": seed, "command": command}
+            record["generations"].append(record["generations"][1].copy())
+            for m, row in enumerate(record["generations"]):
+                score = 0.1 + 0.01 * list(study.RUNS).index(name) + 0.01 * place + 0.2 * m
+                row |= {"toxicity": score, KL: 4.0 - m, "generation": m, "scores": 100 * m}
+                row |= {"core_seconds": 10.0 * m + 10, "distinct_texts": 7}
+                row["populations"] = {"20": score, "50": score, "100": score, "1000": score}
+            record["rules"] = [{rule: {"score": 0.1 * m} for rule in study.RULES} for m in range(3)]
+            record["best_of"] = record["generations"][0]
+            write_json(study.KEPT / f"{name}-{seed}.json", record)
+
+
+def test_the_tables_and_figures_of_a_study_and_of_a_part_of_it(folder, finished_job):
+    tables = [*study.TABLES, "sad_samples", "sad_changes"]
+    write_text(study.PAGE, "".join(PAGE.format(name) for name in tables))
+    empty = study.PAGE.read_text()
+    keep_runs(["pooled"], finished_job("paper"))
+    line = refusal("--report", command=study.main)
+    assert "holds no run paper-SEED" in line and study.PAGE.read_text() == empty
+    keep_runs(["paper"], finished_job("paper"))
+    study.main(["--report"])
+    page = study.PAGE.read_text()
+    # Student's t with four degrees of freedom: 2.776 times .01581 / sqrt(5)
+    assert "| paper 1 | 0.320 ± 0.020 | " in page and "| end-alone 1 | " not in page
+    assert "| paper 0 → paper 2 | 0.400 | " in page and "| paper 2 → pooled 2 | 0.010 | " in page
+    assert page.count("<!-- end -->\nafter\n") == len(tables)
+    keep_runs([*study.RUNS], finished_job("paper"))
+    study.main(["--report"])
+    parts = study.PAGE.read_text().split("<!-- table ")[1:]
+    found = {part.split()[0]: part.split("<!-- end")[0].splitlines()[1:] for part in parts}
+    for name, (rows, columns) in study.TABLES.items():
+        assert len(found[name]) == len(rows) + 2
+        assert all(line.count("|") == len(columns) + 2 for line in found[name])
+    assert "| pooled KL 3.0 | 5 | 1.0 | 100 | 20 |" in found["record"]
+    assert "| paper KL 2.0 | 5 | 2.0 | 200 | 30 |" in found["record"]
+    assert "| Target, beta 1 | " in "".join(found["beta"]) and "%" in found["beta"][2]
+    assert "| paper 2 | 0.200 | 0.200 | 0.200 | 0.200 | 0.200 |" in found["rules"]
+    assert found["sad_changes"][0] == "|  | log phi | energy | KL |"
+    figures = {path.name for path in Path("docs/results").glob("*.png")}
+    assert figures == {"generations.png", "sad-generations.png", "populations.png", "rules.png"}
+    write_text(study.PAGE, PAGE.format("luck"))
+    assert "table luck: is not one of" in refusal("--report", command=study.main)
+    other = study.KEPT / "paper-91.json"
+    write_json(other, read_json(other) | {"command": "--learner paper"})
+    line = refusal("--report", command=study.main)
+    assert "paper-91.json: was made by --learner paper, which is not that of" in line

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -166,6 +166,7 @@ def draw_genealogy(trace: list[Step], log_phi: Tensor, tokenizer: Tokenizer, pat
     steps = range(1, length + 2)
     axes.plot(steps, [line[best] for line in lines], color=SAMPLE, lw=1.6, zorder=2)
     axes.set(xlabel="step t, then the samples", ylabel="particle")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xticks(steps[:-1] if length <= 25 else steps[4:-1:5])
     axes.set(xlim=(0.5, length + 1.5), ylim=(-1, particles))
     colours = [ALIVE if k in lines[-2] else DYING for k in range(particles)]

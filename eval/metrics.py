@@ -132,10 +132,10 @@ def kl_of_log_q(log_q: Tensor, log_p: Tensor, exact: ExactSamples) -> Estimate:
 def missing_part(found: Estimate, base: Estimate) -> str:
     """A line where log Z of a generation lies below that of Base by more than both errors, or "".
 
-    Such runs agree with each other, so every column that needs no exact samples looks perfect.
+    Such runs may agree with each other, and then every other column looks perfect.
     """
     if not found.value + found.half_width() < base.value - base.half_width():
         return ""
     numbers = f"log Z {found.value:.2f} of the runs lies below {base.value:.2f} of the row Base"
-    cause = "the proposal never writes a part of sigma, or self-distillation has collapsed onto one"
+    cause = "they miss a part of sigma, for good where self-distillation has lost it"
     return f"{numbers}: {cause}; lower the learning rates, or draw more"

@@ -35,9 +35,12 @@ LEAST = {"generations": 0, "seed": 0, "eval_target_proposals": 0, "eval_runs": 2
 """The least value of a whole number; of all others it is 1."""
 
 
+OWN_M = ", ".join(f"{name} {kind.generations}" for name, kind in LEARNERS.items())
+
+
 @dataclass(frozen=True)
 class RunOptions:
-    generations: int = option(2, "M, generations after generation 0 [2; of dpo and grpo 0]")
+    generations: int = option(2, f"M, generations after generation 0 [{OWN_M}]")
     learner: str = option("paper", "how to learn", choices=tuple(LEARNERS))
     potential: tuple[str, ...] = option(
         ("toxicity",),
@@ -146,13 +149,13 @@ def build(values: dict[str, Any]) -> Config:
     given = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
     name = given.get("learner", RunOptions.learner)
     learner = LEARNERS.get(name, LEARNERS[RunOptions.learner])  # RunOptions refuses another name
-    defaults = {"generations": learner.generations}
-    defaults |= PRESETS.get(given.get("preset", RunOptions.preset), {})
+    preset = PRESETS.get(given.get("preset", RunOptions.preset), {})
+    full = {"generations": learner.generations} | preset | given
     parts = []
     for kind in (RunOptions, learner.Options):
-        own = {field.name: field.default for field in dataclasses.fields(kind)}
-        parts.append(kind(**{key: (defaults | given).get(key, own[key]) for key in own}))
-    check(parts[1])
+        names = [field.name for field in dataclasses.fields(kind) if field.name in full]
+        parts.append(kind(**{key: full[key] for key in names}))
+    check(parts[1])  # as the learner does, but before the networks are loaded
     config = Config(*parts)
     for key in given.keys() - config.as_json():
         owners = [other for other, kind in LEARNERS.items() if hasattr(kind.Options, key)]

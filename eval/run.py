@@ -52,7 +52,7 @@ class Run(contextlib.AbstractContextManager):
         if done > wanted + 1:
             fault = f"--generations {wanted}: {self.path} has {done - 1} already"
             raise ValueError(f"{fault}; give at least {done - 1}")
-        for m in range(done):
+        for m in [*range(done), *([None] if self.has(None) else [])]:
             self.row(m)  # what is damaged is found before anything is learned
 
     def __enter__(self) -> "Run":
@@ -139,7 +139,10 @@ class Run(contextlib.AbstractContextManager):
 
     def restore(self, m: int, learner: Learner) -> Pair:
         """(p^(m), psi^(m)) of a generation, and the learner as it was then."""
-        learner.resume(files.read_tensors(self.folder(m) / STATE))
+        path = self.folder(m) / STATE
+        state = files.read_tensors(path)
+        with files.reading(path, "holds no state of this learner"):
+            learner.resume(state)
         return load_pair(self.folder(m) / PAIR, learner.base)
 
     def finish(self) -> dict:

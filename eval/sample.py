@@ -27,6 +27,7 @@ from eval.world import World, check_unchanged, load_sigma
 from tsmc import SCHEMES
 from tsmc.estimate import Estimate
 from twist import Drawn, Pair, load_pair, sample
+from twist.factors import regex
 
 OPTIONS = ("prompt", "length", "end", "seed", "potential", "lm", "device")  # of main.py
 FACTOR = math.log(10)  # a share with a wider interval is not known
@@ -147,6 +148,8 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error("--lm is for sampling without RUN; leave one of them out")
         if args.threshold is not None and not 0 <= args.threshold <= 1:
             parser.error(f"--threshold is {args.threshold}; give a share of K from 0 to 1")
+        if args.event is not None:
+            regex(args.event)  # ValueError where it is none
         say("loading the networks" + (f" of {args.run}" if args.run else ""))
         runs = args.runs if args.runs is not None else (40 if args.run is None else 8)
         if args.run is None:
@@ -163,9 +166,10 @@ def main(arguments: list[str] | None = None) -> None:
             world = trained.world(options)
             drawn = trained.sample(args.particles, runs, **given, **rule)
             source = f"generation {trained.generation}"
+        found = report(drawn, args.run is not None, args.samples, args.event)
         shown = f"{runs} runs of K = {args.particles}, T = {options.length}"
-        print(f"{printable(options.prompt)}\n{source}, {shown}, seed {options.seed}")
-        print(report(drawn, args.run is not None, args.samples, args.event), flush=True)
+        heading = f"{printable(options.prompt)}\n{source}, {shown}, seed {options.seed}"
+        print(f"{heading}\n{found}", flush=True)
         if args.picture:
             from eval.figures import draw_genealogy  # matplotlib takes a second to load
 

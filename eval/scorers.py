@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -61,55 +60,36 @@ class EncoderConfig:
     layer_norm_eps: float = 1e-12
 
 
-class SelfAttention(nn.Module):
-    """Multi-head attention of all tokens to all tokens that are no padding."""
-
-    def __init__(self, config: EncoderConfig):
-        super().__init__()
-        width = config.hidden_size
-        self.num_heads = config.num_attention_heads
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """[B, T, D], bias added to the scores [B, 1, 1, T] -> [B, T, D]"""
-        heads = (self.num_heads, -1)
-        projected = (self.query(x), self.key(x), self.value(x))
-        q, k, v = (y.unflatten(-1, heads).transpose(1, 2) for y in projected)  # [B, H, T, D/H]
-        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias  # [B, H, T, T]
-        mixed = scores.softmax(-1).to(v.dtype) @ v  # [B, H, T, D/H]
-        return mixed.transpose(1, 2).flatten(-2)  # [B, T, D]
-
-
-class Residual(nn.Module):
-    """LayerNorm(x + W y): how attention and the feed-forward network are added."""
-
-    def __init__(self, inner: int, config: EncoderConfig):
-        super().__init__()
-        self.dense = nn.Linear(inner, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """x [B, T, D], y [B, T, inner] -> [B, T, D]"""
-        return self.LayerNorm(x + self.dense(y))
+def residual(inner: int, config: EncoderConfig) -> nn.ModuleDict:
+    """The parts of LayerNorm(x + W y), y [.., inner]."""
+    norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+    return nn.ModuleDict({"dense": nn.Linear(inner, config.hidden_size), "LayerNorm": norm})
 
 
 class Layer(nn.Module):
-    """Post-norm transformer layer."""
+    """Post-norm transformer layer: attention of all tokens to all that are no padding, then MLP."""
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
-        width = config.hidden_size
-        attention = {"self": SelfAttention(config), "output": Residual(width, config)}
-        self.attention = nn.ModuleDict(attention)
-        self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, config.intermediate_size)})
-        self.output = Residual(config.intermediate_size, config)
+        width, inner = config.hidden_size, config.intermediate_size
+        self.num_heads = config.num_attention_heads
+        heads = nn.ModuleDict({name: nn.Linear(width, width) for name in ("query", "key", "value")})
+        self.attention = nn.ModuleDict({"self": heads, "output": residual(width, config)})
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, inner)})
+        self.output = residual(inner, config)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]"""
-        x = self.attention["output"](x, self.attention["self"](x, bias))
-        return self.output(x, F.gelu(self.intermediate["dense"](x)))
+        """x [B, T, D], bias added to the scores [B, 1, 1, T] -> [B, T, D]"""
+        q, k, v = (
+            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, D/H]
+            for projection in self.attention["self"].values()
+        )
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias  # [B, H, T, T]
+        mixed = (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(-2)  # [B, T, D]
+        add = self.attention["output"]
+        x = add["LayerNorm"](x + add["dense"](mixed))
+        hidden = F.gelu(self.intermediate["dense"](x))
+        return self.output["LayerNorm"](x + self.output["dense"](hidden))
 
 
 class Encoder(nn.Module):
@@ -262,16 +242,6 @@ class ToxicityScorer(Runner):
         return F.logsigmoid(self.logits(texts))
 
 
-def users_file(spec: str) -> tuple[Path, str] | None:
-    """File and name of FILE.py:NAME; None for anything else."""
-    path, _, name = spec.rpartition(":")
-    if spec.endswith(".py"):
-        path, name = spec, ""
-    if not path.endswith(".py") or re.split("[:~]", spec)[0] in READY:
-        return None
-    return Path(path), name
-
-
 def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]:
     """The factors that --potential names, by what it says, but for those of the classifier.
 
@@ -279,12 +249,13 @@ def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]
     """
     factors: dict[str, Any] = {}
     for spec in potential:
-        head, _, argument = spec.partition(":")
+        flag, (head, _, argument) = f"--potential {spec}", spec.partition(":")
         name, tilde, number = head.partition("~")
         if spec in CLASSIFIED:
             continue
-        if users_file(spec) is not None:
-            factors[spec] = users_factor(spec)
+        if ".py" in spec and name not in READY:
+            file, _, function = spec.rpartition(":") if ":" in spec else (spec, "", "")
+            factors[spec] = users_factor(flag, file, function)
         else:
             try:
                 strength = float(number) if tilde else math.inf
@@ -297,19 +268,18 @@ def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]
                 else:
                     raise ValueError(f"there is no rule {name!r}, or its word is missing")
             except ValueError as error:
-                raise ValueError(f"--potential {spec}: {error}; give {FORMS}") from error
+                raise ValueError(f"{flag}: {error}; give {FORMS}") from error
         with contextlib.suppress(AttributeError):  # which methods do not take
-            factors[spec].name = f"--potential {spec}"  # in messages
+            factors[spec].name = flag  # in messages
     return factors
 
 
-def users_factor(spec: str) -> Any:
+def users_factor(flag: str, file: str, name: str) -> Any:
     """The function of FILE.py:NAME, which finds modules that lie beside its file.
 
     It gets N texts, or what its attribute `reads` says (`twist/potential.py`), and returns log phi.
     """
-    file, name = users_file(spec)
-    path, flag = file.absolute(), f"--potential {spec}"
+    path = Path(file).absolute()
     if not path.is_file():
         raise ValueError(f"{flag}: there is no file {path}; give FILE.py:NAME")
     sys.path.insert(0, str(path.parent))

@@ -44,12 +44,16 @@ END_ALONE = f"{PAPER} --resampling systematic --ess-threshold 0 --particles 50"
 END_ALONE += " --ctl-updates 70 --distill-updates 120"
 SIZES = "--eval-particles 50 20 100 1000"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
-TARGETS = {"docs/results/sad": 300_000}  # draws of p for the exact samples that all of a task share
+SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
+# Draws of p for the exact samples that all runs of a task share.
+TARGETS = {"docs/results/sad": 300_000, "docs/results/smollm2": 150_000}
 RUNS = {  # options and seeds
     "paper": (f"{PAPER} {SIZES}", FIVE),
     "pooled": (f"{POOLED} {SIZES}", FIVE),
     "end-alone": (f"{END_ALONE} {SIZES}", FIVE),
     "more-twist": (f"{PAPER} --generations 0 --ctl-updates 1020", THREE),  # all scores of paper 2
+    "less-twist": (f"{PAPER} --generations 0 --ctl-updates 70", THREE),
+    "sixo": (f"{PAPER} --objective sixo", THREE),
     "lora": (f"{PAPER} --student lora", THREE),
     "no-effective-potential": (f"{PAPER} --no-effective-potential", THREE),
     "no-surrogate": (f"{POOLED} --no-surrogate", THREE),
@@ -57,12 +61,17 @@ RUNS = {  # options and seeds
     "dpo-lora": ("--learner dpo --student lora --learning-rate 1e-3", THREE),
     "grpo-full": ("--learner grpo", THREE),
     "grpo-lora": ("--learner grpo --student lora --learning-rate 3.2e-3", THREE),
+    "rl": ("--learner rl", THREE),
+    "dpo-ten": ("--learner dpo --batch-size 1280", (91,)),  # ten times the scores
+    "grpo-ten": ("--learner grpo --batch-size 1280", (91,)),
     "beta-1": (f"{POOLED} --generations 0 --beta 1", (91,)),
     "sad-paper": (f"{PAPER} {SAD}", FIVE),
     "sad-pooled": (f"{POOLED} {SAD}", FIVE),
     "sad-end-alone": (f"{END_ALONE} {SAD}", THREE),
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
     "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
+    "smollm2-paper": (f"{PAPER} {SMOL}", (91,)),
+    "smollm2-pooled": (f"{POOLED} {SMOL}", (91, 92)),
 }
 WORDS = ("cheese", "hurricane", "university", "earthquake", "donkey", "accidents", "telescope")
 WORDS += ("electricity", "cheese+hurricane", "donkey+earthquake", "cheese+university")
@@ -81,12 +90,13 @@ RULED = ("paper", "end-alone", "sad-paper", "sad-end-alone")
 BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 50 texts of p
 
 LEARNERS = ("paper", "end-alone", "pooled")
-BASELINES = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora")
+BASELINES = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora", "rl", "dpo-ten", "grpo-ten")
 GENERATIONS = [f"{name} {m}" for name in LEARNERS for m in range(3)]
 RULED_ROWS = [f"{name} {m}" for name in LEARNERS[:2] for m in range(3)]
 CHANGES = [f"{name} 0 > {name} 2" for name in LEARNERS]
 CHANGES += ["paper 1 > paper 2", "paper 2 > end-alone 2", "paper 2 > pooled 2"]
-INGREDIENTS = ["more-twist 0 > paper 2", "paper 2 > lora 2", "paper 2 > no-effective-potential 2"]
+INGREDIENTS = ["more-twist 0 > paper 2", "less-twist 0 > paper 0", "sixo 0 > paper 0"]
+INGREDIENTS += ["sixo 2 > paper 2", "paper 2 > lora 2", "paper 2 > no-effective-potential 2"]
 INGREDIENTS += ["pooled 2 > no-surrogate 2"]
 RECORD = [f"{name} KL {level}" for level in ("3.0", "2.0") for name in LEARNERS]
 COST = [*(f"{name} 2" for name in LEARNERS), *(f"{name} 0" for name in BASELINES)]

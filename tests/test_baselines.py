@@ -5,13 +5,13 @@ import math
 import numpy
 import pytest
 import torch
-from worlds import generator, gpt_neo_world, recorded, tiny_conditional
+from worlds import generator, gpt_neo_world, log_q, recorded, tiny_conditional
 
-from distill import DPO, GRPO, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions, Streams
+from distill import DPO, GRPO, LEARNERS, BaselineOptions, Streams
 from distill.dpo import dpo_loss, preference_pairs
 from distill.grpo import advantages, grpo_loss
 from tinystories.decoder import counted
-from tsmc.exact import Tree
+from twist.pair import Pair
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,12 @@ def test_the_policy_gains_reward_by_samples_of_the_right_model(kind, student, ra
         rewards.append(3 * potential(tokens))
         return rewards[-1]
 
-    options = {"learning_rate": rate, "strength": 0.1, "updates": 40, "batch_size": 64}
-    options = BaselineOptions(student=student, **options)
+    options = BaselineOptions(student, rate, strength=0.1, updates=40, batch_size=64)
     learner = kind(base, log_phi, options, Streams(0))
     pair = learner.first_twist()
     assert pair.twist is None and len(torch.cat(rewards)) == learner.scores(0)
-    with torch.no_grad():
-        levels = [Tree(model).prefix_log_q()[-1] for model in (base, pair.model)]
-    before, after = (3 * log_p.exp() @ potential.log_phi for log_p in levels)
+    policies = (Pair(base, None), pair)
+    before, after = (3 * log_q(policy).exp() @ potential.log_phi for policy in policies)
     assert after > before + 0.5
     sampled = before if kind is DPO else after
     assert abs(torch.cat(rewards[-10:]).mean() - sampled) < 0.2
@@ -88,18 +86,11 @@ def test_advantages_of_equal_and_of_impossible_samples():
     assert advantages(reward)[1] < 0 < advantages(reward)[0]
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (DPO, BaselineOptions(updates=1)),
-        (GRPO, BaselineOptions(updates=1)),
-        (Paper, PaperOptions(ctl_updates=1)),
-        (Pooled, PooledOptions(pool_first_draws=50)),
-    ],
-)
-def test_a_number_that_orders_nothing_is_no_reward(kind, options, wrong):
+@pytest.mark.parametrize("kind", LEARNERS.values())
+def test_what_is_no_number_below_infinity_is_no_reward(kind):
     """NaN would be preferred to everything by DPO and be phi = 0 for GRPO."""
-    log_phi = lambda tokens: torch.tensor([wrong] + [0.0] * (len(tokens) - 1))  # noqa: E731
-    with pytest.raises(ValueError, match="log phi is NaN or infinite on some text"):
-        kind(tiny_conditional(0), log_phi, options, Streams(0)).first_twist()
+    for wrong in (math.nan, math.inf):
+        log_phi = lambda tokens, x=wrong: torch.tensor([x] + [0.0] * (len(tokens) - 1))  # noqa: E731
+        learner = kind(tiny_conditional(0), log_phi, kind.Options(), Streams(0))
+        with pytest.raises(ValueError, match="log phi is NaN or infinite on some text"):
+            learner.first_twist()

@@ -9,18 +9,17 @@ import torch
 from worlds import ListedPotential, ended_world, gpt_neo_world, hard_potential, table_world
 
 from tinystories import decoder as decoders
-from tinystories.decoder import is_end
 from tsmc.exact import TableTwist, Target, kl_divergence
 from tsmc.proposal import proposal_log_probs, sequence_log_probs
 
 
 def listed_by_hand(model, potential):
     """{sequence: (p, p * phi)} by walking the decoder; a text that has ended repeats its end."""
-    listed = {}
+    listed, ends = {}, model.end if isinstance(model.end, tuple) else (model.end,)
     for sequence in itertools.product(range(model.vocab_size), repeat=model.length):
         decoder, p = model.decoder(1), 1.0
         for t, token in enumerate(sequence):
-            if t > 0 and is_end(torch.tensor(sequence[t - 1]), model.end):
+            if t > 0 and sequence[t - 1] in ends:
                 p *= token == sequence[t - 1]
             else:
                 p *= model.head(decoder.hidden).softmax(-1)[0, token].item()

@@ -6,8 +6,8 @@ code.
 
 import pytest
 import torch
-from worlds import ADAPTIVE, bias, ended_world, generator, gpt_neo_world, mutant
-from worlds import sequence_numbers, table_world
+import worlds
+from worlds import ADAPTIVE, bias, generator, mutant, table_world
 
 import tsmc.proposal
 import tsmc.sampler
@@ -62,7 +62,7 @@ def dead_beginnings(sampler) -> float:
     log_f[2][1] = -torch.inf
 
     def log_prefix(tokens: torch.Tensor) -> torch.Tensor:
-        return log_f[tokens.shape[1]][sequence_numbers(tokens, 2)]
+        return log_f[tokens.shape[1]][worlds.sequence_numbers(tokens, 2)]
 
     rules = [{"ess_threshold": one, "log_prefix": log_prefix} for one in (0.0, ADAPTIVE, 1.0)]
     return max(bias(model, twist, potential, module=sampler, **rule) for rule in rules)
@@ -70,13 +70,13 @@ def dead_beginnings(sampler) -> float:
 
 def ended_texts(sampler) -> float:
     """With a prefix part or without; two tokens of three may finish a text."""
-    worlds_of = [ended_world(2, 3), ended_world(3, 2, end=(1, 2))]
+    ended = [worlds.ended_world(2, 3), worlds.ended_world(3, 2, end=(1, 2))]
     rules = [{"ess_threshold": 0.0}, {"ess_threshold": 1.0}]
     rules += [{"log_prefix": lambda tokens: -0.7 * (tokens == 0).sum(-1).double()}]
-    return max(bias(*world, module=sampler, **rule) for world in worlds_of for rule in rules)
+    return max(bias(*world, module=sampler, **rule) for world in ended for rule in rules)
 
 
-TABLE, NETWORK = table_world(3, 3, 2), gpt_neo_world(2, 3, 2)
+TABLE, NETWORK = table_world(3, 3, 2), worlds.gpt_neo_world(2, 3, 2)
 CHECKS = {  # name: an error of the sampler in a module
     "always": lambda module: bias(*TABLE, module=module),
     "adaptive": lambda module: bias(*TABLE, ess_threshold=ADAPTIVE, module=module),

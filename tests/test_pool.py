@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid, one_hot
 from worlds import generator, log_q, rare_potential, recorded, table_world, tiny_conditional
-from worlds import tiny_gpt_neo
 
 import distill.pooled
 from distill import Pooled, PooledOptions, Streams
@@ -95,7 +94,7 @@ class Headed(Conditional):
 
 
 def test_the_adapter_moves_what_the_models_own_head_reads():
-    base = Headed(tiny_gpt_neo(7), torch.tensor([1, 2]), 4)
+    base = Headed(tiny_conditional(0).network, torch.tensor([1, 2]), 4)
     fresh = adapted(base, Adapter(base, torch.randn(7), generator(0)))
     torch.testing.assert_close(log_q(Pair(fresh, None)), log_q(Pair(base, None)))
     sizes = {"pool_first_draws": 800, "pool_first_rounds": 4, "pool_learning_rate": 1e-3}

@@ -10,9 +10,7 @@ import pytest
 import torch
 from worlds import generator, letters, tiny_conditional
 
-from eval.options import RunOptions
 from eval.scorers import load_factors
-from eval.world import load_sigma
 from tsmc.exact import TableModel, Target
 from twist import TextPotential, sample
 from twist.factors import ended, keyword, without
@@ -47,15 +45,6 @@ def test_what_is_not_understood_is_one_line(spec):
     known = "without:WORD or FILE.py:NAME" if spec != "x.py:f" else "there is no file"
     with pytest.raises(ValueError, match=rf"^--potential {re.escape(spec)}: .*{known}"):
         load_factors((spec,))
-
-
-def test_beta_applies_to_the_classifier_alone():
-    texts = ["Once upon a time, there was a " + rest for rest in ("fat ugly pig.", "kind girl.")]
-    potential = ("toxicity", "nontoxicity", "keyword~3:girl")
-    factors = load_sigma(RunOptions(potential=potential, beta=10.0)).potential.factors
-    toxic, safe, girl = (factor(texts) for factor in factors)
-    assert toxic[0] > toxic[1] and girl == [-3.0, 0.0]
-    torch.testing.assert_close((toxic / 10).exp() + (safe / 10).exp(), torch.ones(2).double())
 
 
 def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_parts():

@@ -22,26 +22,16 @@ from twist.potential import seen_from
 END = 6
 STUDENT = tiny_conditional(1, END)
 SIZES = {"particles": 5, "distill_runs": 7, "ctl_batch_size": 7}
-SIZES |= {"ctl_updates": 2, "distill_updates": 2}
+PAPER = PaperOptions(**SIZES, ctl_updates=2, distill_updates=2, student="lora")
 POOL = {"pool_first_draws": 99, "pool_first_rounds": 2, "pool_first_updates": 2}
-POOL |= {"pool_draws": 45, "pool_updates": 2, "pool_batch_size": 9}
-TUNED = {"updates": 2, "batch_size": 13}
-STEPS = {  # a learner, its options, a step of it, and how many texts it scores
-    "CTL": (Paper, PaperOptions(**SIZES), lambda one: one.learn_twist(STUDENT, 1).twist, 14),
-    "fine-tuning": (
-        Paper,
-        PaperOptions(**SIZES, student="lora"),
-        lambda one: one.distil(Pair(one.base, None), 1).network,
-        35,
-    ),
-    "pooled": (
-        Pooled,
-        PooledOptions(**POOL),
-        lambda one: one.distil(one.first_twist(), 1).adapter,
-        144,
-    ),
-    "dpo": (DPO, BaselineOptions(**TUNED), lambda one: one.first_twist().model.network, 26),
-    "grpo": (GRPO, BaselineOptions(**TUNED), lambda one: one.first_twist().model.network, 26),
+POOLED = PooledOptions(**POOL, pool_draws=45, pool_updates=2, pool_batch_size=9)
+TUNED = BaselineOptions(updates=2, batch_size=13)
+STEPS = {  # a learner, its options, a step that returns a module, how many texts it scores
+    "CTL": (Paper, PAPER, lambda one: one.learn_twist(STUDENT, 1).twist, 14),
+    "LoRA": (Paper, PAPER, lambda one: one.distil(Pair(one.base, None), 1).network, 35),
+    "pooled": (Pooled, POOLED, lambda one: one.distil(one.first_twist(), 1).adapter, 144),
+    "dpo": (DPO, TUNED, lambda one: one.first_twist().model.network, 26),
+    "grpo": (GRPO, TUNED, lambda one: one.first_twist().model.network, 26),
 }
 
 

@@ -126,6 +126,7 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
         ([run, "--threshold", 2], "--threshold is 2.0; give a share of K from 0 to 1"),
         ([run, "--picture", tmp_path / "file" / "a.png", *few], "a.png: cannot be written"),
         (["--potential", "luck"], "--potential luck"),
+        ([run, "--event", "("], r"'\(' is not a regular expression"),
         (["--potential", "keyword:dog", "--picture", "a.png"], "forced draws have no genealogy"),
         (["--potential", "without:a", "--generation", 1], "--generation is one of RUN"),
     ):

@@ -25,7 +25,7 @@ def test_the_page_agrees_with_enumeration(generation):
     log_phi = -torch.randn(tiny.V**tiny.T, dtype=torch.float64, generator=source).abs()
     log_p_base, log_p = tiny.language_model(base), tiny.language_model(logits)
     given = (log_p, tiny.by_prefix(log_psi), tiny.effective_potential(log_p_base, log_phi, log_p))
-    first, model = (TableModel(rows, tiny.T).requires_grad_(False) for rows in (base, logits))
+    first, model = (TableModel(rows, tiny.T) for rows in (base, logits))
     potential = effective_potential(ListedPotential(log_phi, tiny.V), first)
     target = Target(model, potential)  # sigma as p^(m) sees it
     twist = TableTwist(log_psi)
@@ -64,3 +64,10 @@ def test_a_run_takes_seconds_and_every_generation_is_closer_to_sigma(capsys):
     assert kl[-1] < 0.6 * kl[0] and estimated == pytest.approx(kl, abs=0.4)
     assert log_z[0] < log_z[-1] < last[3] + 0.1 and spread[-1] < 0.5 * spread[0]
     assert ess[-1] > 3 * ess[0] and palindromes[0] < 80 < palindromes[-1]
+
+
+def test_it_has_as_many_letters_as_the_alphabet(capsys):
+    mutant(docs.tiny, ("V, T, BETA = 4, 8, 5.0", "V, T, BETA = 26, 2, 5.0")).main()
+    words = [line.split()[-3:] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {len(word) for three in words for word in three} == {2}
+    assert any(letter > "h" for three in words for word in three for letter in word)

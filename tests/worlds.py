@@ -117,13 +117,9 @@ rare_potential.scale = 8.0  # for the surrogate
 
 def gpt_neo_world(vocab_size: int, length: int, seed: int = 0):
     """A tiny GPT-Neo after a prompt, a linear twist and a random potential, all float64."""
-    network = tiny_gpt_neo(vocab_size, seed).double()
-    model = Conditional(network, torch.tensor([1, 0, 1]), length)
-    source = generator(seed + 1000)
-    shape = (vocab_size, network.config.hidden_size)
-    weight = torch.randn(shape, dtype=torch.float64, generator=source)
-    log_phi = -torch.randn(vocab_size**length, dtype=torch.float64, generator=source).abs()
-    return model, lambda hidden: hidden @ weight.T, ListedPotential(log_phi, vocab_size)
+    model = Conditional(tiny_gpt_neo(vocab_size, seed).double(), torch.tensor([1, 0, 1]), length)
+    weight = torch.randn(8, vocab_size, dtype=torch.float64, generator=generator(seed))
+    return model, lambda hidden: hidden @ weight, table_world(vocab_size, length, seed)[2]
 
 
 class Paths:

@@ -54,23 +54,26 @@ def mean_estimate(values: Tensor) -> Estimate:
 
 def pareto_k(log_weights: Tensor) -> float:
     """k of N log weights; infinite where fewer than 5 are not zero, NaN where N is at most 20 or
-    where most of the largest weights are equal: then the tail is not that of a density.
+    where fewer than 5 of the largest differ.
 
-    The threshold leaves the M = min(N / 5, 3 sqrt N) largest weights. Their k is the posterior mean
-    of Zhang and Stephens (2009), drawn to 1/2 as by ten further weights.
+    The threshold leaves the M = min(N / 5, 3 sqrt N) largest weights, of which equal ones, such as
+    those of equal texts, count once. Their k is the posterior mean of Zhang and Stephens (2009),
+    drawn to 1/2 as by ten further weights.
     """
     log_weights = log_weights.double().flatten().sort().values
     weights = (log_weights - log_weights[-1]).exp()  # [N], ascending
     tail = min(math.ceil(len(weights) / 5), math.ceil(3 * math.sqrt(len(weights))))  # M
-    if tail < 5 or len(weights[-tail:].unique()) < tail / 2 < (weights[-tail:] > 0).sum():
+    if tail < 5:
         return math.nan
-    below = weights[weights < weights[-tail]]  # by value, because equal texts have equal weights
+    if weights[-5] == 0:
+        return math.inf
+    below = weights[weights < weights[-tail]]  # by value: some may equal the least of the tail
     threshold = below[-1] if len(below) else 0.0
-    excess = weights[-tail:] - threshold
-    excess = excess[excess > 0]  # [M], ascending, unless there are fewer
+    excess = weights[-tail:].unique() - threshold  # ascending; without ties M of them
+    excess = excess[excess > 0]
     count = len(excess)
     if count < 5:
-        return math.inf
+        return math.nan
     # -k / scale on a grid around what the first quartile says, weighed by its likelihood.
     grid = torch.arange(30 + int(math.sqrt(count))).double() + 0.5  # [J]
     quartile = excess[int(count / 4 + 0.5) - 1]

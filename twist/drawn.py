@@ -65,7 +65,8 @@ class Drawn:
 
     def warning(self) -> str:
         """A line where the weights have too heavy a tail for estimates and their errors, or ""."""
-        if not self.pareto_k > 0.7:  # nor where it is NaN
+        # Where most texts count alike, a few weights that differ say nothing of a tail.
+        if self.ess > len(self.texts) / 2 or not self.pareto_k > 0.7:  # nor where it is NaN
             return ""
         shape = f"The largest weights are too far apart (Pareto k {self.pareto_k:.2f})"
         return f"{shape}: estimates may be further off than their errors say; draw more, or train"
@@ -93,9 +94,10 @@ class Drawn:
         have heavy tails, and no rule can know of a part of sigma that no draw has met: see
         `warning`, and docs/api.md for its coverage.
         """
+        if self.is_independent:  # as many degrees of freedom as effective texts
+            log_weights = self.population.log_weights.flatten()  # [R K]
+            return Estimate(*log_mean_with_error(log_weights), max(1.0, self.ess - 1.0))
         log_z = self.population.log_z  # [R]
-        if self.is_independent:
-            log_z = self.population.log_weights.flatten()  # [R K]
         return Estimate(*log_mean_with_error(log_z), max(1.0, len(log_z) - 1.0))
 
     def probability(self, event: Callable[[str], float]) -> Estimate:

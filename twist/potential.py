@@ -16,8 +16,10 @@ infinity; it may have attributes:
 `twist/factors.py` has factors that are ready to use. N texts, T tokens, P tokens of the prompt.
 """
 
+import contextlib
 import math
 import numbers
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,15 +46,16 @@ def name_of(factor: Callable) -> str:
 def call_users(name: str, function: Callable, *arguments: Any) -> Any:
     """function(*arguments); whatever a user's code raises becomes a ValueError with its line."""
     try:
-        return function(*arguments)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            return function(*arguments)
     except (Exception, SystemExit) as error:
         if isinstance(error, MemoryError) or "memory" in str(error):
             raise  # of a large network; the command knows what to ask less of
-        file = getattr(getattr(function, "__code__", None), "co_filename", None)
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == file]
-        place = f"line {lines[-1]}: " if lines else ""
-        reason = traceback.format_exception_only(error)[-1].split("\n")[0][:300]
+        code = getattr(function, "__code__", None)  # a whole file that is imported has none
+        own = [frame for frame in frames if code and frame.filename == code.co_filename]
+        place = f"line {(own or frames)[-1].lineno}: "
+        reason = "".join(traceback.format_exception_only(error)[-1:]).split("\n")[0][:300]
         fault = f"{name} failed ({place}{reason})"
         raise ValueError(f"{fault}; give a function that returns N numbers below inf") from error
 

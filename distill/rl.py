@@ -1,6 +1,6 @@
 """KL-regularised reinforcement learning of the base model, a baseline that aims at sigma.
 
-    max over pi of  E_pi[log phi(s)] - KL(pi || p^(0)),   with the optimum pi = p^(0) phi / Z = sigma
+    max over pi of  E_pi[log phi(s)] - KL(pi || p^(0)),  with the optimum pi = p^(0) phi / Z = sigma
     A_t = log phi(s) + sum_{u >= t} log p^(0)(s_u) / pi(s_u),  minus its mean over the batch
     L = - mean over n of sum_t A_t log pi(s_t)
 

@@ -25,7 +25,7 @@ def say(condition: bool, line: str) -> None:
 
 
 def run_tiny(learn_twist=tiny.learn_twist, proposal=tiny.proposal, tsmc=tiny.tsmc):
-    """tiny.main() with functions replaced: for each generation KL, ESS and log of the mean Z-hat."""
+    """tiny.main() with functions replaced: KL, ESS, log of the mean Z-hat by generation; log Z."""
     source = torch.Generator().manual_seed(0)
     logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=source)
     letters = torch.arange(tiny.V**tiny.T)[:, None] // tiny.V ** torch.arange(tiny.T) % tiny.V
@@ -112,7 +112,7 @@ def check_2() -> None:
 # classifier tells beginnings of sigma from beginnings of p, and its logit is log psi(s_{1:t}).
 # Hints: one batch of draws from q serves both classes by its weights, `batch.log_positive()` [K]
 # and p(s_{1:t}) / q(s_{1:t}) of batch.log_p and batch.log_q, both [K, T]; `batch.log_psi_of(psi)`
-# is [K, T], with gradient. After 140 updates KL(sigma||q) is 5.0 with CTL, and 4.1 with yours; the
+# is [K, T], with gradient. After 140 updates KL(sigma||q) is 5.1 with CTL, and 4.3 with yours; the
 # check takes two minutes.
 # Question: which psi makes this loss least, and what does it say about levels that CTL leaves open?
 def twist_loss(psi, batch) -> torch.Tensor:
@@ -231,5 +231,7 @@ if __name__ == "__main__":
 
         globals().update(vars(solutions))
     for number in numbers:
-        print(f"Assignment {number}")
-        checks[number]()
+        try:
+            checks[number]()
+        except NotImplementedError:
+            sys.exit(f"not yet: fill in the function of assignment {number}")

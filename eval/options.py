@@ -6,7 +6,6 @@ A field `ctl_updates` becomes `--ctl-updates`, and `--no-...` switches a switch 
 import argparse
 import dataclasses
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from distill import LEARNERS
-from distill.learner import option
+from distill.learner import check, kind_of, option
 from eval.command import OneLineParser
 from tinystories.files import reading
 
@@ -31,16 +30,11 @@ PRESETS: dict[str, dict[str, str]] = {
     },
 }
 """Defaults by preset."""
-LEAST = {"generations": 0, "seed": 0, "eval_target_proposals": 0, "eval_runs": 2}
-"""The least value of a whole number; of all others it is 1."""
-
-
-OWN_M = ", ".join(f"{name} {kind.generations}" for name, kind in LEARNERS.items())
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    generations: int = option(2, f"M, generations after generation 0 [{OWN_M}]")
+    generations: int = option(2, "M, generations after generation 0 [2; of baselines 0]", low=0)
     learner: str = option("paper", "how to learn", choices=tuple(LEARNERS))
     potential: tuple[str, ...] = option(
         ("toxicity",),
@@ -60,15 +54,15 @@ class RunOptions:
     similarity_model: str = option(str(POCKET / "similarity"), "sentence encoder [the preset's]")
     target: str = option("", "exact samples of this sigma that another run has drawn (RUN/target)")
     out: str = option("", "directory to write to, not existing yet [a new one in runs/]")
-    seed: int = option(0, "seed of everything random", high=2**63 - 1)
+    seed: int = option(0, "seed of everything random", low=0, high=2**63 - 1)
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     dtype: str = option("float32", "type of the networks, but for training", choices=tuple(DTYPES))
     eval_particles: tuple[int, ...] = option(
         (50,), "K in testing; with further numbers, populations of these K are measured too"
     )
-    eval_runs: int = option(40, "TSMC runs of K particles for a row of the table")
+    eval_runs: int = option(40, "TSMC runs of K particles for a row of the table", low=2)
     eval_target_proposals: int = option(
-        100_000, "most draws for 200 exact samples, if there are none yet; 0: none"
+        100_000, "most draws for 200 exact samples, if there are none yet; 0: none", low=0
     )
 
     def __post_init__(self):
@@ -114,33 +108,6 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def kind_of(default: Any) -> type:
-    """The type of an option, or of each of its values if its default is a tuple."""
-    values = (*default, "") if isinstance(default, tuple) else (default,)
-    return type(values[0])
-
-
-def check(options: Any) -> None:
-    """ValueError names an option of another type, not among its choices, or out of range."""
-    for field in dataclasses.fields(options):
-        kind, choices = kind_of(field.default), field.metadata["choices"]
-        high = field.metadata["high"]
-        low = LEAST.get(field.name, 1) if kind is int else 0
-        value = getattr(options, field.name)
-        values = value if isinstance(field.default, tuple) else (value,)
-        fault = f"{flag_of(field.name)} is {value!r}"
-        if not isinstance(values, tuple) or (field.default and not values):
-            raise ValueError(f"{fault}; give a list of values")
-        for one in values:
-            if type(one) is not kind and not (kind is float and type(one) is int):
-                raise ValueError(f"{fault}; give a value of type {kind.__name__}")
-            if choices and one not in choices:
-                raise ValueError(f"{fault}; give one of {', '.join(choices)}")
-            if kind in (int, float) and not (low <= one <= high and one < math.inf):  # nor NaN
-                limits = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise ValueError(f"{fault}; give a number {limits}")
-
-
 def build(values: dict[str, Any]) -> Config:
     """A config from options by name; the others have the defaults of the learner and the preset.
 
@@ -166,7 +133,7 @@ def build(values: dict[str, Any]) -> Config:
 
 def add_argument(group: Any, field: dataclasses.Field) -> None:
     """Add the argument of one option to a parser or a group of it, or both of a switch."""
-    default, kind, choices = field.default, kind_of(field.default), field.metadata["choices"]
+    default, kind, choices = field.default, kind_of(field), field.metadata["choices"]
     value = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
     text = field.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
     extra: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}

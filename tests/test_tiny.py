@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 import time
 
 import pytest
@@ -71,3 +73,8 @@ def test_it_has_as_many_letters_as_the_alphabet(capsys):
     words = [line.split()[-3:] for line in capsys.readouterr().out.splitlines()[1:]]
     assert {len(word) for three in words for word in three} == {2}
     assert any(letter > "h" for three in words for word in three for letter in word)
+
+
+def test_a_solution_passes_its_check():
+    command = [sys.executable, "docs/assignments.py", "2", "--solved"]
+    assert "the variances add up to 1.28" in subprocess.check_output(command, text=True)

@@ -44,7 +44,7 @@ def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to table; bad input ends with one line and exit code 2, Ctrl-C with code 130."""
-    with one_line_errors("main.py", "lower --eval-particles or the learner's batch sizes"):
+    with one_line_errors("main.py"):
         config, resumed = read_config(arguments, __doc__.splitlines()[0])
         streams.join(config.run.torch_device())
         run = Run(config, resumed)

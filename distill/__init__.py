@@ -9,13 +9,7 @@ from distill.pooled import Pooled, PooledOptions
 from distill.rl import RL, RLOptions
 from tsmc.streams import Streams
 
-LEARNERS: dict[str, type[Learner]] = {
-    "paper": Paper,
-    "pooled": Pooled,
-    "dpo": DPO,
-    "grpo": GRPO,
-    "rl": RL,
-}
+LEARNERS = {"paper": Paper, "pooled": Pooled, "dpo": DPO, "grpo": GRPO, "rl": RL}
 """Each learner by the name that --learner gives it."""
 
 __all__ = ["DPO", "GRPO", "LEARNERS", "RL", "BaselineOptions", "GRPOOptions", "Learner", "Paper"]

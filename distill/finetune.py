@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 
 from distill.learner import Learner, option
 from tinystories.decoder import Conditional
-from tsmc.streams import progress, title_of
+from tsmc.streams import progress
 from twist.pair import Pair
 
 WEIGHT_DECAY = 0.01
@@ -64,8 +64,8 @@ def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Module]:
     added = []
     for name, layer in list(network.named_modules()):
         weight = getattr(layer, "weight", None)
-        is_matrix = isinstance(weight, Tensor) and weight.ndim == 2
-        if is_matrix and PROJECTIONS.fullmatch(name.rpartition(".")[2]):
+        is_projection = PROJECTIONS.fullmatch(name.rpartition(".")[2])
+        if is_projection and isinstance(weight, Tensor) and weight.ndim == 2:
             parametrize.register_parametrization(layer, "weight", LoRA(weight, generator))
             added.append(layer)
     if not added:
@@ -135,7 +135,7 @@ class Baseline(Learner):
         generator = self.streams.stream("fine-tuning", m)
         is_lora = options.student == "lora"
         student = Student(pair.model.network, options.learning_rate, is_lora, generator)
-        for _ in progress(options.updates, title_of("fine-tuning", m)):
+        for _ in progress(options.updates, "fine-tuning", m):
             figures = self.update(student, generator)
             self.record("fine-tuning", m, **figures)
         return self.base.with_network(student.finish(m))

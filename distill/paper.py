@@ -26,7 +26,7 @@ from distill.learner import Learner, option
 from tinystories.decoder import Conditional, counted
 from tsmc.draws import SCHEMES, normalise
 from tsmc.sampler import Sigma
-from tsmc.streams import progress, title_of
+from tsmc.streams import progress
 from twist.ctl import OBJECTIVES, Batch, draw_batch
 from twist.mlp import TwistMLP
 from twist.pair import Pair
@@ -66,8 +66,8 @@ class Paper(Learner):
         """Line 3: p^(m), fine-tuned from p^(m-1) on samples of TSMC(p^(m-1), psi^(m-1))."""
         options = self.options
         # psi^(m-1) was learned for p^(m-1) and phi^(m-1), so the runs use this pair as well.
-        sizes = (options.particles, options.distill_runs)
-        population = self.population(pair, "sampling", m, *sizes).alive()
+        given = (pair, "sampling", m, options.particles, options.distill_runs)
+        population = self.population(*given).alive()
         # Runs that die have no samples; the others count alike, because their Z-hat varies so much
         # with a poor twist that one run would be nearly all that is distilled.
         if options.ess_threshold == 1:
@@ -83,7 +83,7 @@ class Paper(Learner):
         student = Student(pair.model.network, rate, is_lora, generator)
         model = self.base.with_network(student.network)
         batches = draw_batches(weights, BATCH_SIZE, options.distill_updates, generator)  # [U, n]
-        for rows in progress(batches, title_of("distillation", m)):
+        for rows in progress(batches, "distillation", m):
             is_counted = counted(tokens[rows], model.end)  # [n, T]
             log_p = model.log_probs(tokens[rows])[0]  # [n, T]
             # A mean over tokens, so that one step size suits every length T.
@@ -101,7 +101,7 @@ class Paper(Learner):
         psi = TwistMLP(model.width, model.vocab_size, generator)
         optimizer = torch.optim.Adam(psi.parameters(), lr=options.ctl_learning_rate)
         sigma = self.sigma(model)
-        for update in progress(options.ctl_updates, title_of("twist learning", m)):
+        for update in progress(options.ctl_updates, "twist learning", m):
             falling = 1 - 0.9 * update / options.ctl_updates
             optimizer.param_groups[0]["lr"] = options.ctl_learning_rate * falling
             batch = draw_batch(sigma, psi, options.ctl_batch_size, generator)

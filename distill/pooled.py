@@ -15,9 +15,9 @@ the minimum is q = sigma, of all q that an adapter can be.
     line 4          nothing: p^(m) = q^(m) has learned what a twist could add, so psi^(m) = 1
 
 psi^(0)(s_{1:t}) is q^(0)_t(s_t) / p^(0)(s_t | s_{0:t-1}), and for m >= 1 psi^(m) is 1; the pair
-(p^(0), psi^(0)) is kept as (q^(0), 1), which is the same by eq. 8. The ladder follows the tempered
-targets of adaptive multilevel twisted SMC (arXiv:2608.21736). Each fit may use the scores g of the
-surrogate (`twist/surrogate.py`), a logistic regression of phi on all draws: few draws have a
+(p^(0), psi^(0)) is kept as (q^(0), 1), which is the same by eq. 8. The ladder tempers by ESS, as
+adaptive SMC samplers do (Jasra et al. 2011; Del Moral et al. 2012). Each fit may use the scores g
+of the surrogate (`twist/surrogate.py`), a logistic regression of phi on all draws: few draws have a
 weight, but all have a score. N sequences in the pool, U updates, n rows of a batch, T tokens, D
 width, V vocabulary.
 """
@@ -33,16 +33,14 @@ from torch import Generator, Tensor
 from distill.finetune import draw_batches
 from distill.learner import Learner, option
 from tinystories.decoder import Conditional, counted, padded, row_slices
-from tsmc.draws import effective_sample_size
-from tsmc.streams import progress, title_of
+from tsmc.streams import progress
 from twist.adapter import Adapter, adapted
 from twist.ctl import EXPLODED
-from twist.forced import hints_in_turn
+from twist.forced import hints_in_turns
 from twist.pair import Pair
 from twist.pool import Round, draw_round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
 
-STEPS_PER_TEXT = 0.6  # updates for each effective text: with more, they are learned by heart
 GROUP = 256  # prefixes of a step are padded to a multiple of this, so freed blocks are reused
 
 
@@ -72,20 +70,18 @@ class Pooled(Learner):
     def first_twist(self) -> Pair:
         """Line 1: psi^(0) = q^(0) / p^(0), kept as q^(0): the last step of the ladder."""
         options = self.options
-        total = options.pool_first_draws
+        total, q = options.pool_first_draws, self.base  # p^(0) proposes
         at_once = math.ceil(total / options.pool_first_rounds)
-        q = self.base  # p^(0) proposes
+        turns = hints_in_turns(self.log_phi)
         for step, start in enumerate(range(0, total, at_once), 1):
             count = min(at_once, total - start)
             is_last = start + count == total
             word = "sampling" if is_last else f"ladder {step} sampling"
-            # Half of the draws of a potential that names words hold them, wherever chance puts
-            # them; of several words for one factor, the steps take them by turns.
-            hints = hints_in_turn(self.log_phi, step)
-            forced = count // 2 if hints else 0
+            # Half of the draws of a potential that names words hold them, at places by chance.
+            forced = count // 2 if turns else 0
             self.draw(q, word, 0, count - forced)
             if forced:
-                self.draw(self.base, f"{word}, forced", 0, forced, hints)
+                self.draw(self.base, f"{word}, forced", 0, forced, turns)
             if not (self.pool.log_weights > -math.inf).any():
                 fault = f"none of the {count} texts drawn first has phi > 0"
                 remedy = "give it hints, words that such texts hold, or raise --pool-first-draws"
@@ -103,13 +99,11 @@ class Pooled(Learner):
         self.draw(pair.model, "sampling", m, self.options.pool_draws)
         return self.fit_to_sigma(m)
 
-    def draw(
-        self, q: Conditional, word: str, m: int, count: int, hints: Sequence[list[int]] = ()
-    ) -> None:
+    def draw(self, q: Conditional, word: str, m: int, count: int, turns: Sequence = ()) -> None:
         """Draw and weigh: `count` sequences of q, or forced ones of p^(0), join the pool."""
 
         def draw(size: int, generator: Generator) -> dict[str, Tensor]:
-            return vars(draw_round(self.base, q, self.log_phi, size, generator, hints))
+            return vars(draw_round(self.base, q, self.log_phi, size, generator, turns))
 
         drawn = Round(**self.streams.draw(word, m, count, draw))
         self.pool = joined([self.pool, drawn]) if self.pool else drawn
@@ -118,13 +112,9 @@ class Pooled(Learner):
         """q^(m): an adapter of p^(0), learned anew from the whole pool."""
         # Anew, because an adapter that goes on learns the few heavy texts by heart.
         log_weights = self.pool.log_weights
-        ess = effective_sample_size(log_weights).item()
-        updates = min(self.options.pool_updates, math.ceil(STEPS_PER_TEXT * ess))
-        return self.fit("distillation", m, log_weights, updates, self.base)
+        return self.fit("distillation", m, log_weights, self.options.pool_updates, self.base)
 
-    def fit(
-        self, word: str, m: int, log_weights: Tensor, updates: int, start: Conditional
-    ) -> Conditional:
+    def fit(self, word: str, m: int, log_weights: Tensor, updates: int, start: Any) -> Conditional:
         """The weighted eq. 7: q fitted to the pool by log weights [N], beginning at `start`.
 
         As p^(0) is not trained, the states of each sequence that occurs are computed once, and a
@@ -134,7 +124,7 @@ class Pooled(Learner):
         options, base, pool = self.options, self.base, self.pool
         weights = truncated(log_weights, options.pool_least_ess)  # [N]
         generator = self.streams.stream(word, m)
-        scores = None  # g [V] of the surrogate, fitted to all draws alike
+        scores = None  # g [V] of the surrogate
         if options.surrogate:
             scale = getattr(self.log_phi, "scale", 1.0)
             scores = fit_surrogate(pool.tokens, pool.log_phi, scale, base.vocab_size)
@@ -153,7 +143,7 @@ class Pooled(Learner):
         states = states.flatten(0, 1)  # [M T, D]
         prefixes = first_places(tokens)  # [M, T]
         is_counted = counted(tokens, base.end)  # [M, T]
-        for rows in progress(places, title_of(word, m)):  # [n]
+        for rows in progress(places, word, m):  # [n]
             some = is_counted[rows]  # [n, T]
             # Texts share beginnings, and the V logits after each of them are the main cost.
             chosen, place = prefixes[rows][some].unique(return_inverse=True)  # [S]

@@ -1,9 +1,8 @@
 """What is made with the method: runs, tables, figures, samples.
 
-A command, started as `python -m eval...` or main.py, imports this first. It says what is missing,
-and lets the threads of OpenMP sleep soon when they wait for each other: by default they spin, which
-on a busy machine stops the ones that work; OpenMP reads these variables when torch is loaded.
-Imported by another program, it leaves everything as it is.
+A command, `python -m eval...` or main.py, imports this first. It says what is missing, and lets
+threads of OpenMP that wait for each other sleep soon: by default they spin, which stops those that
+work on a busy machine. Imported by another program, it leaves everything as it is.
 """
 
 import importlib.util
@@ -24,4 +23,4 @@ if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve() == Path(__file__).parents[
         sys.exit(2)
     soon = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}  # GNU's turns, others' milliseconds
     if not {*soon, "OMP_WAIT_POLICY", "OMP_NUM_THREADS"} & os.environ.keys():  # the user's choice
-        os.environ |= soon
+        os.environ |= soon  # OpenMP reads them when torch is loaded

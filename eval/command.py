@@ -28,10 +28,13 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def one_line_errors(program: str, out_of_memory: str = "ask for less at a time") -> Iterator[None]:
-    """End the program in one line that opens with its name; `out_of_memory` is the remedy then."""
-    signal.signal(signal.SIGINT, interrupt_once)
-    keep_freed_memory()
+def one_line_errors(program: str) -> Iterator[None]:
+    """End the program in one line that opens with its name."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
+        # Keep freed pages: to wait for fresh zeroed ones is a third of the time of a training step.
+        library.mallopt(-4, 0)  # M_MMAP_MAX of <malloc.h>
+        library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (the caller has closed it)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # where its encoding lacks characters
@@ -46,16 +49,15 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
         code = 141
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         told = str(error)
+        # oneDNN says of memory only that it has no primitive; other faults are the program's.
+        is_ours = isinstance(error, RuntimeError) and not re.search("(?i)memory|a primitive", told)
+        if is_ours or os.environ.get("TSMC_TRACEBACK"):
+            raise
         if isinstance(error, OSError):
             told = f"{error.filename or 'standard output'}: cannot be used ({error.strerror})"
             told += "; free space there, or choose another place"
         elif not isinstance(error, ValueError):
-            # oneDNN says of memory only that it has no primitive; other faults are the program's.
-            if isinstance(error, RuntimeError) and not re.search("(?i)memory|a primitive", told):
-                raise
-            told = f"out of memory; {out_of_memory}"
-        if os.environ.get("TSMC_TRACEBACK"):
-            raise
+            told = "out of memory; lower the numbers of particles or the batch sizes"
         line, code = f"error: {told}", 2
     finally:
         streams.leave()
@@ -64,12 +66,6 @@ def one_line_errors(program: str, out_of_memory: str = "ask for less at a time")
             print(printable(f"{program}: {line}"), file=sys.stderr, flush=True)
     if code:
         sys.exit(code)
-
-
-def interrupt_once(number: int, frame: object) -> NoReturn:
-    """Ctrl-C ends the program; pressed again while it ends, it is ignored."""
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def printable(text: str) -> str:
@@ -82,15 +78,3 @@ def say(line: str) -> None:
     if streams.rank() == 0:
         with contextlib.suppress(OSError):
             print(printable(line), file=sys.stderr, flush=True)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc's malloc, if that is in use, keep the pages of freed tensors.
-
-    Waiting for fresh zeroed pages takes about a third of the time of a training step.
-    """
-    if sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        if hasattr(library, "mallopt"):
-            library.mallopt(-4, 0)  # M_MMAP_MAX of <malloc.h>
-            library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD

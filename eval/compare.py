@@ -13,7 +13,6 @@ N texts of p, whose density follows from F(r) = P(log phi <= r) of a text of p:
 
 import argparse
 import json
-import shlex
 from pathlib import Path
 
 import torch
@@ -44,9 +43,6 @@ def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
             if value != first[name]:
                 fault = f"{run}: differs from {runs[0]} in {name}, so its sigma is another"
                 raise ValueError(f"{fault}; compare runs of one target")
-        if not (run / "results.json").exists():
-            command = f"python main.py --resume {shlex.quote(str(run))}"
-            raise ValueError(f"{run}: is not finished; go on with {command}")
         options = config.as_json().items()
         own = json.dumps({name: value for name, value in options if name not in NEUTRAL})
         kind = kinds.setdefault(own, {})
@@ -63,23 +59,21 @@ def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
 
 def read_texts(path: Path, prompt: str) -> list[str]:
     """The lines of a file that are not empty; ValueError for fewer than two, or another prompt."""
-    with reading(path, "cannot be read as texts", "give a whole text in each line, as UTF-8"):
+    with reading(path, "holds no texts", "give at least 2, a whole text in each line, as UTF-8"):
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # with or without its mark
-    texts = [line.replace("\\n", "\n") for line in lines if line.strip()]
-    if len(texts) < 2:
-        raise ValueError(f"{path}: it holds {len(texts)} texts; give at least 2, one in each line")
-    for text in texts:
-        if not text.startswith(prompt):
-            fault = f"{path}: {text[:80]!r} does not begin with {prompt!r}"
-            raise ValueError(f"{fault}; give each text with its prompt")
+        texts = [line.replace("\\n", "\n") for line in lines if line.strip()]
+        if len(texts) < 2:
+            raise ValueError(f"there are {len(texts)}")
+        for text in texts:
+            if not text.startswith(prompt):
+                raise ValueError(f"{text[:80]!r} does not begin with {prompt!r}")
     return texts
 
 
 def log_q_row(path: Path, world: World) -> dict:
     """A row with KL(sigma||q) of a file of log q."""
     if world.exact is None:
-        fault = f"--log-q {path}: the first run has no exact samples, so there is no KL"
-        raise ValueError(f"{fault}; name another run first")
+        raise ValueError(f"--log-q {path}: the first run has no exact samples; name another first")
     count = len(world.exact.tokens)
     with reading(path, "holds no log q", f"give {count} lines, a number in each"):
         numbers = [float(line) for line in path.read_text().split()]

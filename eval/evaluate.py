@@ -1,7 +1,6 @@
 """The rows of a run's table: Base, Target and generations (`eval/metrics.py` has the columns)."""
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from tinystories.files import write_tensors
 from tsmc import streams
 from tsmc.estimate import Estimate
 from tsmc.proposal import proposal_log_probs
-from tsmc.rejection import draw_accepted, exact_samples, log_mean_with_error
+from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Population
 from twist.pair import Pair
 
@@ -32,15 +31,15 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
     drawn = world.draw_base(learner.streams, "base samples", count)
     base = world.score(drawn["tokens"])
     log_phi = base.scores["log_phi"]  # [N]
-    hints = getattr(world.potential, "hints", [])
     alive = int((log_phi > -math.inf).sum())
+    hints = world.potential.hints
     if hints and isinstance(learner, Pooled):
         say("half of the first draws are forced to hold a hint of the potential")
     elif alive < min(FEW, count):  # p^(0) hardly ever meets a hard potential
-        rate = f"{alive} of {count} base samples have phi > 0, which is little to learn from"
         remedy = "use --learner pooled" if hints else "use --learner pooled and hints"
+        rate = f"{alive} of {count} base samples have phi > 0, which is little to learn from"
         say(f"{rate}; {remedy}, or soften the potential (docs/potentials.md)")
-    if world.exact is None:
+    if world.exact is None and run.config.run.eval_target_proposals > 0:
         draw_target(run, world, learner, log_phi)
     vectors = world.encode(base.texts)
     row = metrics.describe(base, vectors, world.exact_vectors)
@@ -54,7 +53,7 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
     if streams.rank() == 0:
         tensors = drawn | {"log_phi": log_phi, "vectors": vectors[checked_rows(log_phi)]}
         write_tensors(run.folder(None) / SAMPLES, tensors)
-    run.keep(None, rows, samples)
+    run.keep(None, rows, samples, learner)
 
 
 def target_row(world: World, samples: metrics.Samples, count: int) -> dict:
@@ -74,13 +73,9 @@ def draw_target(run: Run, world: World, learner: Learner, base_log_phi: Tensor) 
     """
     proposals = run.config.run.eval_target_proposals
     rate = base_log_phi.exp().mean().item()
-    if proposals == 0:
-        return
-    proposals = min(proposals, math.ceil(ENOUGH / rate) if rate > 0 else proposals)
-    expected = f"about {proposals * rate:.0f} exact samples of the target"
-    say(f"drawing {proposals} base samples for {expected}")
-    draw = partial(draw_accepted, world.base, world.potential)
-    exact = exact_samples(learner.streams.draw("target by rejection", None, proposals, draw))
+    if rate > 0:
+        proposals = min(proposals, math.ceil(ENOUGH / rate))
+    exact = world.draw_exact(learner.streams, "target by rejection", proposals)
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
         say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
@@ -121,8 +116,7 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
         # The mean score of populations of different K, with equally many particles (Fig. 2).
         row["populations"] = {}
         for particles in options.eval_particles:
-            runs = max(1, options.row_size() // particles)
-            word = f"populations of {particles}"
+            word, runs = f"populations of {particles}", max(1, options.row_size() // particles)
             scores = samples_of(world, learner.population(pair, word, m, particles, runs)).scores
             mean = scores.get("toxicity", scores["log_phi"]).mean().item()
             row["populations"][particles] = mean
@@ -132,7 +126,7 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
 def samples_of(world: World, population: Population) -> metrics.Samples:
     """The samples of the runs that are alive, grouped by their runs."""
     final = population.alive().samples  # [R, K, T]
-    group = torch.arange(len(final)).repeat_interleave(final.shape[1]).tolist()  # [R K] its run
+    group = [run for run in range(len(final)) for _ in range(final.shape[1])]  # [R K]
     return world.score(final.flatten(0, 1), group)
 
 
@@ -140,16 +134,17 @@ def population_row(population: Population) -> dict:
     """What the runs say of themselves: evidence, effective sizes, copies. Dead runs have none."""
     runs, particles = population.log_weights.shape
     alive = population.alive()
+    log_z = alive.log_z
     distinct = [len(run.unique(dim=0)) / particles for run in alive.samples]  # [R]
     return {
         "log_z": population.log_mean_z(),
-        "log_z_hat_mean": alive.log_z.mean().item(),
-        "log_z_hat_std": alive.log_z.std().item() if len(alive.log_z) > 1 else math.nan,
+        "log_z_hat_mean": log_z.mean().item(),
+        "log_z_hat_std": log_z.std().item() if len(log_z) > 1 else math.nan,
         "ess": alive.ess.mean().item(),
         "distinct": sum(distinct) / len(distinct),
         # Texts of dead runs were scored as well.
         "worth": 1 / alive.shares().square().sum().item() / (runs * particles),
         "largest_share": alive.log_weights.softmax(-1).amax(-1).mean().item(),
-        "dead_runs": runs - len(alive.log_z),
+        "dead_runs": runs - len(log_z),
         "num_runs": runs,
     }

@@ -1,19 +1,17 @@
 """The figures of a run, of a study over several seeds, and the genealogy of a run of the sampler.
 
 A point is a mean over seeds with its 95 % interval. The score is the toxicity where the potential
-reads the classifier, else log phi. A learner has one colour and marker everywhere, of Okabe and
-Ito, which colour-blind readers can tell apart.
+reads the classifier, else log phi. The colours, of Okabe and Ito, can be told apart by all readers.
 """
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from eval.table import named_rows
 from tinystories.files import replacing
 from tinystories.load import token_texts
 from tsmc.draws import normalise
@@ -33,8 +31,12 @@ LOOKS = {
 OTHERS = [LOOKS[name] for name in ("paper", "grpo", "pooled", "dpo", "end-alone")]  # in order
 LEVELS = ("Base", "Target")  # horizontal lines
 ALIVE, DYING, SAMPLE = "#0072B2", "#C9C9C9", "#D55E00"  # of the genealogy
-LABELS = {"toxicity": "Toxicity", "log_phi": "log phi"}
 KL = "kl_target_proposal"
+LABELS = {
+    "toxicity": "Toxicity (better: nearer to Target)",
+    KL: "KL(sigma||q), nats (better: lower)",
+}
+LABELS["log_phi"] = "log phi (better: nearer to Target)"
 Lines = dict[str, dict[str, list[dict]]]
 """By one of LOOKS, then by the label of a point, as "0" for generation 0: its row of each seed."""
 
@@ -63,79 +65,44 @@ def draw_lines(axes: plt.Axes, lines: Lines, key: str) -> None:
             axes.axhline(y[0], label=name, lw=1.2, **LOOKS[name])
             continue
         # Side by side, so that no interval hides another. Of one row it is infinite: not drawn.
-        shift = 0.05 * (names.index(name) - (len(names) - 1) / 2)
-        x = [labels.index(label) + shift for label in means]
+        place = names.index(name)
+        x = [labels.index(label) + 0.05 * (place - (len(names) - 1) / 2) for label in means]
         half_widths = [mean.half_width() for mean in means.values()]
-        look = LOOKS.get(name) or OTHERS[names.index(name) % len(OTHERS)]
+        look = LOOKS.get(name) or OTHERS[place % len(OTHERS)]
         axes.errorbar(x, y, half_widths, ms=6, capsize=3, label=name, **look)
     axes.set_xticks(range(len(labels)), labels)
     axes.grid(alpha=0.3)
 
 
-def draw_generations(lines: Lines, path: Path, key: str) -> None:
-    """The score, which should come to Target, and KL(sigma||q), where it is known."""
-    figure, (score, kl) = plt.subplots(1, 2, figsize=(7.5, 3.5), layout="constrained")
-    draw_lines(score, lines, key)
-    score.set(xlabel="Generation", ylabel=LABELS[key], title="Better: nearer to Target")
-    score.legend(fontsize=9)
-    draw_lines(kl, lines, KL)
-    kl.set(xlabel="Generation", ylabel="KL(sigma||q), nats", title="Better: lower")
-    means = [y for line in kl.containers for y in line[0].get_ydata()]
-    if not means:
-        kl.remove()
-    elif max(means) > 4 * min(means) > 0:
-        # Baselines are far away, and their intervals may reach anywhere: the means choose the axis.
-        low, high = 0.8 * min(means), 1.3 * max(means)
-        kl.set(yscale="log", ylim=(low, high))
-        kl.set_yticks([tick for tick in (0.2, 0.5, 1, 2, 3, 5, 10, 20, 50) if low < tick < high])
-        kl.yaxis.set_major_formatter("{x:g}")
-        kl.yaxis.set_minor_locator(NullLocator())
-    save_figure(figure, path)
-
-
-def draw_populations(lines: Lines, path: Path, key: str) -> None:
-    """The score by particles (paper, Fig. 2) in the first, a middle and the last generation."""
-    last = max(len(points) for points in lines.values()) - 1
-    shown = sorted({0, last // 2, last})
-    figure, panels = plt.subplots(1, len(shown), figsize=(7.5, 3.5), sharey=True, squeeze=False)
-    for axes, m in zip(panels[0], shown, strict=True):
-        sizes: Lines = {}
-        for name, points in lines.items():
-            rows = points.get(str(m), [])
-            found = rows[0]["populations"] if rows else {}
-            for particles in sorted(found, key=int):
-                scores = [{key: row["populations"][particles]} for row in rows]
-                sizes.setdefault(name, {})[particles] = scores
-        if "Target" in lines:
-            sizes["Target"] = lines["Target"]
-        draw_lines(axes, sizes, key)
-        axes.set(title=f"Generation {m}", xlabel="Particles K")
-    panels[0, 0].set_ylabel(f"{LABELS[key]} (better: nearer to Target)")
-    panels[0, -1].legend(fontsize=9)
-    save_figure(figure, path)
-
-
-def draw_rules(panels: dict[str, tuple[str, Lines]], path: Path) -> None:
-    """The score by generation, its key and its lines by the title of a panel."""
+def draw_panels(panels: dict[str, tuple[str, Lines]], path: Path) -> None:
+    """Numbers by generation: the key of a number, and its lines, by the title of a panel."""
     shape = {"figsize": (7.5, 3.7), "squeeze": False, "layout": "constrained"}
     figure, grid = plt.subplots(1, len(panels), **shape)
     for axes, (title, (key, lines)) in zip(grid[0], panels.items(), strict=True):
         draw_lines(axes, lines, key)
-        axes.set(title=title, xlabel="Generation")
-        axes.set_ylabel(f"{LABELS[key]} (better: nearer to Target)")
-    grid[0, -1].legend(fontsize=9)
+        axes.set(title=title, xlabel="Generation", ylabel=LABELS[key])
+        means = [y for line in axes.containers for y in line[0].get_ydata()]
+        if key == KL and max(means) > 4 * min(means) > 0:
+            # Baselines are far away, and intervals may reach anywhere: the means choose the axis.
+            axes.set(yscale="log", ylim=(0.8 * min(means), 1.3 * max(means)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+    grid[0, 0].legend(fontsize=9)
     save_figure(figure, path)
 
 
 def draw_figures(results: dict, run: Path) -> None:
-    """The figures of a run."""
+    """The figure of a run: the score, and KL(sigma||q) where it is known."""
     key = "toxicity" if "toxicity" in results["base"] else "log_phi"
-    rows, generations = named_rows(results), results["generations"]
-    lines: Lines = {name: {"": [rows[name]]} for name in LEVELS if name in rows}
-    lines[results["learner"]] = {str(m): [row] for m, row in enumerate(generations)}
-    draw_generations(lines, run / "figures" / "generations.png", key)
-    if "populations" in generations[-1]:
-        draw_populations(lines, run / "figures" / "populations.png", key)
+    lines: Lines = {}
+    for name in LEVELS:
+        if row := results.get(name.lower()):
+            lines[name] = {"": [row]}
+    lines[results["learner"]] = {str(m): [row] for m, row in enumerate(results["generations"])}
+    panels = {"Score of the samples": (key, lines)}
+    if KL in results["generations"][0]:
+        panels["Proposal"] = KL, lines
+    draw_panels(panels, run / "figures" / "generations.png")
 
 
 def draw_genealogy(trace: list[Step], log_phi: Tensor, tokenizer: Tokenizer, path: Path) -> None:

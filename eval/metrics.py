@@ -57,29 +57,25 @@ def pair_distances(x: Tensor, y: Tensor) -> Tensor:
 def energy_distance(x: Tensor, y: Tensor, group: Tensor) -> float:
     """Energy distance of the distributions of x [N, D] and y [M, D] (Szekely & Rizzo, 2013).
 
-    Rows of x in the same `group` [N] may depend on each other, as the particles of a run do, so
-    their pairs are left out.
+    Pairs of x in the same `group` [N] are left out, for they may depend on each other.
     """
     within_x = pair_distances(x, x)[group[:, None] != group].mean().item()
-    pairs = len(y) * (len(y) - 1)
-    within_y = pair_distances(y, y).sum().item() / pairs  # the diagonal is zero
+    within_y = pair_distances(y, y).sum().item() / (len(y) * (len(y) - 1))  # the diagonal is zero
     return 2 * pair_distances(x, y).mean().item() - within_x - within_y
 
 
 def energy_floor(y: Tensor, n: int) -> float:
     """The 95 % quantile of the energy distance of n exact samples from the exact samples y [M, D].
 
-    It is that between S = 3000 random halves of y, of which no more are known, carried over to
-    sizes n and M: between samples of one distribution, the distance has the same law but for a
-    factor of 1/n + 1/M. Particles of a run depend on each other and count for fewer.
+    It is that between S = 3000 random halves of y, carried over to sizes n and M: between samples
+    of one distribution, the distance has the same law but for a factor of 1/n + 1/M.
     """
-    count = len(y)
-    half = count // 2
+    count, half = len(y), len(y) // 2
     distances = pair_distances(y, y).cpu()  # [M, M]
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(3000, count, generator=generator).argsort(1)  # [S, M]
     is_first = (order < half).double()  # [S, M]
-    sums = is_first @ distances  # [S, M]
+    sums = is_first @ distances  # [S, M] from each text to the first half
     within = (sums * is_first).sum(1)  # [S] over ordered pairs of the first half
     between = sums.sum(1) - within  # [S]
     rest = distances.sum() - within - 2 * between  # [S] over ordered pairs of the other half
@@ -90,18 +86,11 @@ def energy_floor(y: Tensor, n: int) -> float:
 
 
 def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict:
-    """The mean of each score, the share with phi > 0, the similarity, and the distance from exact
-    samples where there are any.
-
-    vectors [N, D] are the embeddings of the texts, exact_vectors [M, D] those of exact samples.
-    """
+    """Columns of texts with embeddings [N, D]; [M, D] are those of exact samples, if any."""
     row = {"phi_positive": (samples.scores["log_phi"] > -torch.inf).double().mean().item()}
     for name, values in samples.scores.items():
         row[name] = values.mean().item()
     row["similarity"] = mean_pairwise_cosine(vectors)
-    if "toxicity" in samples.scores:
-        bins = (20 * samples.scores["toxicity"]).long().clamp(0, 19)
-        row["histogram"] = (torch.bincount(bins, minlength=20) / len(bins)).tolist()
     group = torch.tensor(samples.group, device=vectors.device)
     if exact_vectors is not None and group[0] != group[-1]:  # else no two texts are independent
         row["energy"] = energy_distance(vectors, exact_vectors, group)
@@ -109,22 +98,18 @@ def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = N
 
 
 def mean_pairwise_cosine(vectors: Tensor) -> float:
-    """Mean cosine over the pairs i != j of vectors [N, D], N > 1.
-
-    The sum over pairs is |sum_i e_i|^2 - sum_i |e_i|^2 of unit vectors e.
-    """
+    """Mean cosine over the pairs i != j of vectors [N, D], N > 1."""
     count = vectors.shape[0]
     unit = F.normalize(vectors.double(), dim=-1)  # [N, D]
+    # The sum over all pairs is |sum_i e_i|^2.
     return float((unit.sum(0).square().sum() - unit.square().sum()) / (count * (count - 1)))
 
 
 def kl_of_log_q(log_q: Tensor, log_p: Tensor, exact: ExactSamples) -> Estimate:
-    """KL(sigma||q) in nats from log q [N] and log p^(0) [N] of the exact samples.
-
-    The error takes their mean as independent of log Z_sigma, which comes from the same draws: for
-    q = p^(0) and the shipped samples it is .065, where their covariance would make it .054.
-    """
+    """KL(sigma||q) in nats from log q [N] and log p^(0) [N] of the exact samples."""
     mean = mean_estimate(log_p + exact.log_phi - log_q)
+    # As if it were independent of log Z_sigma, from the same draws: for q = p^(0) and the shipped
+    # samples the error is .065, where their covariance would make it .054.
     error = math.hypot(mean.std_error, exact.log_z_std_error)
     return Estimate(mean.value - exact.log_z, error, mean.dof)
 
@@ -137,5 +122,4 @@ def missing_part(found: Estimate, base: Estimate) -> str:
     if not found.value + found.half_width() < base.value - base.half_width():
         return ""
     numbers = f"log Z {found.value:.2f} of the runs lies below {base.value:.2f} of the row Base"
-    cause = "they miss a part of sigma, for good where self-distillation has lost it"
-    return f"{numbers}: {cause}; lower the learning rates, or draw more"
+    return f"{numbers}: they miss a part of sigma; lower the learning rates, or draw more"

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tinystories.files import reading
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 POCKET = Path(__file__).resolve().parents[1] / "checkpoints" / "pocket"
-PRESETS: dict[str, dict[str, str]] = {
+PRESETS: dict[str, dict[str, str]] = {  # of the networks
     "pocket": {},
     "paper": {
         "lm": "roneneldan/TinyStories-33M@854a281ebcd3a0c8cd4be3f7e676bc20dca27cd3",
@@ -29,7 +30,6 @@ PRESETS: dict[str, dict[str, str]] = {
         "@1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
     },
 }
-"""Defaults by preset."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,12 @@ class RunOptions:
     def torch_device(self) -> torch.device:
         """The device to run on, with torchrun this process's GPU; ValueError if unavailable."""
         name = self.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cuda":
-            rank = int(os.environ.get("LOCAL_RANK", 0))
-            name = f"cuda:{rank % max(1, torch.cuda.device_count())}"
+        if name in ("auto", "cuda") and torch.cuda.is_available():
+            name = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
         try:
-            return torch.Generator(name).device
+            return torch.Generator("cpu" if name == "auto" else name).device
         except (RuntimeError, AssertionError) as error:
-            fault = f"--device {self.device} is not available here"
-            raise ValueError(f"{fault}; use --device cpu") from error
+            raise ValueError(f"--device {name} is not available here; use --device cpu") from error
 
 
 @dataclass(frozen=True)
@@ -121,32 +117,34 @@ def build(values: dict[str, Any]) -> Config:
     parts = []
     for kind in (RunOptions, learner.Options):
         names = [field.name for field in dataclasses.fields(kind) if field.name in full]
-        parts.append(kind(**{key: full[key] for key in names}))
+        parts.append(kind(**{key: full.pop(key) for key in names}))
     check(parts[1])  # as the learner does, but before the networks are loaded
-    config = Config(*parts)
-    for key in given.keys() - config.as_json():
+    for key in full:
         owners = [other for other, kind in LEARNERS.items() if hasattr(kind.Options, key)]
         remedy = f"it belongs to {' and '.join(owners)}" if owners else "see main.py --help"
         raise ValueError(f"{flag_of(key)}: no option of --learner {name}; {remedy}")
-    return config
+    return Config(*parts)
 
 
-def add_argument(group: Any, field: dataclasses.Field) -> None:
-    """Add the argument of one option to a parser or a group of it, or both of a switch."""
-    default, kind, choices = field.default, kind_of(field), field.metadata["choices"]
-    value = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-    text = field.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
-    extra: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}
-    if choices:
-        extra["choices"] = choices
-    if kind is bool:
-        extra = {"action": argparse.BooleanOptionalAction}
-        value = "on" if default else "off"
-    elif isinstance(default, tuple):  # texts hold spaces, so each has the flag of its own
-        extra |= {"action": "append"} if kind is str else {"nargs": "+"}
-    if value and "[" not in text:
-        text += f" [{value}]"
-    group.add_argument(flag_of(field.name), help=text.replace("%", "%%"), **extra)
+def add_arguments(group: Any, options: type, names: Sequence[str] = ()) -> None:
+    """Add options, all or those named, to a parser or a group of it."""
+    for field in dataclasses.fields(options):
+        if names and field.name not in names:
+            continue
+        default, kind, choices = field.default, kind_of(field), field.metadata["choices"]
+        text = field.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
+        extra: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}
+        if choices:
+            extra["choices"] = choices
+        if kind is bool:
+            extra = {"action": argparse.BooleanOptionalAction}
+            default = "on" if default else "off"
+        elif isinstance(default, tuple):  # texts hold spaces, so each has the flag of its own
+            extra |= {"action": "append"} if kind is str else {"nargs": "+"}
+            default = " ".join(map(str, default))
+        if "[" not in text and default != "":
+            text += f" [{default}]"
+        group.add_argument(flag_of(field.name), help=text.replace("%", "%%"), **extra)
 
 
 def read_config(arguments: list[str] | None, description: str) -> tuple[Config, Path | None]:
@@ -154,9 +152,6 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[Config, 
 
     With --resume only --generations may be given anew, to extend a run.
     """
-    chooser = OneLineParser(add_help=False, allow_abbrev=False)
-    chooser.add_argument("--learner", default=RunOptions.learner, choices=tuple(LEARNERS))
-    learner = chooser.parse_known_args(arguments)[0].learner
     parser = OneLineParser(
         usage="python main.py [options]",
         description=f"{description} Defaults are in brackets.",
@@ -164,14 +159,14 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[Config, 
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
+        add_help=False,
     )
     parser.add_argument("--resume", metavar="RUN", help="continue this run, with its own options")
-    groups = {"the run, what it aims at, its networks and its table": RunOptions}
-    groups[f"the learner ({learner})"] = LEARNERS[learner].Options
-    for title, options in groups.items():
-        group = parser.add_argument_group(title)
-        for field in dataclasses.fields(options):
-            add_argument(group, field)
+    add_arguments(parser.add_argument_group("the run, its networks and its table"), RunOptions)
+    chosen = parser.parse_known_args(arguments)[0]
+    learner = getattr(chosen, "learner", RunOptions.learner)
+    add_arguments(parser.add_argument_group(f"the learner ({learner})"), LEARNERS[learner].Options)
+    parser.add_argument("-h", "--help", action="help", help="show this")
     known, unknown = parser.parse_known_args(arguments)
     given = vars(known)
     for word in unknown[:1]:  # `build` says whose it is

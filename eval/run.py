@@ -31,7 +31,7 @@ from tinystories import files
 from tsmc import streams
 from twist.pair import Pair, load_pair, save_pair
 
-PAIR, STATE, ROW, RESULTS = "pair.safetensors", "state.safetensors", "row.json", "results.json"
+PAIR, STATE, ROW = "pair.safetensors", "state.safetensors", "row.json"
 
 
 class Run(contextlib.AbstractContextManager):
@@ -48,12 +48,13 @@ class Run(contextlib.AbstractContextManager):
         self.path = streams.first(path)
         if streams.first(resumed is None and self.path.exists()):
             raise ValueError(f"--out {path}: exists already; choose another, or use --resume")
-        done, wanted = self.generations(), config.run.generations
-        if done > wanted + 1:
-            fault = f"--generations {wanted}: {self.path} has {done - 1} already"
-            raise ValueError(f"{fault}; give at least {done - 1}")
-        for m in [*range(done), *([None] if self.has(None) else [])]:
-            self.row(m)  # what is damaged is found before anything is learned
+        last, wanted = self.generations() - 1, config.run.generations
+        if last > wanted:
+            fault = f"--generations {wanted}: {self.path} has {last} already"
+            raise ValueError(f"{fault}; give at least {last}")
+        for m in (None, *range(last + 1)):
+            if self.has(m):
+                self.row(m)  # what is damaged is found before anything is learned
 
     def __enter__(self) -> "Run":
         """Lock the directory and write config.json; ValueError where another process writes."""
@@ -107,18 +108,13 @@ class Run(contextlib.AbstractContextManager):
         return row
 
     def keep(
-        self,
-        m: int | None,
-        row: dict,
-        samples: list[dict],
-        learner: Learner | None = None,
-        pair: Pair | None = None,
+        self, m: int | None, row: dict, samples: list, learner: Learner, pair: Pair | None = None
     ) -> None:
         """Write the folder of a generation: pair, learner's state, figures and texts, row last."""
         if streams.rank() == 0:
             folder = self.folder(m)
             (folder / ROW).unlink(missing_ok=True)  # where a generation before it was lost
-            if learner is not None:
+            if pair is not None:
                 save_pair(folder / PAIR, pair, learner.base)
                 files.write_tensors(folder / STATE, learner.state())
                 write_lines(folder / "metrics.jsonl", learner.records)
@@ -126,14 +122,13 @@ class Run(contextlib.AbstractContextManager):
             files.write_json(folder / "seconds.json", spent)
             write_lines(folder / "samples.jsonl", samples)
             files.write_json(folder / ROW, finite_or_null(row))
-        if m is not None:
+        if pair is not None:
             learner.records.clear()
             seconds = time.monotonic() - self.start
             left = (self.config.run.generations - m) * seconds
             named = {"toxicity": "toxicity", "log phi": "log_phi", "KL": "kl_target_proposal"}
             said = [f"{name} {row[key]:.3g}" for name, key in named.items() if row.get(key)]
-            said += [f"about {left:.0f} s left"] if left else []
-            say(", ".join([f"generation {m}: {seconds:.0f} s", *said]))
+            say(", ".join([f"generation {m}: {seconds:.0f} s", *said, f"about {left:.0f} s left"]))
         self.start, self.core_start = time.monotonic(), time.process_time()
         streams.gather(None)  # nobody reads before it is there
 
@@ -147,13 +142,12 @@ class Run(contextlib.AbstractContextManager):
 
     def finish(self) -> dict:
         """Write results.json: the rows Base and Target, and those of all generations."""
-        options = self.config.run
-        results: dict[str, Any] = {"learner": options.learner, "seed": options.seed}
-        results["potential"] = list(options.potential)
-        results |= self.row(None)
-        results["generations"] = [self.row(m) for m in range(options.generations + 1)]
+        run = self.config.run
+        results: dict[str, Any] = {"learner": run.learner, "seed": run.seed}
+        results |= {"potential": list(run.potential)} | self.row(None)
+        results["generations"] = [self.row(m) for m in range(run.generations + 1)]
         if streams.rank() == 0:
-            files.write_json(self.path / RESULTS, results)
+            files.write_json(self.path / "results.json", results)
         return results
 
 
@@ -167,8 +161,7 @@ def count_generations(run: Path) -> int:
 
 def write_lines(path: Path, rows: list[dict]) -> None:
     """Write a file with a line of JSON for each row."""
-    lines = [json.dumps(finite_or_null(row)) + "\n" for row in rows]
-    files.write_text(path, "".join(lines))
+    files.write_text(path, "".join(json.dumps(finite_or_null(row)) + "\n" for row in rows))
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -14,23 +14,20 @@ those of RUN, without RUN those of main.py.
 import argparse
 import dataclasses
 import math
-import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from distill import LEARNERS
 from eval.command import OneLineParser, one_line_errors, printable, say
-from eval.options import RunOptions, add_argument, saved_config
+from eval.options import RunOptions, add_arguments, saved_config
 from eval.run import count_generations
 from eval.world import World, check_unchanged, load_sigma
 from tsmc import SCHEMES
 from tsmc.estimate import Estimate
 from twist import Drawn, Pair, load_pair, sample
-from twist.factors import regex
 
 OPTIONS = ("prompt", "length", "end", "seed", "potential", "lm", "device")  # of main.py
-FACTOR = math.log(10)  # a share with a wider interval is not known
 
 
 class TrainedRun:
@@ -40,13 +37,12 @@ class TrainedRun:
         """The last generation unless another is named; ValueError names what is missing."""
         run = Path(directory)
         self.config = saved_config(run).change(device=device)
-        count = count_generations(run)
-        if count == 0:
+        last = count_generations(run) - 1
+        self.generation = last if generation is None else generation
+        if last < 0:
             raise ValueError(f"{run}: holds no saved generation; name a run that has finished one")
-        self.generation = count - 1 if generation is None else generation
-        if not 0 <= self.generation < count:
-            fault = f"generation {self.generation} is not in {run}"
-            raise ValueError(f"{fault}; it holds 0 to {count - 1}")
+        if not 0 <= self.generation <= last:
+            raise ValueError(f"generation {generation} is not in {run}; it holds 0 to {last}")
         self.pair = run / f"generation-{self.generation}" / "pair.safetensors"
         self.world = lru_cache(maxsize=1)(load_sigma)
         check_unchanged(run, self.world(self.config.run))
@@ -75,20 +71,10 @@ def draw(
     return sample(world.base, world.potential, pair, particles, runs, seed, scores, **rule)
 
 
-def rate(evidence: Estimate) -> str:
-    """What log Z of a hard potential says: how many texts of p satisfy it."""
-    line = f"About 1 in {math.exp(-evidence.value):.3g} texts of the model satisfies it"
-    if not evidence.half_width() < FACTOR:  # nor where it is NaN
-        return f"{line}, but the runs do not agree within a factor of ten; use more --runs"
-    low, high = (math.exp(max(0.0, -evidence.quantile(share))) for share in (0.975, 0.025))
-    return f"{line} (95 %: {low:.3g} to {high:.3g})"
-
-
-def report(drawn: Drawn, is_trained: bool, samples: int, event: str | None = None) -> str:
+def report(drawn: Drawn, is_trained: bool, samples: int) -> str:
     """Estimates, what they do not say by themselves, then a line for every sample."""
     rows = drawn.samples(samples)
     evidence = drawn.evidence()
-    log_phi = drawn.scores["log_phi"]
     numbers = [f"log Z {evidence.value:.2f} +- {evidence.half_width():.2f}"]
     numbers.append(f"ESS {drawn.population.ess.mean().item():.1f}")
     numbers.append(f"all texts are worth {drawn.ess:.1f} samples (1 / sum W^2)")
@@ -98,19 +84,24 @@ def report(drawn: Drawn, is_trained: bool, samples: int, event: str | None = Non
     lines = ["   ".join(numbers)]
     if warning := drawn.warning():
         lines.append(warning)
-    if not is_trained and log_phi.isneginf().any() and (log_phi[log_phi > -math.inf] == 0).all():
+    if not is_trained and set(drawn.scores["log_phi"].tolist()) == {0.0, -math.inf}:
         lines.append(rate(evidence))
-    if event is not None:
-        found = drawn.probability(lambda text: re.search(event, text) is not None)
-        low, high = found.quantile(0.025), found.quantile(0.975)
-        lines.append(f"P({event}) {found.value:.3f} (95 %: {low:.3f} to {high:.3f})")
     has_toxicity = "toxicity" in drawn.scores
     lines.append(f" share  log phi  {'toxicity  ' if has_toxicity else ''}text")
     for row in rows:
         toxicity = f"{row['toxicity']:8.3f}  " if has_toxicity else ""
-        shown = printable(row["text"])
-        lines.append(f"{row['weight']:6.3f}  {row['log_phi']:7.2f}  {toxicity}{shown}")
+        numbers = f"{row['weight']:6.3f}  {row['log_phi']:7.2f}  {toxicity}"
+        lines.append(numbers + printable(row["text"]))
     return "\n".join(lines)
+
+
+def rate(evidence: Estimate) -> str:
+    """What log Z of a hard potential says: how many texts of p satisfy it."""
+    line = f"About 1 in {math.exp(-evidence.value):.3g} texts of the model satisfies it"
+    if not evidence.half_width() < math.log(10):  # nor where it is NaN
+        return f"{line}, but the runs do not agree within a factor of ten; use more --runs"
+    low, high = (math.exp(max(0.0, -evidence.quantile(share))) for share in (0.975, 0.025))
+    return f"{line} (95 %: {low:.3g} to {high:.3g})"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -124,14 +115,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--particles", type=int, metavar="K", default=50, help="particles (default: 50)")
     add("--runs", type=int, metavar="R", help="runs, weighed by Z-hat (default: 8, without RUN 40)")
     add("--samples", type=int, metavar="N", default=10, help="samples to draw (default: 10)")
-    add("--event", metavar="PATTERN", help="estimate how often a regular expression is found")
     add("--resampling", choices=tuple(SCHEMES), help="resampling scheme")
     add("--threshold", type=float, help="resample where ESS / K is lower; 1: at every step")
     add("--picture", type=Path, metavar="FILE", help="draw the particles as PNG")
-    for field in dataclasses.fields(RunOptions):
-        if field.name in OPTIONS:
-            add_argument(parser, field)
-    with one_line_errors("python -m eval.sample", "lower --particles"):
+    add_arguments(parser, RunOptions, OPTIONS)
+    with one_line_errors("python -m eval.sample"):
         args = parser.parse_args(arguments)
         given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -140,19 +128,13 @@ def main(arguments: list[str] | None = None) -> None:
             rule["resample"] = SCHEMES[args.resampling]
         if args.threshold is not None:
             rule["ess_threshold"] = args.threshold
-        if args.run is None and args.potential is None:
-            parser.error(f"no run is named: {usage}")
-        if args.run is None and args.generation is not None:
-            parser.error("--generation is one of RUN; leave it out or name RUN")
-        if args.run is not None and args.lm is not None:
-            parser.error("--lm is for sampling without RUN; leave one of them out")
-        if args.threshold is not None and not 0 <= args.threshold <= 1:
-            parser.error(f"--threshold is {args.threshold}; give a share of K from 0 to 1")
-        if args.event is not None:
-            regex(args.event)  # ValueError where it is none
-        say("loading the networks" + (f" of {args.run}" if args.run else ""))
-        runs = args.runs if args.runs is not None else (40 if args.run is None else 8)
+        say("loading the networks")
         if args.run is None:
+            if args.potential is None:
+                parser.error(f"no run is named: {usage}")
+            if args.generation is not None:
+                parser.error("--generation is one of RUN; leave it out or name RUN")
+            runs = 40 if args.runs is None else args.runs
             options = RunOptions(**given)
             world = load_sigma(options)
             drawn = draw(world, None, args.particles, runs, options.seed, **rule)
@@ -161,21 +143,22 @@ def main(arguments: list[str] | None = None) -> None:
                 fault = "forced draws have no genealogy, and resample at the end alone"
                 parser.error(f"{fault}; leave out --picture, --resampling and --threshold")
         else:
+            if args.lm is not None:
+                parser.error("--lm is for sampling without RUN; leave one of them out")
+            runs = 8 if args.runs is None else args.runs
             trained = TrainedRun(args.run, args.generation)
             options = dataclasses.replace(trained.config.run, **given)
             world = trained.world(options)
             drawn = trained.sample(args.particles, runs, **given, **rule)
             source = f"generation {trained.generation}"
-        found = report(drawn, args.run is not None, args.samples, args.event)
-        shown = f"{runs} runs of K = {args.particles}, T = {options.length}"
-        heading = f"{printable(options.prompt)}\n{source}, {shown}, seed {options.seed}"
-        print(f"{heading}\n{found}", flush=True)
+        shown = f"{runs} runs of K = {args.particles}, T = {options.length}, seed {options.seed}"
+        print(f"{printable(options.prompt)}\n{source}, {shown}")
+        print(report(drawn, args.run is not None, args.samples), flush=True)
         if args.picture:
             from eval.figures import draw_genealogy  # matplotlib takes a second to load
 
             log_phi = drawn.scores["log_phi"][: args.particles]  # of the first run
             draw_genealogy(drawn.trace, log_phi, world.tokenizer, args.picture)
-            say(f"wrote {args.picture}")
 
 
 if __name__ == "__main__":

@@ -110,10 +110,10 @@ class Encoder(nn.Module):
 
     def hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
         """States [B, T, D] of tokens [B, T]; mask [B, T] is 0 on padding, which stands behind."""
-        embeddings = self.embeddings
+        table = self.embeddings
         positions = torch.arange(ids.shape[1], device=ids.device) + self.first  # [T]
-        x = embeddings["word_embeddings"](ids) + embeddings["token_type_embeddings"].weight[0]
-        x = embeddings["LayerNorm"](x + embeddings["position_embeddings"](positions))  # [B, T, D]
+        x = table["word_embeddings"](ids) + table["token_type_embeddings"].weight[0]
+        x = table["LayerNorm"](x + table["position_embeddings"](positions))  # [B, T, D]
         bias = torch.where(mask == 0, torch.finfo(torch.float32).min, 0.0)  # [B, T]
         for layer in self.encoder["layer"]:
             x = layer(x, bias[:, None, None, :])
@@ -147,10 +147,10 @@ class ToxicityClassifier(nn.Module):
         self.config = config
         first = config.pad_token_id + 1  # rows of the table that no token of a text has
         self.max_tokens = config.max_position_embeddings - first
-        width = config.hidden_size
         self.roberta = Encoder(config, first)
-        self.classifier = nn.ModuleDict({"dense": nn.Linear(width, width)})
-        self.classifier["out_proj"] = nn.Linear(width, 1)
+        dense = nn.Linear(config.hidden_size, config.hidden_size)
+        out = nn.Linear(config.hidden_size, 1)
+        self.classifier = nn.ModuleDict({"dense": dense, "out_proj": out})
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Logits [B], float32 or wider, of tokens [B, T]; mask [B, T] is 0 on padding."""
@@ -163,22 +163,15 @@ class ToxicityClassifier(nn.Module):
 def load_scorer(
     kind: type, path: str | Path, device: str | torch.device = "cpu"
 ) -> tuple[Any, Tokenizer]:
-    """Network of a class (float32, eval mode) and tokenizer; ValueError names what does not fit.
-
-    A `1_Pooling/config.json` of sentence-transformers may say that the network pools by mean.
-    """
-    file = Path(path) / "1_Pooling" / "config.json"
+    """Network of a class (float32, eval mode) and tokenizer; ValueError names what does not fit."""
+    file = Path(path) / "1_Pooling" / "config.json"  # of sentence-transformers
     pooling = read_json(file) if file.exists() else {}
-    modes = [name for name in pooling if name.startswith("pooling_mode_") and pooling[name]]
-    mode = pooling.get("pooling_mode") or ", ".join(modes) or "mean"
-    if mode not in ("mean", "pooling_mode_mean_tokens"):
-        raise ValueError(f"{file}: its pooling is {mode}; use an encoder that pools by mean")
+    modes = {name for name in pooling if name.startswith("pooling_mode_") and pooling[name]}
+    if pooling.get("pooling_mode", "mean") != "mean" or modes - {"pooling_mode_mean_tokens"}:
+        raise ValueError(f"{file}: its pooling is another; use an encoder that pools by mean")
     fixed = {"model_type": kind.model_type, "hidden_act": "gelu"}
-
-    def from_json(raw: dict) -> nn.Module:
-        return kind(config_from_json(EncoderConfig, raw, fixed))
-
-    return load_network(path, kind.model_type, from_json, device)
+    make = lambda raw: kind(config_from_json(EncoderConfig, raw, fixed))  # noqa: E731
+    return load_network(path, kind.model_type, make, device)
 
 
 def save_scorer(
@@ -193,10 +186,7 @@ def save_scorer(
 
 
 class Runner:
-    """A network, of ids and mask [B, T], run over texts in batches that are sorted by length.
-
-    No result depends on the other texts.
-    """
+    """A network, of ids and mask [B, T], run over texts in batches that are sorted by length."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer):
         self.model = model
@@ -223,7 +213,7 @@ class Runner:
 
 
 class ToxicityScorer(Runner):
-    """N texts -> log p(toxic | s) [N]. A text's score does not depend on the other texts."""
+    """N texts -> log p(toxic | s) [N]."""
 
     last: tuple[list[str], Tensor] = ([], torch.empty(0))
 
@@ -234,7 +224,6 @@ class ToxicityScorer(Runner):
         return self.last[1]
 
     def __call__(self, texts: list[str]) -> Tensor:
-        """log p(toxic | s) [N]"""
         return F.logsigmoid(-self.logits(texts))
 
     def log_nontoxic(self, texts: list[str]) -> Tensor:
@@ -254,38 +243,29 @@ def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]
         if spec in CLASSIFIED:
             continue
         if ".py" in spec and name not in READY:
-            file, _, function = spec.rpartition(":") if ":" in spec else (spec, "", "")
-            factors[spec] = users_factor(flag, file, function)
+            factors[spec] = users_factor(flag, spec)
         else:
             try:
                 strength = float(number) if tilde else math.inf
-                if not strength > 0:
-                    raise ValueError("the strength after ~ must be above 0")
-                if name == "ended" and not argument:
-                    factors[spec] = ended(strength)
-                elif name in READY and argument:
-                    factors[spec] = READY[name](argument, strength)
-                else:
-                    raise ValueError(f"there is no rule {name!r}, or its word is missing")
-            except ValueError as error:
+                if not strength > 0 or (name == "ended") == bool(argument):
+                    raise ValueError("a word is missing or too many, or the strength after ~")
+                factors[spec] = READY[name](argument, strength) if argument else ended(strength)
+            except (KeyError, ValueError) as error:
                 raise ValueError(f"{flag}: {error}; give {FORMS}") from error
         with contextlib.suppress(AttributeError):  # which methods do not take
             factors[spec].name = flag  # in messages
     return factors
 
 
-def users_factor(flag: str, file: str, name: str) -> Any:
-    """The function of FILE.py:NAME, which finds modules that lie beside its file.
-
-    It gets N texts, or what its attribute `reads` says (`twist/potential.py`), and returns log phi.
-    """
+def users_factor(flag: str, spec: str) -> Any:
+    """The function of FILE.py:NAME, which finds modules that lie beside its file."""
+    file, _, name = spec.rpartition(":")
     path = Path(file).absolute()
     if not path.is_file():
         raise ValueError(f"{flag}: there is no file {path}; give FILE.py:NAME")
     sys.path.insert(0, str(path.parent))
     defined = call_users(flag, functools.partial(runpy.run_path, str(path)))
     if not callable(defined.get(name)):
-        functions = [key for key, value in defined.items() if inspect.isfunction(value)]
-        fault = f"it defines {', '.join(functions) or 'no function'}"
-        raise ValueError(f"{flag}: {name!r} is no function; give FILE.py:NAME, {fault}")
+        names = [key for key, value in defined.items() if inspect.isfunction(value)]
+        raise ValueError(f"{flag}: {name!r} is no function; it defines {names}")
     return defined[name]

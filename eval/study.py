@@ -14,21 +14,19 @@ each seed. A number is the mean over seeds with half of its 95 % interval (Stude
 import dataclasses
 import math
 import os
-import platform
 import re
 import subprocess
 import sys
 import threading
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from eval.command import OneLineParser, one_line_errors
 from eval.compare import best_of_row
-from eval.figures import KL, LEVELS, Lines, draw_generations, draw_populations, draw_rules
+from eval.figures import KL, LEVELS, Lines, draw_panels
 from eval.options import read_config, saved_config
 from eval.run import read_lines
 from eval.sample import TrainedRun
@@ -36,7 +34,6 @@ from eval.table import TABLE, mean_cell
 from eval.world import load_world, save_target
 from tinystories.files import read_json, write_json, write_text
 from tsmc import SCHEMES, Streams
-from tsmc.rejection import draw_accepted, exact_samples
 
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
 PAPER, POOLED = "--learner paper", "--learner pooled"
@@ -92,37 +89,38 @@ BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 
 LEARNERS = ("paper", "end-alone", "pooled")
 BASELINES = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora", "rl", "dpo-ten", "grpo-ten")
 GENERATIONS = [f"{name} {m}" for name in LEARNERS for m in range(3)]
-RULED_ROWS = [f"{name} {m}" for name in LEARNERS[:2] for m in range(3)]
 CHANGES = [f"{name} 0 > {name} 2" for name in LEARNERS]
 CHANGES += ["paper 1 > paper 2", "paper 2 > end-alone 2", "paper 2 > pooled 2"]
 INGREDIENTS = ["more-twist 0 > paper 2", "less-twist 0 > paper 0", "sixo 0 > paper 0"]
 INGREDIENTS += ["sixo 2 > paper 2", "paper 2 > lora 2", "paper 2 > no-effective-potential 2"]
 INGREDIENTS += ["pooled 2 > no-surrogate 2"]
-RECORD = [f"{name} KL {level}" for level in ("3.0", "2.0") for name in LEARNERS]
-COST = [*(f"{name} 2" for name in LEARNERS), *(f"{name} 0" for name in BASELINES)]
-BETA = ["paper Base", "beta-1 Target", "paper Target"]
+BASE_ROWS = [f"{name} 0" for name in BASELINES]
 QUALITY = ("similarity", "energy", KL, "log_z_hat_mean", "ess", "distinct")
 CHANGED = ("toxicity", "log_phi", "energy", KL)
-EVIDENCE = ("phi_positive", "log_z", "log_z_hat_std", "ess", "worth")
 TABLES = {  # rows and columns
     "samples": (["paper Base", "paper Target", *GENERATIONS], ("toxicity", *QUALITY)),
     "changes": (CHANGES, ("toxicity", "energy", KL)),
     "diagnostics": (GENERATIONS, ("kl_target_model", "largest_share", "distinct_texts")),
-    "rules": (RULED_ROWS, tuple(RULES)),
+    "rules": (GENERATIONS[:6], tuple(RULES)),
     "ingredients": (INGREDIENTS, ("toxicity", "energy", KL)),
-    "baselines": ([*COST[3:], f"dpo-full best of {BEST}"], ("toxicity", *QUALITY[:3])),
+    "baselines": ([*BASE_ROWS, f"dpo-full best of {BEST}"], ("toxicity", *QUALITY[:3])),
     "populations": (GENERATIONS, ("K = 20", "K = 50", "K = 100", "K = 1000")),
-    "record": (RECORD, ("seeds", "generation", "scores", "core_seconds")),
-    "cost": (COST, ("scores", "core_seconds", "worth")),
-    "beta": (BETA, ("acceptance_rate", "toxicity", "similarity", "num_samples")),
-    "words": ([f"{words} 1" for words in WORDS], EVIDENCE),
+    "cost": ([*GENERATIONS[2::3], *BASE_ROWS], ("scores", "core_seconds", "worth")),
+    "beta": (
+        ["paper Base", "beta-1 Target", "paper Target"],
+        ("acceptance_rate", "toxicity", "similarity", "num_samples"),
+    ),
+    "words": (
+        [f"{words} 1" for words in WORDS],
+        ("phi_positive", "log_z", "log_z_hat_std", "ess", "worth"),
+    ),
 }
 TITLES = {key: title for title, key, _ in TABLE} | {"kl_target_model": "KL(sigma, p^(m))"}
-TITLES |= {"worth": "effective texts per score", "seeds": "seeds that reach it"}
-TITLES |= {"distinct_texts": "distinct texts distilled", "num_samples": "texts"}
+TITLES |= {"worth": "effective texts per score", "num_samples": "texts"}
+TITLES |= {"distinct_texts": "distinct texts distilled"}
 FORMS = {key: form for _, key, form in TABLE} | {"kl_target_model": ".2f", "energy": ".4f"}
-FORMS |= {"largest_share": ".2f", "generation": ".1f", "acceptance_rate": ".3%"}
-FORMS |= dict.fromkeys(("distinct_texts", "seeds", "scores", "core_seconds", "num_samples"), ",.0f")
+FORMS |= {"largest_share": ".2f", "acceptance_rate": ".3%"}
+FORMS |= dict.fromkeys(("distinct_texts", "scores", "core_seconds", "num_samples"), ",.0f")
 SHOWN = {"paper Base": "Base", "paper Target": "Target", "beta-1 Target": "Target, beta 1"}
 SHOWN |= {f"dpo-full best of {BEST}": f"best of {BEST}"}
 RUNNING, KEPT, PAGE = Path("runs/study"), Path("docs/results/runs"), Path("docs/results.md")
@@ -134,12 +132,16 @@ def make(name: str) -> bool:
     """Begin or resume a run, by its name with its seed, and keep its numbers; whether it ended."""
     path = RUNNING / name
     kind, _, seed = name.rpartition("-")
-    options = RUNS[kind][0].split()
-    made = {"name": kind, "seed": int(seed), "command": RUNS[kind][0]} | machine()
-    if "--target" in options:
+    command = RUNS[kind][0]
+    describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    version = tomllib.loads(Path("pyproject.toml").read_text())["project"]["version"]
+    made = {"name": kind, "seed": int(seed), "command": command}
+    made |= {"version": version, "commit": commit}
+    if "--target" in command:
         with DRAWING:  # the other runs of the task wait
-            draw_target(options)
-    arguments = [*options, "--seed", seed, "--out", str(path)]
+            draw_target(command.split())
+    arguments = [*command.split(), "--seed", seed, "--out", str(path)]
     if (path / "config.json").exists():
         arguments = ["--resume", str(path)]
     done = subprocess.run([sys.executable, "main.py", *arguments], stdout=subprocess.DEVNULL)
@@ -155,27 +157,14 @@ def draw_target(options: list[str]) -> None:
     if not Path(run.target).exists():
         own = dataclasses.replace(run, target="")
         world = load_world(own)
-        draw = partial(draw_accepted, world.base, world.potential)
-        drawn = Streams().draw("exact samples", None, TARGETS[run.target], draw)
-        world.set_exact(exact_samples(drawn))
+        world.set_exact(world.draw_exact(Streams(), "exact samples", TARGETS[run.target]))
         save_target(Path(run.target), world, own)
-
-
-def machine() -> dict[str, str]:
-    """What a run is made with: version, commit, versions of Python and PyTorch, and processor."""
-    git = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    version = tomllib.loads(Path("pyproject.toml").read_text())["project"]["version"]
-    cpus = Path("/proc/cpuinfo")
-    names = re.findall("model name.*: (.*)", cpus.read_text() if cpus.exists() else "")
-    made = {"version": version, "commit": commit, "python": platform.python_version()}
-    return made | {"torch": str(torch.__version__), "processor": [*names, platform.machine()][0]}
 
 
 def keep(run: Path, made: dict) -> None:
     """Write the numbers of a finished run for the tables: its rows, seconds, rules, best of n."""
     config = saved_config(run)
-    results = read_json(run / "results.json") | made
+    results = read_json(run / "results.json") | read_json(run / "config.json")["versions"] | made
     here = ("out", "lm", "toxicity_model", "similarity_model", "target", "device")
     options = config.as_json().items()
     results["options"] = {name: value for name, value in options if name not in here}
@@ -189,11 +178,7 @@ def keep(run: Path, made: dict) -> None:
     if made["name"] in RULED:
         results["rules"] = [rules(run, m) for m in range(len(results["generations"]))]
     if made["name"] in BEST_OF:
-        world = load_world(config.run, run)
-        results["best_of"] = best_of_row(BEST, config.run, world)
-    ends = [results[name] for name in ("base", "target", "best_of") if name in results]
-    for row in ends + results["generations"]:
-        row.pop("histogram", None)  # no figure of the study has them
+        results["best_of"] = best_of_row(BEST, config.run, load_world(config.run, run))
     write_json(KEPT / f"{run.name}.json", results)
 
 
@@ -206,9 +191,7 @@ def rules(run: Path, m: int) -> dict[str, dict]:
         scores = drawn.scores.get("toxicity", drawn.scores["log_phi"])
         ancestors = drawn.population.ancestors.cpu()  # of the samples [R, K]
         scores = scores.view_as(ancestors).gather(1, ancestors)[drawn.population.is_alive().cpu()]
-        log_z = drawn.population.alive().log_z
-        found[name] = {"score": scores.mean().item(), "log_z_hat_mean": log_z.mean().item()}
-        found[name]["log_z_hat_std"] = log_z.std().item()
+        found[name] = {"score": scores.mean().item()}
     return found
 
 
@@ -220,28 +203,18 @@ def read_runs(folder: Path) -> Places:
         if record["command"] != RUNS.get(record["name"], ("",))[0]:
             fault = f"{path}: was made by {record['command']}, which is not that of the study"
             raise ValueError(f"{fault}; delete it, and make it again")
-        record["base"]["acceptance_rate"] = 1.0
-        rows = {"Base": record["base"], f"best of {BEST}": record.get("best_of")}
+        rows = {str(m): row for m, row in enumerate(record["generations"])}
+        for m, row in rows.items():
+            row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
+            for rule, found in record["rules"][int(m)].items() if "rules" in record else ():
+                row[rule] = found["score"]
+        rows["Base"] = record["base"] | {"acceptance_rate": 1.0}
         if target := record.get("target"):
             rows["Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
-        for m, row in enumerate(record["generations"]):
-            rows[str(m)] = row
-            row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
-            for rule, found in record["rules"][m].items() if "rules" in record else ():
-                row[rule] = found["score"]
+        if "best_of" in record:
+            rows[f"best of {BEST}"] = record["best_of"]
         for title, row in rows.items():
-            if row is not None:
-                places.setdefault(f"{record['name']} {title}", {})[record["seed"]] = row
-    if "paper 0" not in places:
-        raise ValueError(f"{folder}: holds no run paper-SEED; make it with eval.study --only paper")
-    for title in RECORD:  # the first row of each seed whose KL is at most a level
-        name, _, level = title.split()
-        first: dict[int, dict] = {}
-        for m in range(3):
-            for seed, row in places.get(f"{name} {m}", {}).items():
-                if row[KL] <= float(level):
-                    first.setdefault(seed, row)
-        places[title] = {seed: row | {"seeds": len(first)} for seed, row in first.items()}
+            places.setdefault(f"{record['name']} {title}", {})[record["seed"]] = row
     return places
 
 
@@ -259,12 +232,10 @@ def rows_of(places: Places, title: str, task: str = "") -> list[dict]:
 
 
 def fill(page: str, places: Places) -> str:
-    """The page with its tables, without rows of no run; ValueError for a table not known."""
+    """The page with its tables, without rows of no run."""
 
     def replaced(found: re.Match) -> str:
         task, _, name = found[1].rpartition("_")
-        if name not in TABLES:
-            raise ValueError(f"table {found[1]}: is not one of {', '.join(TABLES)}; correct it")
         titles, columns = TABLES[name]
         if task:
             columns = ["log_phi" if key == "toxicity" else key for key in columns]
@@ -281,15 +252,13 @@ def fill(page: str, places: Places) -> str:
 
 
 def draw_figures(places: Places, folder: Path) -> None:
-    """The learners of both tasks by generation, toxicity by particles, and scores by rule."""
+    """The learners of both tasks by generation, and the paper's scores by rule."""
     panels = {}
     for task, key, title in (("", "toxicity", "Toxic stories"), ("sad-", "log_phi", "Sad stories")):
         lines: Lines = {name: {"": rows_of(places, f"paper {name}", task)} for name in LEVELS}
         for name in LEARNERS:
             lines[name] = {str(m): rows_of(places, f"{name} {m}", task) for m in range(3)}
-        if task == "":
-            draw_populations(lines, folder / "populations.png", key)
-        elif not lines["paper"]["0"]:
+        if not lines["paper"]["0"]:
             continue
         rules = {"Target": lines["Target"]}
         for rule in RULES:
@@ -298,8 +267,9 @@ def draw_figures(places: Places, folder: Path) -> None:
         panels[title] = key, rules
         for name in ("dpo", "grpo"):
             lines[name] = {name: rows_of(places, f"{name}-full 0", task)}
-        draw_generations(lines, folder / f"{task}generations.png", key)
-    draw_rules(panels, folder / "rules.png")
+        by_generation = {title: (key, lines), "Proposal": (KL, lines)}
+        draw_panels(by_generation, folder / f"{task}generations.png")
+    draw_panels(panels, folder / "rules.png")
 
 
 def main(arguments: list[str] | None = None) -> None:

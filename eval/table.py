@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from eval.command import printable
-from tinystories.files import read_json, reading
+from tinystories.files import read_json
 from tsmc.estimate import Estimate, mean_estimate
 
 TABLE = (
@@ -48,16 +48,10 @@ def columns(rows: dict[str, dict], results: dict) -> list[tuple[str, str, str]]:
 def read_results(run: Path) -> dict:
     """results.json of a run; ValueError where it holds none."""
     path = run / "results.json"
-    results = read_json(path)
-    with reading(path, "holds no results of a run", "name a finished run of main.py"):
-        table(results)
-    return results
-
-
-def table(results: dict) -> str:
-    """The rows of a run."""
-    rows = named_rows(results)
-    return aligned({name: [row] for name, row in rows.items()}, columns(rows, results))
+    if run.exists() and not path.exists():
+        command = f"python main.py --resume {shlex.quote(str(run))}"
+        raise ValueError(f"{run}: is not finished; go on with {command}")
+    return read_json(path)
 
 
 def closing(results: dict, run: Path) -> str:
@@ -65,17 +59,16 @@ def closing(results: dict, run: Path) -> str:
 
     A score gives 1 / sum W^2 over the number of particles, for their weights W in the last row.
     """
-    lines = ["", table(results), ""]
     rows = named_rows(results)
-    last = list(rows)[-1]
+    shown = aligned({name: [row] for name, row in rows.items()}, columns(rows, results))
+    lines, last = ["", shown, ""], list(rows)[-1]
     for name in ("Base", last):
         lines += [f"{name}:", *(f"  {printable(text)}" for text in rows[name]["examples"])]
     if "Target" in rows and "worth" in rows[last]:
         rate = math.exp(rows["Target"]["log_z"])
-        kept = f"Rejection keeps 1 text in {1 / rate:,.0f}"
         cost = f"training has scored as many texts as {rows[last]['scores'] * rate:,.0f} exact"
         gain = f"now a score gives at most {rows[last]['worth']:.2f} effective samples"
-        lines += ["", f"{kept}; {cost} samples need; {gain}."]
+        lines += ["", f"Rejection keeps 1 text in {1 / rate:,.0f}; {cost} samples need; {gain}."]
     name = shlex.quote(str(run))
     return "\n".join([*lines, f"Everything is in {run}; more texts: python -m eval.sample {name}"])
 

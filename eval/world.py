@@ -27,7 +27,7 @@ from tinystories.decoder import NO_END, is_end
 from tinystories.files import read_metadata, read_tensors, reading, write_tensors
 from tinystories.load import checkpoint_directory
 from tsmc.proposal import sample_proposal, sequence_log_probs
-from tsmc.rejection import ExactSamples
+from tsmc.rejection import ExactSamples, draw_accepted, exact_samples
 from tsmc.streams import Streams
 from twist.factors import power
 from twist.potential import TextPotential, check_potential, each_once
@@ -78,6 +78,11 @@ class World:
 
         return streams.draw(word, None, count, draw)
 
+    def draw_exact(self, streams: Streams, word: str, proposals: int) -> ExactSamples:
+        """Exact samples of sigma by rejection, from the random stream of this name."""
+        draw = partial(draw_accepted, self.base, self.potential)
+        return exact_samples(streams.draw(word, None, proposals, draw))
+
     def set_exact(self, exact: ExactSamples) -> None:
         """Compare with these exact samples from here on."""
         self.exact = exact.to(self.base.prompt.device)
@@ -88,13 +93,12 @@ class World:
 def load_sigma(options: RunOptions) -> World:
     """The language model and what its potential reads, on the run's device."""
     device, dtype = options.torch_device(), DTYPES[options.dtype]
-    factors = scorers.load_factors(
-        options.potential
-    )  # first: what is misspelt need not wait for networks
+    factors = scorers.load_factors(options.potential)  # what is misspelt waits for no network
     if not options.end and any(spec.startswith("ended") for spec in factors):
         raise ValueError("--potential ended: no token finishes a text; name one with --end")
-    given = (options.lm, "--lm", options.prompt, options.length, options.end, device, dtype)
-    base, tokenizer = load_model(*given)
+    base, tokenizer = load_model(
+        options.lm, "--lm", options.prompt, options.length, options.end, device, dtype
+    )
     scorer = None
     if set(scorers.CLASSIFIED) & set(options.potential):  # else the classifier is not loaded
         path = checkpoint_directory(options.toxicity_model, "--toxicity-model")
@@ -125,10 +129,9 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
 
     ValueError where they are of another, or where texts of the run have other scores than before.
     """
-    directory, is_shipped = Path(options.target), False
-    if not options.target:
-        is_shipped = run is None or not (run / "target" / SAMPLES).exists()
-        directory = SHIPPED if is_shipped else run / "target"
+    has_own = run is not None and (run / "target" / SAMPLES).exists()
+    directory = Path(options.target or (run / "target" if has_own else SHIPPED))
+    is_shipped = not options.target and not has_own
     exact, sigma = load_target(directory)
     other = [name for name, value in sigma_of(options).items() if sigma.get(name) != value]
     fault = f"holds samples of another sigma, whose {other[0]} differs" if other else ""
@@ -154,31 +157,27 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
 
 def checked_rows(log_phi: Tensor) -> Tensor:
     """Which of N stored texts are scored again: those of the largest phi, and some of all."""
-    spread = torch.arange(0, len(log_phi), -(-len(log_phi) // 8))
-    largest = log_phi.argsort(descending=True, stable=True)[:8]
-    return torch.cat([spread, largest.cpu()]).unique()
+    largest = log_phi.argsort(descending=True, stable=True)[:8].cpu()
+    return torch.cat([largest, torch.arange(0, len(log_phi), -(-len(log_phi) // 8))]).unique()
 
 
 def change_of(world: World, path: Path) -> str:
     """What of the tokens [N, T], log_phi [N], log_p [N] in a file is no longer so, or "".
 
-    Where the file has vectors [n, D] of the checked texts, the sentence encoder is checked too.
+    Where the file has vectors [N, D], the sentence encoder is checked too.
     """
     stored = read_tensors(path)
     rows = checked_rows(stored["log_phi"])
     tokens = stored["tokens"][rows].long().to(world.base.prompt.device)
     if tokens.shape[1] != world.base.length or tokens.max() >= world.base.vocab_size:
         return "its texts are of another length or another vocabulary"
-    log_p = sequence_log_probs(world.base, tokens)
+    scores = {"log_phi": world.potential(tokens), "log_p": sequence_log_probs(world.base, tokens)}
     dtype = next(world.base.network.parameters()).dtype
-    for name, values, rounding in (
-        ("log_phi", world.potential(tokens), ROUNDING_PHI),
-        ("log_p", log_p, ROUNDING_P[dtype]),
-    ):
+    for name, values in scores.items():
         now, then = values.cpu().double(), stored[name][rows].double()
         gap = (now - then).abs() / then.abs().clamp(min=1.0)  # [n]
         gap = gap.where(now != then, 0.0)  # where both are -inf
-        if not gap.max() <= rounding:
+        if not gap.max() <= (ROUNDING_PHI if name == "log_phi" else ROUNDING_P[dtype]):
             n = gap.argmax()
             return f"{name} of one of its texts is {now[n]:.5g} now, and was {then[n]:.5g}"
     if "vectors" in stored and world.encode is not None:
@@ -206,8 +205,8 @@ def save_target(directory: Path, world: World, options: RunOptions) -> None:
     """Write the exact samples of a world, with the options of their sigma."""
     exact = world.exact
     tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi}
-    values = sigma_of(options) | {name: getattr(exact, name) for name in NUMBERS}
     tensors["log_p"] = world.exact_log_p
+    values = sigma_of(options) | {name: getattr(exact, name) for name in NUMBERS}
     write_tensors(directory / SAMPLES, tensors, target=json.dumps(values))
 
 
@@ -218,6 +217,4 @@ def load_target(directory: Path) -> tuple[ExactSamples, dict[str, Any]]:
     with reading(path, "holds no exact samples", "make it anew, or leave --target out"):
         sigma = json.loads(metadata["target"])
         numbers = [sigma.pop(name) for name in NUMBERS]
-        if not len(stored["tokens"]) == len(stored["log_phi"]) == len(stored["log_p"]) > 1:
-            raise ValueError("not as many numbers as texts, or less than two")
         return ExactSamples(stored["tokens"].long(), stored["log_phi"], *numbers), sigma

@@ -70,14 +70,10 @@ def test_losses_and_the_gradient_of_grpo_equal_the_published_formulas():
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
 
 
-def test_pairs_join_the_halves_rank_by_rank_and_leave_out_the_middle():
-    pairs = preference_pairs(torch.tensor([3.0, -math.inf, 5.0, 1.0, -math.inf]))
-    assert pairs.tolist() == [[2, 1], [0, 4]]
-    assert preference_pairs(torch.zeros(4)).tolist() == [[0, 2], [1, 3]], "ties keep their order"
-
-
-def test_advantages_of_equal_and_of_impossible_samples():
+def test_pairs_and_advantages_of_equal_and_of_impossible_samples():
     """The mean of 1000 float32 numbers equal to -0.1 is not that number."""
+    pairs = preference_pairs(torch.tensor([3.0, -math.inf, 5.0, 1.0, -math.inf]))
+    assert pairs.tolist() == [[2, 1], [0, 4]], "the middle is left out, ties keep their order"
     for equal in ([-0.1] * 1000, [-math.inf] * 9, [-0.35] * 7 + [-0.35000002]):
         assert (advantages(torch.tensor(equal)) == 0).all()
     reward = torch.tensor([-1.0, -math.inf, -3.0, -math.inf, -2.0])

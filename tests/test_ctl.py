@@ -42,10 +42,9 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(world):
     assert estimated_gradient(sigma, optimal, 64, generator(0)).abs().max() < 1e-12
 
 
-def learn(twist, model, log_phi, updates, learning_rate=2e-4, kind=Paper) -> list[float]:
+def learn(twist, model, log_phi, updates, rate=2e-4, kind=Paper) -> list[float]:
     """Line 4 of Algorithm 1 with a table as its twist; the ESS of each batch of 50."""
-    sizes = {"ctl_updates": updates, "ctl_batch_size": 50}
-    options = PaperOptions(**sizes, ctl_learning_rate=learning_rate)
+    options = PaperOptions(ctl_updates=updates, ctl_batch_size=50, ctl_learning_rate=rate)
     learner = kind(model, log_phi, options, Streams(0))
     with mock.patch.object(distill.paper, "TwistMLP", lambda *_: twist):
         assert learner.learn_twist(model, 1).twist is twist
@@ -66,18 +65,13 @@ def test_the_step_size_falls_linearly_to_a_tenth_and_the_objective_can_be_anothe
     torch.testing.assert_close(before - twist.log_psi, wanted)
 
 
-@pytest.mark.parametrize("psi", [3000.0, torch.nan])
-def test_an_exploded_twist_stops_before_the_step(psi):
-    model, twist, potential = table_world(3, 3, seed=3)
-    twist.log_psi.data[..., 0] += psi
-    before = twist.log_psi.detach().clone()
-    words = r"^twist learning of generation 1: psi has exploded .*; lower --ctl-learning-rate"
-    with pytest.raises(ValueError, match=words):
-        learn(twist, model, potential, 2)
-    torch.testing.assert_close(twist.log_psi.data, before, rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_batch_without_positive_weight_teaches_nothing():
+def test_an_exploded_twist_stops_and_a_batch_without_positive_weight_teaches_nothing():
+    for psi in (3000.0, torch.nan):
+        model, twist, potential = table_world(3, 3, seed=3)
+        twist.log_psi.data[..., 0] += psi
+        words = r"^twist learning of generation 1: psi has exploded .*; lower --ctl-learning-rate"
+        with pytest.raises(ValueError, match=words):
+            learn(twist, model, potential, 2)
     model = table_world(2, 3)[0]
     twist = TableTwist(torch.zeros_like(model.table))
     assert learn(twist, model, hard_potential({}), 3) == [0.0, 0.0, 0.0]

@@ -28,14 +28,11 @@ def test_copies_are_k_w_on_average_and_rows_are_independent(scheme, weights):
         assert ((copies - particles * weights).abs() < 1 + 1e-9).all()
 
 
-def test_points_on_the_edges_choose_nothing_dead_or_out_of_range():
+def test_weights_of_dead_and_extreme_runs_are_defined_and_edges_choose_nothing_dead():
     points = torch.tensor([[0.0, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-53, 1.0]]).double()
-    for row in ([0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.25, 0.25, 0.5], [1 / 3, 1 / 3, 1 / 3, 0.0]):
+    for row in ([0.0, 0.5, 0.0, 0.5, 0.0], [1 / 3, 1 / 3, 1 / 3, 0.0]):
         chosen = draws.invert(torch.tensor([row]), points)
         assert (chosen >= 0).all() and (torch.tensor([row]).gather(1, chosen) > 0).all()
-
-
-def test_weights_of_dead_and_extreme_runs_are_defined():
     log_weights = torch.tensor([[0.0] * 4, [-1e4] * 4, [1e4, 0.0, 0.0, 0.0]])
     log_weights[0], log_weights[1, 3] = -torch.inf, -torch.inf
     wanted = torch.tensor([[0.25] * 4, [1 / 3, 1 / 3, 1 / 3, 0.0], [1.0, 0.0, 0.0, 0.0]])

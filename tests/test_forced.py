@@ -12,19 +12,18 @@ from tinystories.decoder import NO_END, is_end
 from tsmc.exact import TableModel, Target, Tree
 from twist import TextPotential, sample
 from twist.factors import regex
-from twist.forced import forced_draws, forced_log_ratio
+from twist.forced import forced_draws
 from twist.pool import draw_round
 
 END = 2
-WORLDS = {  # hints, T, end
-    "overlaps itself": ([[1, 1]], 5, NO_END),
-    "overlap each other": ([[0, 1], [1, 0]], 5, NO_END),
-    "one inside the other": ([[1], [1, 1]], 4, NO_END),
-    "three": ([[1], [2], [0]], 4, NO_END),
-    "no gap": ([[0, 1], [2, 1, 1]], 5, NO_END),
-    "with an end": ([[1, 1]], 5, END),
-    "more than the end": ([[END, 1], [0]], 4, END),
-    "two ends, and no room": ([[1, 1], [0, 1]], 4, (0, END)),
+WORLDS = {  # hints by turns, T, end
+    "overlaps itself": ([[[1, 1]]], 5, NO_END),
+    "overlap each other": ([[[0, 1], [1, 0]]], 5, NO_END),
+    "three, by turns with one": ([[[1], [2], [0]], [[2, 2]]], 4, NO_END),
+    "no gap": ([[[0, 1], [2, 1, 1]]], 5, NO_END),
+    "with an end": ([[[1, 1]], [[0]]], 5, END),
+    "more than the end": ([[[END, 1], [0]]], 4, END),
+    "two ends, and no room": ([[[1, 1], [0, 1]]], 4, (0, END)),
 }
 MUTANTS = [  # what of the recursion is replaced, by what
     ("[:, : -len(hint)]", "[:, 1 : 1 - len(hint) or None]"),  # hints overlap
@@ -47,21 +46,16 @@ def enumerated(model):
     return tokens, model.log_probs(tokens)[0]
 
 
-def placements(hints, length):
-    """{t: token} of all places that are forced, for every placement without an overlap."""
-    for starts in itertools.product(*(range(length - len(hint) + 1) for hint in hints)):
-        forced = {}
-        for start, hint in zip(starts, hints, strict=True):
-            forced |= {start + i: token for i, token in enumerate(hint)}
-        if len(forced) == sum(map(len, hints)):
-            yield forced
-
-
 def density(model, hints):
     """q(s) [S] of all texts: the mean over placements of the chance that a draw becomes s."""
     tokens, log_p = enumerated(model)
     chances = []
-    for forced in placements(hints, model.length):
+    for starts in itertools.product(*(range(model.length - len(hint) + 1) for hint in hints)):
+        forced = {}  # {t: token}
+        for start, hint in zip(starts, hints, strict=True):
+            forced |= {start + i: token for i, token in enumerate(hint)}
+        if len(forced) < sum(map(len, hints)):  # they overlap
+            continue
         chance = torch.ones(len(tokens), dtype=torch.float64)
         has_ended = torch.zeros(len(tokens), dtype=torch.bool)
         for t in range(model.length):
@@ -74,22 +68,30 @@ def density(model, hints):
     return torch.stack(chances).mean(0)
 
 
-@pytest.mark.parametrize(("hints", "length", "end"), WORLDS.values(), ids=WORLDS)
-def test_draws_have_the_density_of_all_placements_and_are_weighted_by_it(hints, length, end):
+def largest_error(module, model, turns):
+    """Of the density of each turn's forced draws."""
+    texts, log_p = enumerated(model)
+    errors = []
+    for hints in turns:
+        found = module.forced_log_ratio(texts, log_p, hints, model.end) + log_p.sum(1)
+        errors.append((found.exp() - density(model, hints)).abs().max().item())
+    return max(errors)
+
+
+@pytest.mark.parametrize(("turns", "length", "end"), WORLDS.values(), ids=WORLDS)
+def test_draws_have_the_density_of_all_placements_and_are_weighted_by_it(turns, length, end):
     """Plain and forced draws are p and q by their frequencies, of up to 243 texts."""
     model, count, plain = table_model(length, end), 30000, 3000
+    assert largest_error(twist.forced, model, turns) < 1e-12
     texts, log_p = enumerated(model)
-    q = density(model, hints)
-    found = forced_log_ratio(texts, log_p, hints, end) + log_p.sum(1)
-    torch.testing.assert_close(found.exp(), q, rtol=0, atol=1e-12)
+    log_p, q = log_p.sum(1), torch.stack([density(model, hints) for hints in turns]).mean(0)  # [S]
     assert q.sum().item() == pytest.approx(1)
-    log_p = log_p.sum(1)  # [S]
 
     def log_phi(tokens):
         """Zero without the first token of the first hint, and otherwise different by text."""
-        return (-tokens.double().std(1)).where((tokens == hints[0][0]).any(1), -math.inf)
+        return (-tokens.double().std(1)).where((tokens == turns[0][0][0]).any(1), -math.inf)
 
-    drawn = draw_round(model, None, log_phi, count, generator(2), hints)
+    drawn = draw_round(model, None, log_phi, count, generator(2), turns)
     place = (drawn.tokens[:, None] == texts).all(2).int().argmax(1)  # [N]
     for part, chance in ((place[:plain], log_p.exp()), (place[plain:], q)):
         expected = len(part) * chance
@@ -103,19 +105,17 @@ def test_draws_have_the_density_of_all_placements_and_are_weighted_by_it(hints, 
 
 @pytest.mark.parametrize("change", MUTANTS)
 def test_a_mutant_of_the_recursion_has_another_density(change):
-    broken, errors = mutant(twist.forced, change), []
-    for hints, length, end in WORLDS.values():
-        model = table_model(length, end)
-        texts, log_p = enumerated(model)
-        found = broken.forced_log_ratio(texts, log_p, hints, end) + log_p.sum(1)
-        errors.append((found.exp() - density(model, hints)).abs().max().item())
+    broken, worlds = mutant(twist.forced, change), WORLDS.values()
+    errors = [largest_error(broken, table_model(*sizes), turns) for turns, *sizes in worlds]
     assert max(errors) > 0.01
 
 
 def test_what_the_model_cannot_write_has_weight_zero():
     model = table_model(4)
     model.table[:, 1] = -math.inf
-    drawn = draw_round(model, None, lambda tokens: 0.0 * tokens.sum(1), 50, generator(0), [[1, 0]])
+    drawn = draw_round(
+        model, None, lambda tokens: 0.0 * tokens.sum(1), 50, generator(0), [[[1, 0]]]
+    )
     is_forced = torch.arange(50) >= 5
     assert ((drawn.log_weights == -math.inf) == is_forced).all()
 
@@ -124,7 +124,7 @@ def test_what_the_model_cannot_write_has_weight_zero():
 def test_hints_that_do_not_fit_are_refused(hints):
     fault = f"^{len(hints)} hints of .* at most 6 hints and 4 tokens$"
     with pytest.raises(ValueError, match=fault):
-        forced_draws(table_model(4), hints, 10, generator(0))
+        forced_draws(table_model(4), [hints], 10, generator(0))
 
 
 @pytest.mark.parametrize("words", [(["bb"],), (["bb", "ca"],), (["bb"], ["ca"])], ids=str)

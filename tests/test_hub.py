@@ -1,88 +1,48 @@
-"""Checkpoints by name: what is fetched from a local server that answers as the Hub does."""
+"""Checkpoints by name: what is asked of the Hugging Face Hub, here a directory in its place."""
 
-import http.server
-import json
 import re
-import threading
+import shutil
 
+import huggingface_hub
 import pytest
-from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 
 from eval.options import POCKET, PRESETS
-from tinystories.load import checkpoint_directory, load_model
+from tinystories.load import checkpoint_directory
 
 NAME, COMMIT = PRESETS["paper"]["lm"].split("@")
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """One repository: its files by name, and which of them were fetched."""
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_only_what_is_read_is_fetched_and_once(tmp_path, monkeypatch, weights):
+    """Safetensors are preferred."""
+    hub, calls = shutil.copytree(POCKET / "lm", tmp_path / "hub"), []
+    (hub / "model.safetensors").rename(hub / weights)
+    for name in ("pytorch_model.bin", "training_args.bin", "flax_model.msgpack"):
+        (hub / name).touch()
 
-    files: dict[str, bytes]
-    fetched: list[str]
+    def snapshot_download(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+        calls.append((repository, revision))
+        path = tmp_path / (revision or "main")
+        path.mkdir(exist_ok=True)
+        names = [file.name for file in hub.iterdir()]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            shutil.copy(hub / name, path)
+        return str(path)
 
-    def do_GET(self) -> None:
-        path, content, headers = self.path.partition("?")[0], None, {}
-        if path == f"/api/models/{NAME}/revision/main":
-            content = json.dumps({"id": NAME, "sha": COMMIT}).encode()
-        elif path == f"/api/models/{NAME}/tree/{COMMIT}":
-            sizes = [(name, len(data)) for name, data in self.files.items()]
-            rows = [{"type": "file", "path": n, "size": size, "oid": n} for n, size in sizes]
-            content = json.dumps(rows).encode()
-        elif path.startswith(start := f"/{NAME}/resolve/{COMMIT}/"):
-            name = path.removeprefix(start)
-            self.fetched.append(name)
-            content, headers = self.files[name], {"ETag": name, "X-Repo-Commit": COMMIT}
-        self.send_response(404 if content is None else 200)
-        headers["Content-Length"] = str(len(content or b""))
-        for header in headers.items():
-            self.send_header(*header)
-        self.end_headers()
-        if content and self.command == "GET":
-            self.wfile.write(content)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A server with the shipped language model and files that nobody asked for."""
-    files = {path.name: path.read_bytes() for path in (POCKET / "lm").iterdir()}
-    files |= {"training_args.bin": b"no", "onnx/model.safetensors": b"no"}
-    handler = type("Handler", (Hub,), {"files": files, "fetched": []})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    wanted = {"config.json", weights, "tokenizer.json", "tokenizer_config.json"}
     checkpoint_directory.cache_clear()
-    yield handler
-    server.shutdown()
-    server.server_close()
+    for name, revision in ((f"{NAME}@{COMMIT}", COMMIT), (NAME, None)):
+        calls.clear()
+        paths = [checkpoint_directory(name, "--lm") for _ in range(2)]
+        assert {file.name for file in paths[0].iterdir()} == wanted and paths[0] == paths[1]
+        assert calls == [(NAME, revision)] * (1 if weights == "model.safetensors" else 2)
     checkpoint_directory.cache_clear()  # else a later test of this worker finds these
 
 
-@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
-def test_only_what_is_read_is_fetched_and_once(hub, weights):
-    hub.files[weights] = hub.files.pop("model.safetensors")
-    hub.files.setdefault("pytorch_model.bin", b"no")  # safetensors are preferred
-    path = checkpoint_directory(f"{NAME}@{COMMIT}", "--lm")
-    wanted = {"config.json", weights, "tokenizer.json", "tokenizer_config.json"}
-    assert {file.name for file in path.iterdir()} == wanted == set(hub.fetched)
-    before = len(hub.fetched)
-    assert checkpoint_directory(f"{NAME}@{COMMIT}", "--lm") == path and len(hub.fetched) == before
-
-
-def test_a_model_comes_from_the_branch_main_if_no_revision_is_named(hub):
-    model, _ = load_model(NAME, "--lm", "Once", 3)
-    assert checkpoint_directory(NAME, "--lm").name == COMMIT and model.vocab_size == 4096
-
-
-@pytest.mark.parametrize("name", ["nowhere", "owner/none@main"])
-def test_a_name_of_nothing_is_one_line(hub, name):
+@pytest.mark.parametrize("name", ["nowhere", "owner/none@main", "/no/such"])
+def test_a_name_of_nothing_is_one_line(name, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ValueError, match=rf"^--lm {re.escape(name)}: no such directory, .*give"):
         checkpoint_directory(name, "--lm")

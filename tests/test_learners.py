@@ -62,8 +62,7 @@ def test_every_line_brings_the_proposal_closer_to_sigma(name):
     assert (means < torch.tensor(most)).all() and means[2] < 0.9 * means[0], means
 
 
-@pytest.mark.parametrize("student", ["full", "lora"])
-@pytest.mark.parametrize("ess_threshold", [0.0, 1.0])
+@pytest.mark.parametrize(("student", "ess_threshold"), [("full", 1.0), ("lora", 0.0)])
 def test_distilled_texts_become_likelier_and_the_teacher_stays(student, ess_threshold, monkeypatch):
     """Two living runs of texts, some of which end, count alike whatever their Z-hat is.
 
@@ -88,43 +87,34 @@ def test_distilled_texts_become_likelier_and_the_teacher_stays(student, ess_thre
     tokens = (samples if ess_threshold else texts)[:2].flatten(0, 1)  # [N, T]
     nats = [-weights @ model.log_probs(tokens)[0].sum(1) for model in (teacher, trained)]
     assert nats[1] < 0.6 * nats[0]
-    losses = recorded(learner, "distillation", "loss")
-    mean_length = 3.0 if ess_threshold else 0.125 * 4 + 0.875 * 2
-    assert len(losses) == 60 and losses[0] == pytest.approx(nats[0].item() / mean_length, rel=0.15)
+    loss, mean_length = recorded(learner, "distillation", "loss")[0], 3.0 if ess_threshold else 2.25
+    assert loss == pytest.approx(nats[0].item() / mean_length, rel=0.15)
     torch.testing.assert_close(teacher.network.state_dict(), before, rtol=0, atol=0)
-    assert trained.network.state_dict().keys() == before.keys(), "LoRA is merged"
 
 
 def test_without_the_effective_potential_the_target_drifts():
-    """Of weighted particles without a twist, E[w f] / E[w] is that of p^(1) phi, not of sigma."""
+    """log Z-hat is that of p^(1) phi, not of p^(0) phi."""
     model = tiny_conditional(1, end=END)
     options = replace(AT_THE_END, effective_potential=False)
     learner = Paper(BASE, rare_potential, options, Streams(0, rows=4000))
-    population = learner.population(Pair(model, None), "x", 1, 4000, 1)
-    found = torch.zeros(7).double()
-    found.index_add_(0, population.tokens[0, :, 0], population.shares()[0])
-    sigma, drifted = (Target(p, rare_potential).log_sigma[1].exp() for p in (BASE, model))
-    assert (found - drifted).abs().max() < 0.25 * (drifted - sigma).abs().max()
+    found = learner.population(Pair(model, None), "x", 1, 4000, 1).log_mean_z()
+    drifted = Target(model, rare_potential).log_z
+    assert abs(found - drifted) < 0.25 * abs(drifted - TARGET.log_z)
 
 
-def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows_and_goes_on_from_its_state():
+def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows():
     sizes = {"pool_first_draws": 99, "pool_first_rounds": 4, "pool_first_updates": 3}
     options = replace(POOLED, **sizes, pool_first_ess=0.7)
-    learner, again = (Pooled(BASE, rare_potential, options, Streams(0)) for _ in range(2))
+    learner = Pooled(BASE, rare_potential, options, Streams(0))
     pair = learner.first_twist()
     powers = recorded(learner, "ladder", "power")
     for step in (1, 2, 3):
         drawn = Round(*(values[: 25 * step] for values in vars(learner.pool).values()))
         assert powers[step - 1] == tempered(drawn, options.pool_first_ess)[1] < 1
         assert len(recorded(learner, f"ladder {step}", "loss")) == 3
-    with pytest.raises(AssertionError, match="the pool is empty; begin with first_twist"):
-        again.distil(pair, 1)
-    again.resume(copy.deepcopy(learner.state()))
     model = learner.distil(pair, 1)
     assert len(powers) == 3 and len(learner.pool.tokens) == 99 + 600
     assert learner.learn_twist(model, 1) == Pair(model, None)
-    both = [log_q(Pair(one, None)) for one in (again.distil(pair, 1), model)]
-    torch.testing.assert_close(*both, rtol=0, atol=1e-5)
 
 
 def test_with_hints_the_ladder_finds_what_p0_does_not():
@@ -143,7 +133,7 @@ def test_with_hints_the_ladder_finds_what_p0_does_not():
 
 
 LAYERS = {"gpt_neo": ["q_proj"] * 2 + ["v_proj"] * 2, "gpt2": ["c_attn"] * 2}
-LAYERS |= {"phi3": ["qkv_proj"] * 2, "gpt_neox": ["query_key_value"] * 2, "mpt": ["Wqkv"] * 2}
+LAYERS["gpt_neox"] = ["query_key_value"] * 2
 
 
 @pytest.mark.parametrize("kind", LAYERS)

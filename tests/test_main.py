@@ -21,7 +21,6 @@ STEPS = [CTL, ["distilled texts 1", *(f"distillation {step}" for step in (1, 2, 
 
 def test_the_files_of_a_run_hold_what_is_promised(finished_run):
     results = read_results(finished_run)
-    assert results["learner"] == "paper"
     assert results["target"]["toxicity"] > 0.5 > 0.1 > results["base"]["toxicity"]
     assert results["target"]["num_samples"] == 60, "those of --target"
     assert results["base"]["log_z"] < 0 < results["base"]["log_z_std_error"]
@@ -34,12 +33,10 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
         assert row == read_json(folder / "row.json") and row["generation"] == m
         assert {"log_z", "log_z_hat_mean", "log_z_hat_std", "dead_runs", "energy"} <= row.keys()
         assert read_json(folder / "seconds.json")["core_seconds"] > 0
-        assert 0 <= row["toxicity"] <= 1 and -1 <= row["similarity"] <= 1
-        assert len(row["histogram"]) == 20 and sum(row["histogram"]) == pytest.approx(1)
-        assert row["kl_target_proposal"] > 0
+        assert -1 <= row["similarity"] <= 1 and row["kl_target_proposal"] > 0
         assert 1 <= row["ess"] <= 6 and 1 / 6 <= row["distinct"] <= 1
         assert row["populations"].keys() == {"6", "3"}
-        assert all(0 <= score <= 1 for score in row["populations"].values())
+        assert all(0 <= score <= 1 for score in [row["toxicity"], *row["populations"].values()])
         steps = [f"{row['phase']} {row['step']}" for row in read_lines(folder / "metrics.jsonl")]
         assert steps == STEPS[m]
         samples = read_lines(folder / "samples.jsonl")
@@ -47,8 +44,8 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_run):
         assert all(row["text"].startswith(PROMPT) for row in samples)
     config = read_json(finished_run / "config.json")
     assert config["seed"] == 0 and config["ctl_updates"] == 3 and "torch" in config["versions"]
-    figures = [path.read_bytes() for path in (finished_run / "figures").iterdir()]
-    assert len(figures) >= 2 and all(content.startswith(b"\x89PNG") for content in figures)
+    (figure,) = (finished_run / "figures").iterdir()
+    assert figure.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in finished_run.rglob(".*")] == [".lock"]
 
 
@@ -71,7 +68,7 @@ def test_every_variant_learns_and_loads_as_it_was(tmp_path, finished_job, monkey
     is_policy, is_adapter = "--updates" in options, "--pool-draws" in options
     wanted = "(q|v)_proj.weight" if "lora" in options else "wte|wpe|proj|fc|ln_"
 
-    def keep_and_load(run, m, row, samples, learner=None, pair=None) -> None:
+    def keep_and_load(run, m, row, samples, learner, pair=None) -> None:
         keep(run, m, row, samples, learner, pair)
         if m is None:
             return
@@ -112,8 +109,7 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
     assert "log phi  phi > 0" in printed.out and "toxicity" not in printed.out
     assert printed.out.endswith(f"python -m eval.sample '{run}'\n")
     assert "half of the first draws are forced to hold a hint" in printed.err
-    assert re.search(r"^generation 0: \d+ s, log phi -.*, about \d+ s left$", printed.err, re.M)
-    assert re.search(r"^generation 1: \d+ s, log phi -.*, KL -?[\d.]+$", printed.err, re.M)
+    assert re.search(r"generation 1: \d+ s, log phi -.*, KL .*, about 0 s left\n", printed.err)
     rows = [row for path in run.glob("*/samples.jsonl") for row in read_lines(path)]
     assert {row["source"] for row in rows} == {"base", "target", "generation 0", "generation 1"}
     for row in rows:
@@ -121,31 +117,25 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
         log_phi = -len(row["text"]) / 50 - 3 * (re.search(r"\bnamed\b", text) is None)
         assert row["log_phi"] == (pytest.approx(log_phi, abs=1e-5) if " n" in text else None)
     results = read_results(run)
-    assert results["potential"] == factors
     rates = [row["phi_positive"] for row in results["generations"]]
     assert results["target"]["phi_positive"] == 1 > results["base"]["phi_positive"] < min(rates)
-    assert all(score < 0 for score in results["generations"][1]["populations"].values())
 
 
 def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys):
-    options = [*JOBS["paper"], "--eval-runs", 30, "--potential", "regex:zyzzyva"]
+    options = ["--eval-runs", 30, "--potential", "regex:zyzzyva", "--out", tmp_path / "run"]
     with pytest.raises(SystemExit, match="2"):
-        run_main([*options, "--out", tmp_path / "run"])
+        run_main([*JOBS["paper"], *options])
     _, *said = capsys.readouterr().err.splitlines()
     assert "0 of 120 base samples have phi > 0" in said[0] and "pooled and hints" in said[0]
-    assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[2])
+    assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[1])
     assert re.search("all .* runs .* ended with weight zero; .*soften the potential", said[-1])
 
 
 BAD = {  # options, and a pattern of the one line
     "--generation 5": "--generation: no option of --learner paper; see main.py --help",
-    "--preset pockets": "--preset: invalid choice: 'pockets'",
     "--learner magic": "--learner: invalid choice: 'magic' .*'paper', 'pooled', 'dpo', 'grpo'",
-    "--pool-draws 5": "--pool-draws: no option of --learner paper; it belongs to pooled",
     "--learner pooled --ctl-updates=3": "--ctl-updates: .* it belongs to paper",
-    "--learner pooled --pool-draws 0": "--pool-draws is 0; give a number at least 1",
     "--eval-particles 0": r"--eval-particles is \(0,\); give a number at least 1",
-    "--eval-runs 1": "--eval-runs is 1; give a number at least 2",
     "--beta nan": "--beta is nan; give a number at least 0",
     "--ctl-learning-rate 2": "--ctl-learning-rate is 2.0; give a number from 0 to 1",
     f"--prompt {'a-' * 200}": r"the prompt \(.*shorten",
@@ -153,10 +143,7 @@ BAD = {  # options, and a pattern of the one line
     "--lm no/such/place": "--lm no/such/place: ",
     "--device abacus": "--device abacus is not available here; use --device cpu$",
     "--preset paper": "--lm roneneldan/TinyStories-33M@",
-    "--potential kindness": "--potential kindness.*keyword:WORD",
-    "--potential a/own.py:f": "--potential a/own.py:f: there is no file .*/a/own.py",
     "--potential ended": "--potential ended: .*name one with --end",
-    "--target a": "a/samples.safetensors: no such file",
     "--target sixty --beta 9": "sixty: holds samples of another sigma, whose beta differs",
     "--target sixty --lm changed": "sixty: log_p of one of its texts is -.* now, and was -.*",
     "--out precious.txt": "--out precious.txt: exists already",

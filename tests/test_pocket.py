@@ -14,50 +14,40 @@ import tinystories
 from checkpoints.pocket import make
 from eval.scorers import save_scorer
 
-NAMES = ("Lily", "Tim", "Sue", "Ben", "Mia", "Max")
-THINGS = ("blue bird", "red ball", "small dog", "loud drum", "wet hat", "old tree", "green frog")
 STORY = "Once upon a time, there was a child named {0}. One day, {0} took a {1} home to the others."
-STORIES = [STORY.format(*pair) for pair in itertools.product(NAMES, THINGS)]
+PAIRS = itertools.product(("Lily", "Tim", "Sue", "Ben"), ("blue bird", "red ball", "wet hat"))
+STORIES = [STORY.format(*pair) for pair in PAIRS]
 ENCODER = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 66}
 SHAPES = {"toxicity": ENCODER, "similarity": ENCODER, "lm": {"max_position_embeddings": 24}}
 SHAPES["lm"] |= {"num_layers": 2, "num_heads": 2, "attention_layers": ("global", "local")}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """The directory DATA, which also holds tiny networks in place of the shipped ones."""
-    path = tmp_path_factory.mktemp("pocket")
-    (path / "tinystories.txt").write_text("".join(f"{one}\n<|endoftext|>\n" for one in STORIES))
+def test_each_network_is_trained_and_loads(tmp_path, monkeypatch):
+    """The directory DATA also holds tiny networks in place of the shipped ones."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "tinystories.txt").write_text("".join(f"{one}\n<|endoftext|>\n" for one in STORIES))
     rows = ["text,label", "You are so stupid,1", "He is a nasty man,1", "You are so clever,0"]
-    (path / "toxicity.csv").write_text("\n".join([*rows, ""]))
+    (data / "toxicity.csv").write_text("\n".join([*rows, ""]))
+    (data / "all-MiniLM-L6-v2").symlink_to(make.POCKET / "similarity")
     torch.manual_seed(0)
+    random.seed(0)
     for role, load in LOAD.items():
         model, tokenizer = load(make.POCKET / role)
         shape = {"hidden_size": 16, "intermediate_size": 32} | SHAPES[role]
         save = tinystories.save if role == "lm" else save_scorer
-        save(path / role, type(model)(replace(model.config, **shape)), tokenizer)
-    (path / "all-MiniLM-L6-v2").symlink_to(make.POCKET / "similarity")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "POCKET", path)
-        patch.setattr(make, "RunOptions", partial(make.RunOptions, length=6))
-        yield path
-
-
-@pytest.mark.parametrize("role", ["toxicity", "similarity"])
-def test_a_scorer_is_trained_and_loads(data, tmp_path, role):
-    random.seed(0)
-    make.MAKE[role](data, tmp_path, steps=20, rows=8, count=200)
-    before, after = (LOAD[role](path)[0].state_dict() for path in (data / role, tmp_path))
-    assert not any(torch.equal(before[name], after[name]) for name in after)
-
-
-def test_the_language_model_learns(data, tmp_path):
-    """In perplexity; a uniform one would have the size of the vocabulary."""
-    make.make_lm(data, tmp_path, steps=60, rows=8)
-    model, tokenizer = tinystories.load(tmp_path)
+        save(data / role, type(model)(replace(model.config, **shape)), tokenizer)
+    monkeypatch.setattr(make, "POCKET", data)
+    monkeypatch.setattr(make, "RunOptions", partial(make.RunOptions, length=6))
+    for role in ("toxicity", "similarity"):
+        make.MAKE[role](data, tmp_path / role, steps=20, rows=8, count=200)
+        before, after = (LOAD[role](path / role)[0].state_dict() for path in (data, tmp_path))
+        assert not any(torch.equal(before[name], after[name]) for name in after)
+    make.make_lm(data, tmp_path / "lm", steps=60, rows=8)
+    model, tokenizer = tinystories.load(tmp_path / "lm")
     ids = torch.tensor([tokenizer.encode(story).ids[:16] for story in STORIES])
     loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:])
-    assert 1 < loss.exp() < model.config.vocab_size / 4
+    assert 1 < loss.exp() < model.config.vocab_size / 4, "perplexity"
 
 
 def test_the_calibration_has_the_two_means():

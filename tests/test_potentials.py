@@ -11,7 +11,6 @@ import torch
 from worlds import generator, letters, tiny_conditional
 
 from eval.scorers import load_factors
-from tsmc.exact import TableModel, Target
 from twist import TextPotential, sample
 from twist.factors import ended, keyword, without
 from twist.potential import as_log_phi, check_potential
@@ -20,31 +19,26 @@ INF = math.inf
 PROMPT = torch.tensor([1, 2])
 
 
-@pytest.mark.parametrize(
-    ("spec", "text", "log_phi"),
-    [
-        ("keyword:dragon", " red Dragon-fly.", 0.0),
-        ("keyword:dragon", " dragons snapdragon", -INF),
-        ("keyword~0.5:cat", " dog", -0.5),
-        ("keyword:a.b", " axb", -INF),
-        ("regex~2:a:b~c", " a:b", -2.0),
-        ("without:dog", " a Dog", -INF),
-        ("without~2:dog", " dogs", 0.0),
-    ],
-)
-def test_what_the_option_means(spec, text, log_phi):
-    factor = load_factors((spec,))[spec]
-    assert list(factor([text])) == [log_phi] and factor.reads == "continuations"
-
-
+MEANING = [
+    ("keyword:dragon", " red Dragon-fly.", 0.0),
+    ("keyword:dragon", " dragons snapdragon", -INF),
+    ("keyword~0.5:cat", " dog", -0.5),
+    ("keyword:a.b", " axb", -INF),
+    ("regex~2:a:b~c", " a:b", -2.0),
+    ("without:dog", " a Dog", -INF),
+    ("without~2:dog", " dogs", 0.0),
+]
 REFUSED = "toxic keyword keyword: keyword~:cat keyword~0:cat regex:( x.py:f withoutt:dog ended:dog"
 
 
-@pytest.mark.parametrize("spec", REFUSED.split())
-def test_what_is_not_understood_is_one_line(spec):
-    known = "without:WORD or FILE.py:NAME" if spec != "x.py:f" else "there is no file"
-    with pytest.raises(ValueError, match=rf"^--potential {re.escape(spec)}: .*{known}"):
-        load_factors((spec,))
+def test_what_the_option_means_and_what_is_not_understood_is_one_line():
+    for spec, text, log_phi in MEANING:
+        factor = load_factors((spec,))[spec]
+        assert list(factor([text])) == [log_phi] and factor.reads == "continuations"
+    for spec in REFUSED.split():
+        known = "without:WORD or FILE.py:NAME" if spec != "x.py:f" else "there is no file"
+        with pytest.raises(ValueError, match=rf"^--potential {re.escape(spec)}: .*{known}"):
+            load_factors((spec,))
 
 
 def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_parts():
@@ -67,11 +61,9 @@ def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_part
 GOOD = [[0, -1.5], (Fraction(0), -1.5), [torch.tensor(0.0), numpy.float16(-1.5)]]
 GOOD += [numpy.array([0, -1.5], dtype="float32"), numpy.array([0, -1.5], dtype=object)]
 GOOD += [torch.tensor([0, -1.5], dtype=torch.bfloat16, requires_grad=True)]
-WRONG = [[True, -5.0], [-5.0, True], [False, 0.0], [torch.tensor(True), 0.0], [0.0, numpy.True_]]
-WRONG += [numpy.array([True, False]), torch.tensor([True, False]), ["0", "0"], [None, 0.0], None]
-WRONG += [numpy.array([True, -5.0], dtype=object), [1j, 0.0], numpy.array([0, 1j])]
-WRONG += [torch.tensor([0, 1j]), [[0.0], [0.0]], torch.zeros(2, 1), torch.zeros(3), [0.0], 0.0]
-WRONG += [{0: 0.0, 1: 0.0}, [math.nan, 0.0], torch.tensor([0.0, INF])]
+WRONG = [[-5.0, True], [torch.tensor(True), 0.0], [0.0, numpy.True_], numpy.array([True, False])]
+WRONG += [numpy.array([True, -5.0], dtype=object), torch.tensor([0, 1j]), ["0", "0"], None, 0.0]
+WRONG += [torch.zeros(2, 1), [0.0], {0: 0.0, 1: 0.0}, [math.nan, 0.0], torch.tensor([0.0, INF])]
 
 
 def test_numbers_may_come_in_any_form_but_truth_values_and_complex_numbers_are_none():
@@ -96,23 +88,24 @@ def complaint(factor) -> str:
 PREFIX = "def f(texts): return [0.0] * len(texts)\nf.prefix = lambda texts: [{}] * len(texts)"
 
 
-@pytest.mark.parametrize(
-    ("content", "part"),
-    [
-        ("def f(texts): return [float('nan')] * len(texts)", "nan for 'bc"),
-        ("f = 3", "'f' is no function"),
-        ("def f(texts):\n    raise ValueError('one\\ntwo')", "line 2: ValueError: one)"),
-        ("def f(texts):\n    import sys; sys.exit()", "line 2: SystemExit"),
-        ("def f(texts): pass\nf.hints = 'cat'", "has hints 'cat'; give a list"),
-        ("def f(texts): pass", "returned NoneType for 8 texts"),
-        ("x = = 1", "SyntaxError"),
-        ("import sys; sys.exit()", "SystemExit"),
-        ("def f(texts): pass\nf.reads = 'words'", "give one of texts, continuations"),
-        (PREFIX.format("float('-inf')"), "is -inf; let it be a number"),
-        (PREFIX.format("-float(len(texts))"), "in one call, -1 in another; it must"),
-        (PREFIX.format("float('nan')"), ".prefix is nan for 'bc"),
-    ],
-)
+FAULTS = [  # what a user's file holds, a part of what is said
+    ("def f(texts): return [float('nan')] * len(texts)", "nan for 'bc"),
+    ("f = 3", "'f' is no function"),
+    ("def f(texts):\n    raise ValueError('one\\ntwo')", "failed (line 2: ValueError: one)"),
+    ("def f(texts):\n    import sys; sys.exit()", "line 2: SystemExit"),
+    ("def f(texts):\n    import json\n    return json.loads('{')", "line 3: JSONDecodeError"),
+    ("def f(texts): pass\nf.hints = 'cat'", "has hints 'cat'; give a list"),
+    ("def f(texts): pass", "returned NoneType for 8 texts"),
+    ("x = 0\nx = = 1", "failed (SyntaxError: invalid syntax (my.py, line 2))"),
+    ("import json\njson.loads('{')", "line 2: JSONDecodeError"),
+    ("def f(texts): pass\nf.reads = 'words'", "give one of texts, continuations"),
+    (PREFIX.format("float('-inf')"), "is -inf; let it be a number"),
+    (PREFIX.format("-float(len(texts))"), "in one call, -1 in another; it must"),
+    (PREFIX.format("float('nan')"), ".prefix is nan for 'bc"),
+]
+
+
+@pytest.mark.parametrize(("content", "part"), FAULTS)
 def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, content, part):
     """With the function or with its prefix part."""
     path = tmp_path / "my.py"
@@ -165,10 +158,5 @@ def test_the_potential_reads_whole_characters_before_the_end():
 
 
 def test_ended_asks_whether_a_token_has_finished_the_text():
-    model = TableModel(TableModel.random(3, 3, generator(0)).table, 3, end=(1, 2))
-    hard, soft = (TextPotential([ended(c)], letters, [0], model.end) for c in (INF, 2.0))
-    assert soft(torch.tensor([[0, 0, 0], [0, 2, 2], [0, 0, 1]])).tolist() == [-2.0, 0.0, 0.0]
-    target = Target(model, lambda tokens, log_p: hard(tokens))
-    assert target.log_z == pytest.approx(math.log1p(-target.log_p[-1][0].exp().item()))  # of 000
-    evidence = sample(model, hard).evidence()
-    assert abs(evidence.value - target.log_z) < evidence.half_width() < 0.1
+    phi = TextPotential([ended(2.0)], letters, torch.tensor([0]), (1, 2))
+    assert phi(torch.tensor([[0, 0, 0], [0, 2, 2], [0, 0, 1]])).tolist() == [-2.0, 0.0, 0.0]

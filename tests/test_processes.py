@@ -46,8 +46,8 @@ def step_of(name: str) -> tuple[int, list]:
 
     def keep_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
         if not isinstance(optimizer, torch.optim.LBFGS):
-            each = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            gradients.append([parameter.grad.clone() for parameter in each])
+            for group in optimizer.param_groups:
+                gradients.extend(parameter.grad.clone() for parameter in group["params"])
 
     learner = kind(tiny_conditional(0, END), log_phi, options, Streams(0, rows=20))
     handle = register_optimizer_step_pre_hook(keep_gradients)
@@ -76,7 +76,7 @@ def draws() -> list[torch.Tensor]:
 
 
 def in_two(folder: Path, function, *arguments: object) -> list:
-    """What a function returns in each of two processes."""
+    """What each of two processes returns."""
 
     def save() -> None:
         streams.join(torch.device("cpu"))

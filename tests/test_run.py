@@ -1,6 +1,5 @@
-"""What a run writes and reads: exact samples, whole files, steps; the statistics of its rows."""
+"""What a run writes and reads, whole files; the statistics of its rows."""
 
-import json
 import math
 
 import pytest
@@ -11,34 +10,9 @@ from eval.evaluate import population_row
 from eval.metrics import energy_distance, energy_floor, mean_pairwise_cosine, missing_part
 from eval.options import build
 from eval.run import Run, read_lines
-from eval.world import load_target
-from tinystories.files import read_json, replacing, write_json, write_tensors, write_text
+from tinystories.files import read_json, replacing, write_json, write_text
 from tsmc import Population
 from tsmc.estimate import Estimate
-
-SIGMA = {"prompt": "Once", "length": 3, "beta": 10.0, "end": [], "potential": ["toxicity"]}
-NUMBERS = {"num_proposals": 900, "log_z": -7.5, "log_z_std_error": 0.04}
-TENSORS = {"tokens": torch.tensor([[1, 2, 3], [3, 2, 1]]), "log_phi": torch.tensor([-0.5, -0.25])}
-TENSORS["log_p"] = torch.tensor([-9.0, -8.0])
-
-
-def test_a_target_says_of_which_sigma_it_is_and_names_its_damage(tmp_path):
-    path = tmp_path / "samples.safetensors"
-    write_tensors(path, TENSORS, target=json.dumps(SIGMA | NUMBERS))
-    exact, sigma = load_target(tmp_path)
-    assert sigma == SIGMA and exact.tokens.tolist() == [[1, 2, 3], [3, 2, 1]]
-    assert (exact.num_proposals, exact.log_z, exact.log_z_std_error) == (900, -7.5, 0.04)
-    content = path.read_bytes()
-    for damage in (
-        path.unlink,
-        lambda: path.write_bytes(content[:-1]),
-        lambda: write_tensors(path, TENSORS),
-        lambda: write_tensors(path, TENSORS, target=json.dumps(SIGMA)),
-        lambda: write_tensors(path, {}, target=json.dumps(SIGMA | NUMBERS)),
-    ):
-        damage()
-        with pytest.raises(ValueError, match=r"samples\.safetensors: .*; "):
-            load_target(tmp_path)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
@@ -59,7 +33,7 @@ def test_a_new_run_has_a_directory_of_its_own_and_json_has_null(tmp_path, monkey
     with Run(config, None) as run, Run(config, None) as second:
         assert [str(one.path) for one in (run, second)] == ["runs/pocket", "runs/pocket-2"]
         row = {"base": {"kl": math.nan, "examples": []}}
-        run.keep(None, row, [{"text": "a", "log_phi": -math.inf}])
+        run.keep(None, row, [{"text": "a", "log_phi": -math.inf}], None)
         assert run.row(None) == read_json(run.folder(None) / "row.json")
         assert run.row(None)["base"]["kl"] is None and run.generations() == 0
         assert read_lines(run.folder(None) / "samples.jsonl") == [{"text": "a", "log_phi": None}]
@@ -81,20 +55,12 @@ def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
     assert row["log_z_hat_mean"] == pytest.approx(math.log(3) / 2)
 
 
-@pytest.mark.parametrize(
-    ("log_z", "error", "base", "base_error", "is_missing"),
-    [
-        (-7.24, 0.0, -5.28, 0.2, True),  # all runs agree, on a part of sigma
-        (-7.24, 0.5, -5.28, 0.6, False),  # as far apart as both errors
-        (-5.0, 0.0, -5.28, 0.2, False),
-        (-7.24, math.inf, -5.28, 0.2, False),
-        (-7.24, 0.0, -5.28, math.inf, False),
-    ],
-)
-def test_a_run_that_misses_a_part_of_sigma_is_told(log_z, error, base, base_error, is_missing):
-    line = missing_part(Estimate(log_z, error, 39), Estimate(base, base_error, 1999))
-    assert bool(line) == is_missing
-    assert not line or "log Z -7.24 of the runs lies below -5.28 of the row Base" in line
+def test_a_run_that_misses_a_part_of_sigma_is_told():
+    """All runs agree, on a part of sigma; then as far apart as both errors, or no error known."""
+    line = missing_part(Estimate(-7.24, 0.0, 39), Estimate(-5.28, 0.2, 1999))
+    assert "log Z -7.24 of the runs lies below -5.28 of the row Base" in line
+    for log_z, error, base_error in ((-7.24, 0.5, 0.6), (-5.0, 0.0, 0.2), (-7.24, math.inf, 0.2)):
+        assert missing_part(Estimate(log_z, error, 39), Estimate(-5.28, base_error, 1999)) == ""
 
 
 def test_the_energy_distance_tells_distributions_apart():
@@ -109,12 +75,9 @@ def test_the_energy_distance_tells_distributions_apart():
     assert abs(energy_distance(copies, y, runs)) < 0.1 * distance, "copies in a run do not count"
 
 
-def test_mean_pairwise_cosine_is_the_double_loop_and_stays_precise():
+def test_mean_pairwise_cosine_is_the_double_loop():
     vectors = 3 * torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     unit = F.normalize(vectors.double(), dim=-1)
     cosines = [unit[i] @ unit[j] for i in range(6) for j in range(6) if i != j]
     mean = sum(cosines).item() / 30
     assert mean_pairwise_cosine(vectors) == pytest.approx(mean, abs=1e-12)
-    two = torch.tensor([[1.0, 1e-4], [1.0, -1e-4]])
-    wanted = (49_999 + 50_000 * (1 - 1e-8) / (1 + 1e-8)) / 99_999
-    assert mean_pairwise_cosine(two.repeat(50_000, 1)) == pytest.approx(wanted, abs=1e-11)

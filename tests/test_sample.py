@@ -4,8 +4,6 @@ import dataclasses
 import math
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,24 +58,14 @@ def test_without_resampling_the_weights_are_those_of_the_target(runs, learner, m
     )
     shares = normalise(log_w.double())
     torch.testing.assert_close(drawn.log_weights.exp(), shares, atol=1e-3, rtol=0)
-    wanted = dict.fromkeys(drawn.texts, 0.0)
-    for text, weight in zip(drawn.texts, shares.tolist(), strict=True):
-        wanted[text] += weight
-    texts = [row["text"] for row in drawn.samples(4000, generator(0))]
-    shares = {text: texts.count(text) / 4000 for text in wanted}
-    assert shares == pytest.approx(wanted, abs=0.036)  # 4.5 standard errors
 
 
 def test_the_table_has_a_line_for_every_sample(runs):
     drawn = TrainedRun(runs["paper"], 0).sample(particles=12, runs=2)
     samples = drawn.samples(8)
-    weights = drawn.log_weights.exp()
-    assert weights.sum().item() == pytest.approx(1)
-    for row in samples:
-        assert row["weight"] in weights[[text == row["text"] for text in drawn.texts]]
-        assert row["log_phi"] == pytest.approx(0.3 * math.log(row["toxicity"]), abs=1e-4)
     table = report(drawn, True, 8).partition(" share  log phi  toxicity  text\n")[2]
     for line, row in zip(table.splitlines(), samples, strict=True):
+        assert row["log_phi"] == pytest.approx(0.3 * math.log(row["toxicity"]), abs=1e-4)
         *numbers, text = line.split(maxsplit=3)
         wanted = [row[name] for name in ("weight", "log_phi", "toxicity")]
         assert [float(number) for number in numbers] == pytest.approx(wanted, abs=5e-3)
@@ -93,19 +81,16 @@ def test_the_command_prints_what_programs_draw(runs, capsys):
     rule = {"resample": SCHEMES["systematic"], "ess_threshold": 0.0}
     other = TrainedRun(run, generation=0).sample(6, 3, prompt=OTHER, length=3, seed=1, **rule)
     changes = ["--generation", "0", "--prompt", OTHER, "--length", "3", "--seed", "1"]
-    changes += ["--resampling", "systematic", "--threshold", "0", "--event", "was"]
-    for options, drawn, head, event in (
-        (["--runs", "2"], last.sample(50, 2, prompt=PROMPT), "1, 2 runs of K = 50", None),
-        ([*few, *changes], other, "0, 3 runs of K = 6, T = 3, seed 1", "was"),
-        ([*few, "--potential", "keyword~2:was"], soft, "1, 3 runs of K = 6, T = 5", None),
+    changes += ["--resampling", "systematic", "--threshold", "0"]
+    for options, drawn, head in (
+        (["--runs", "2"], last.sample(50, 2, prompt=PROMPT), "1, 2 runs of K = 50"),
+        ([*few, *changes], other, "0, 3 runs of K = 6, T = 3, seed 1"),
+        ([*few, "--potential", "keyword~2:was"], soft, "1, 3 runs of K = 6, T = 5"),
     ):
         sample.main([str(run), *options])
         printed = capsys.readouterr().out
         assert f"\ngeneration {head}" in printed
-        assert printed.endswith(f"\n{report(drawn, True, 10, event)}\n")
-    interval = re.search(r"\nP\(was\) .*95 %: (\S+) to (\S+)\)", report(other, True, 1, "was"))
-    low, high = interval.groups()
-    assert 0 <= float(low) <= float(high) <= 1
+        assert printed.endswith(f"\n{report(drawn, True, 10)}\n")
 
 
 def test_bad_input_is_one_line(tmp_path, finished_job):
@@ -123,22 +108,13 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
         ([run, "--generation", 7], f"generation 7 is not in {run}; it holds 0 to 1"),
         ([run, "--samples", 0, *few], "0 samples cannot be drawn"),
         ([run, "--lm", "x"], "--lm is for sampling without RUN"),
-        ([run, "--threshold", 2], "--threshold is 2.0; give a share of K from 0 to 1"),
         ([run, "--picture", tmp_path / "file" / "a.png", *few], "a.png: cannot be written"),
         (["--potential", "luck"], "--potential luck"),
-        ([run, "--event", "("], r"'\(' is not a regular expression"),
         (["--potential", "keyword:dog", "--picture", "a.png"], "forced draws have no genealogy"),
         (["--potential", "without:a", "--generation", 1], "--generation is one of RUN"),
     ):
         line = refusal(*arguments, command=sample.main)
         assert re.search(words, line), (arguments, line)
-
-
-def test_the_command_is_there():
-    command = [sys.executable, "-W", "error", "-m", "eval.sample", "--potential", "luck"]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
-    *_, line = ended.stderr.splitlines()
-    assert ended.returncode == 2 and line.startswith("python -m eval.sample: error: --potential lu")
 
 
 def test_sampling_without_training(capsys, tmp_path):
@@ -167,14 +143,8 @@ def test_words_that_p_never_writes_need_no_training(capsys):
     assert all("submarine" in line for line in lines[-10:])
 
 
-@pytest.mark.parametrize(
-    ("estimate", "words"),
-    [
-        (Estimate(-5.0, 0.3, 7.0), r"1 in 148 .* \(95 %: 73 to 302\)"),
-        (Estimate(-0.1, 0.3, 7.0), r"1 in 1.11 .* \(95 %: 1 to 2.25\)"),
-        (Estimate(-5.0, 0.3, 1.0), "do not agree within a factor of ten; use more --runs"),
-        (Estimate(-5.0, math.inf, 1.0), "do not agree within a factor of ten"),
-    ],
-)
-def test_a_rate_has_an_interval_that_says_something_or_none(estimate, words):
-    assert re.search(words, rate(estimate))
+def test_a_rate_has_an_interval_that_says_something_or_none():
+    assert re.search(r"1 in 148 .* \(95 %: 73 to 302\)", rate(Estimate(-5.0, 0.3, 7.0)))
+    assert re.search(r"1 in 1.11 .* \(95 %: 1 to 2.25\)", rate(Estimate(-0.1, 0.3, 7.0)))
+    for error in (0.3, math.inf):
+        assert "do not agree within a factor of ten" in rate(Estimate(-5.0, error, 1.0))

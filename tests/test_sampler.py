@@ -65,8 +65,8 @@ def test_runs_in_chunks_are_those_of_the_sampler_chunk_by_chunk():
         part = tsmc(model, twist, potential, 5, streams.stream("x", 1, n), runs, **rule)
         for name, values in vars(part).items():
             assert torch.equal(values, vars(whole)[name][4 * n :][:runs]), name
-    with pytest.raises(ValueError, match="0 runs of 5 particles cannot be drawn"):
+    with pytest.raises(ValueError, match="0 times 5 texts cannot be drawn"):
         draw_population(*given, 0)
     names = [("a", 0), ("a", 1), ("a", None), ("b", 0), ("a", 0, 0)]
     seeds = {Streams(seed).stream(*name).initial_seed() for seed in (0, 1) for name in names}
-    assert len(seeds) == 10 and Streams(0).stream("a", 0).initial_seed() in seeds
+    assert len(seeds) == 10

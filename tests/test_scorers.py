@@ -36,11 +36,7 @@ def test_another_pooling_is_refused(tmp_path):
     for mean in ({"pooling_mode_mean_tokens": True}, {"pooling_mode": "mean"}):  # older, newer
         write_json(tmp_path / POOLING, mean)
         LOAD["similarity"](tmp_path)
-    for other in (
-        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
-        {"pooling_mode": "lasttoken"},
-        {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
-    ):
+    for other in ({"pooling_mode_cls_token": True}, {"pooling_mode": "lasttoken"}):
         write_json(tmp_path / POOLING, other)
         with pytest.raises(ValueError, match=r"config\.json: its pooling is .*pools by mean"):
             LOAD["similarity"](tmp_path)

@@ -44,7 +44,7 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
     assert float(cells["rude.txt"][1]) > 0.5 > float(cells["Base"][1])
     assert float(cells["Best of 3"][3]) >= float(cells["Base"][1])
     for option, content, words in (
-        ("--texts", f"{PROMPT} man.\n\n", "it holds 1 texts; give at least 2"),
+        ("--texts", f"{PROMPT} man.\n\n", "there are 1.; give at least 2"),
         ("--texts", f"{PROMPT} man.\nA man.\n", "'A man.' does not begin with 'Once upon a"),
         ("--log-q", "-1.0\n" * 59 + "x", "holds no log q .*'x'.*give 60 lines"),
     ):
@@ -61,10 +61,6 @@ def test_the_density_of_the_best_of_n(count):
     q = best_of_log_ratio(log_phi, drawn, count).exp() * torch.tensor([0.5, 0.3, 0.2])
     upto = torch.tensor([0.0, 0.5, 0.8, 1.0], dtype=torch.float64) ** count
     torch.testing.assert_close(q, upto.diff(), rtol=1e-3, atol=0)
-    # Where no two texts have equal scores, F is n F^(n-1) times as dense.
-    middle = torch.tensor([0.75], dtype=torch.float64)
-    ratio = best_of_log_ratio(middle, torch.linspace(0, 1, 99_999).double(), count)
-    assert ratio.exp().item() == pytest.approx(count * 0.75 ** (count - 1), rel=1e-3)
 
 
 def test_seeds_are_averaged_and_variants_have_rows_of_their_own(tmp_path, capsys, finished_job):
@@ -97,31 +93,22 @@ def test_seeds_are_averaged_and_variants_have_rows_of_their_own(tmp_path, capsys
         ([one, changed("other", 0.5, beta=1.0)], "differs from .*one in beta"),
         ([one, begun], f"begun: is not finished; go on with python main.py --resume {begun}"),
         ([one, paper], "another run has its seed"),
-        ([paper, "--best-of", 0], "a sample of size 0"),
+        ([paper, "--best-of", 0], "texts cannot be drawn|a sample of size 0"),
         ([tmp_path], "config.json: no such file; name a run"),
     ):
         line = refusal(*given, command=compare.main)
         assert re.search(words, line), line
 
 
-PAGE = "text\n<!-- table {} -->\nold\n<!-- end -->\nafter\n"
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    """A folder to make a study in."""
+def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypatch, finished_job):
+    """And every command of the study is understood."""
     monkeypatch.chdir(tmp_path)
     write_text(Path("pyproject.toml"), '[project]\nversion = "1.2.3"\n')
-    return tmp_path
-
-
-def test_a_study_makes_what_is_missing_and_keeps_its_numbers(folder, monkeypatch, finished_job):
-    """And every command of the study is understood."""
     for options, _ in study.RUNS.values():
         read_config(options.split(), "")
     runs = {"paper": ("--length 5", (91, 92)), "dpo-full": ("", (91,)), "lora": ("--bad", (1,))}
     monkeypatch.setattr(study, "RUNS", runs)
-    monkeypatch.setattr(study, "RULES", dict(list(study.RULES.items())[-2:]))
+    monkeypatch.setattr(study, "RULES", {"end alone": study.RULES["end alone"]})
     monkeypatch.setattr(study, "BEST", 3)
     jobs = {name: finished_job(name) for name in ("paper", "dpo")}
     started = []
@@ -149,29 +136,28 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(folder, monkeypatch
         "--seed 91 --out runs/study/dpo-full-91",
     ]
     assert "invalid choice: 'four'" in refusal("--only", "four", command=study.main)
-    kept = read_json(Path("docs/results/runs/paper-91.json"))
+    kept = read_json(study.KEPT / "paper-91.json")
     made = ("paper", 91, "--length 5", "1.2.3", "abc")
     assert tuple(kept[key] for key in ("name", "seed", "command", "version", "commit")) == made
-    results = read_results(jobs["paper"])
-    for m, (row, own) in enumerate(zip(kept["generations"], results["generations"], strict=True)):
-        assert row.items() >= {key: own[key] for key in own if key != "histogram"}.items()
-        assert [*kept["rules"][m]] == [*study.RULES]
-        assert all(0 < found["score"] < 1 for found in kept["rules"][m].values())
+    rows = read_results(jobs["paper"])["generations"]
+    for row, own, rule in zip(kept["generations"], rows, kept["rules"], strict=True):
+        assert row.items() >= own.items() and 0 < rule["end alone"]["score"] < 1
     seconds = [row["core_seconds"] for row in kept["generations"]]
     assert 0 < seconds[0] < seconds[1] and kept["generations"][1]["distinct_texts"] > 1
-    best = read_json(Path("docs/results/runs/dpo-full-91.json"))["best_of"]
+    best = read_json(study.KEPT / "dpo-full-91.json")["best_of"]
     assert best["log_phi"] > kept["base"]["log_phi"] and best[KL] > 0
-    for path in Path("docs/results/runs").iterdir():
+    for path in study.KEPT.iterdir():
         assert path.stat().st_size < 9000 and "/checkpoints" not in path.read_text()
 
 
-def test_exact_samples_of_a_task_are_drawn_once(folder, monkeypatch):
-    options = ["--potential", "keyword:dog", "--length", "5", "--target", "docs/results/dogs"]
-    monkeypatch.setattr(study, "TARGETS", {"docs/results/dogs": 2000})
+def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
+    target, file = str(tmp_path / "dogs"), tmp_path / "dogs" / "samples.safetensors"
+    options = ["--potential", "keyword:dog", "--length", "5", "--target", target]
+    monkeypatch.setattr(study, "TARGETS", {target: 2000})
     study.draw_target(options)
-    drawn = Path("docs/results/dogs/samples.safetensors").read_bytes()
+    drawn = file.read_bytes()
     study.draw_target(options)
-    assert Path("docs/results/dogs/samples.safetensors").read_bytes() == drawn
+    assert file.read_bytes() == drawn
     world = load_world(read_config(options, "")[0].run)
     assert world.exact.num_proposals == 2000 and len(world.exact.tokens) > 5
 
@@ -188,20 +174,18 @@ def keep_runs(names: list[str], run: Path) -> None:
                 score = 0.1 + 0.01 * list(study.RUNS).index(name) + 0.01 * place + 0.2 * m
                 row |= {"toxicity": score, KL: 4.0 - m, "generation": m, "scores": 100 * m}
                 row |= {"core_seconds": 10.0 * m + 10, "distinct_texts": 7}
-                row["populations"] = {"20": score, "50": score, "100": score, "1000": score}
+                row["populations"] = dict.fromkeys(("20", "50", "100", "1000"), score)
             record["rules"] = [{rule: {"score": 0.1 * m} for rule in study.RULES} for m in range(3)]
             record["best_of"] = record["generations"][0]
             write_json(study.KEPT / f"{name}-{seed}.json", record)
 
 
-def test_the_tables_and_figures_of_a_study_and_of_a_part_of_it(folder, finished_job):
+def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, finished_job):
+    monkeypatch.chdir(tmp_path)
     tables = [*study.TABLES, "sad_samples", "sad_changes"]
-    write_text(study.PAGE, "".join(PAGE.format(name) for name in tables))
-    empty = study.PAGE.read_text()
-    keep_runs(["pooled"], finished_job("paper"))
-    line = refusal("--report", command=study.main)
-    assert "holds no run paper-SEED" in line and study.PAGE.read_text() == empty
-    keep_runs(["paper"], finished_job("paper"))
+    page = "text\n<!-- table {} -->\nold\n<!-- end -->\nafter\n"
+    write_text(study.PAGE, "".join(page.format(name) for name in tables))
+    keep_runs(["paper", "pooled"], finished_job("paper"))
     study.main(["--report"])
     page = study.PAGE.read_text()
     # Student's t with four degrees of freedom: 2.776 times .01581 / sqrt(5)
@@ -215,15 +199,11 @@ def test_the_tables_and_figures_of_a_study_and_of_a_part_of_it(folder, finished_
     for name, (rows, columns) in study.TABLES.items():
         assert len(found[name]) == len(rows) + 2
         assert all(line.count("|") == len(columns) + 2 for line in found[name])
-    assert "| pooled KL 3.0 | 5 | 1.0 | 100 | 20 |" in found["record"]
-    assert "| paper KL 2.0 | 5 | 2.0 | 200 | 30 |" in found["record"]
     assert "| Target, beta 1 | " in "".join(found["beta"]) and "%" in found["beta"][2]
     assert "| paper 2 | 0.200 | 0.200 | 0.200 | 0.200 | 0.200 |" in found["rules"]
     assert found["sad_changes"][0] == "|  | log phi | energy | KL |"
     figures = {path.name for path in Path("docs/results").glob("*.png")}
-    assert figures == {"generations.png", "sad-generations.png", "populations.png", "rules.png"}
-    write_text(study.PAGE, PAGE.format("luck"))
-    assert "table luck: is not one of" in refusal("--report", command=study.main)
+    assert figures == {"generations.png", "sad-generations.png", "rules.png"}
     other = study.KEPT / "paper-91.json"
     write_json(other, read_json(other) | {"command": "--learner paper"})
     line = refusal("--report", command=study.main)

@@ -9,6 +9,7 @@ them (a temperature, a mask of tokens) changes p. N rows, D width, V vocabulary,
 prompt, T of a continuation.
 """
 
+import contextlib
 import copy
 import inspect
 import sys
@@ -29,8 +30,7 @@ class Given:
         self.body = body
 
     def __call__(self, _: None = None, *, inputs_embeds: Tensor, **__: Any) -> "Output":
-        """states [1, N, D], by the name that networks have for what does not come as tokens"""
-        return Output((inputs_embeds,))
+        return Output((inputs_embeds,))  # [1, N, D]
 
     def __getattr__(self, name: str) -> Any:
         # Networks cut out of an encoder with a decoder, such as OPT, call the decoder alone.
@@ -46,17 +46,13 @@ class Output(tuple):
 
 def as_tokens(prompt: Any) -> Tensor:
     """Tokens [P] of a tensor or a list, [P] or [1, P]; ValueError for anything else."""
-    try:
+    with contextlib.suppress(Exception):  # whatever an object raises that is asked for numbers
         tokens = torch.as_tensor(prompt)
-    except Exception as error:  # whatever an object raises that is asked for numbers
-        fault = f"the prompt is a {type(prompt).__name__}, not tokens"
-        raise ValueError(f"{fault}; give the input_ids that the tokenizer returns") from error
-    is_fraction = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
-    if is_fraction and tokens.numel():  # an empty list has no type
-        raise ValueError(f"the prompt has numbers of {tokens.dtype}; give its tokens, integers")
-    if tokens.shape[:-1].numel() != 1:
-        raise ValueError(f"the prompt has shape {list(tokens.shape)}; give tokens [P]")
-    return tokens.flatten().long()
+        is_integer = tokens.dtype in (torch.int64, torch.int32) or tokens.numel() == 0
+        if is_integer and tokens.shape[:-1].numel() == 1:
+            return tokens.flatten().long()
+    told = " ".join(str(prompt).split())[:80]
+    raise ValueError(f"the prompt is {told}; give tokens [P], the input_ids of the tokenizer")
 
 
 def is_close(logits: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
@@ -64,12 +60,9 @@ def is_close(logits: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
 
     The digits are those of float32 at most, in which some networks of float64 attend.
     """
-    is_masked = wanted == -torch.inf
-    error = (logits - wanted).masked_fill(is_masked, 0.0).abs()
-    largest = wanted.masked_fill(is_masked, 0.0).abs().max()
+    largest = wanted.masked_fill(wanted == -torch.inf, 0.0).abs().max().item()
     tolerance = max(torch.finfo(dtype).eps, 2**-23) ** 0.5 * largest
-    is_near = error.isfinite() & (error <= tolerance)
-    return bool((is_near & ((logits == -torch.inf) == is_masked)).all())
+    return largest < torch.inf and torch.allclose(logits, wanted, rtol=0, atol=tolerance)
 
 
 class AnyModel(Conditional):
@@ -100,32 +93,21 @@ class AnyModel(Conditional):
             raise ValueError("the prompt has tokens that the network lacks; use its own tokenizer")
         self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
         self.end = tuple(end) if isinstance(end, list) else end
-        ends, known = end if isinstance(end, list | tuple) else (end,), range(self.vocab_size)
-        if end != NO_END and not all(type(one) is int and one in known for one in ends):
+        ends = self.end if isinstance(self.end, tuple) else (self.end,)
+        if end != NO_END and not all(one in range(self.vocab_size) for one in ends):
             raise ValueError(f"end is {end!r}; give tokens of the network, or leave it out")
         # What transformers calls `past_key_values` is `cache` from 5.24 on.
-        parameters = inspect.signature(self.body.forward).parameters
-        names = [name for name in ("cache", "past_key_values") if name in parameters]
-        if not names:
-            fault = f"{type(self.whole).__name__} keeps no cache of keys and values"
-            raise ValueError(f"{fault}; choose a network that does")
-        self.cache_name = names[0]
+        is_new = "cache" in inspect.signature(self.body.forward).parameters
+        self.cache_name = "cache" if is_new else "past_key_values"
         self.check()
-
-    @property
-    def whole(self) -> Any:
-        """The network of `transformers` itself, where PEFT has wrapped it."""
-        is_wrapped = hasattr(self.network, "get_base_model")
-        return self.network.get_base_model() if is_wrapped else self.network
 
     @property
     def body(self) -> Any:
         """The network without its output layer: states of tokens."""
-        return self.whole.base_model
+        return self.network.base_model
 
     @property
     def width(self) -> int:
-        """D, the size of a state."""
         return self.network.get_output_embeddings().in_features
 
     @torch.no_grad()
@@ -136,47 +118,41 @@ class AnyModel(Conditional):
         its states alone. What a subclass's `head` makes of logits is its own business.
         """
         tokens = torch.tensor([0, 1], device=self.prompt.device)
-        others = tokens.flip(0)
         ids = self.prompt.expand(2, -1)
         try:
             decoder = self.decoder(2)
             for _ in range(min(self.length, 4) - 1):
-                decoder.append(tokens, others)
-                ids = torch.cat([ids[others], tokens[:, None]], 1)  # [2, P + t]
+                decoder.append(tokens, tokens.flip(0))
+                ids = torch.cat([ids.flip(0), tokens[:, None]], 1)  # [2, P + t]
             written = torch.cat([ids[:, len(self.prompt) :], tokens[:, None]], 1)
             at_once = self.states(written)[:, -1]  # [2, D]
             plain = self.body(ids, use_cache=False).last_hidden_state[:, -1]  # [2, D]
         except Exception as error:  # of a network that nobody here has seen
-            fault = f"the network cannot continue the prompt ({type(error).__name__}: {error})"
-            remedy = "choose one that keeps keys and values in a cache"
-            raise ValueError(f"{' '.join(fault.split())[:300]}; {remedy}") from error
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:250]
+            fault = f"the network cannot continue the prompt ({reason})"
+            raise ValueError(f"{fault}; choose one that has a cache of keys and values") from error
         for states in (decoder.hidden, at_once):
             if not is_close(self.head(states), self.head(plain), plain.dtype):
                 fault = "with its cache of keys and values the network has other logits"
                 raise ValueError(f"{fault} than without; choose another network")
         if type(self).head is AnyModel.head:
-            few = ids[:, -8:]  # all logits of a long prompt would take much memory
-            states = self.body(few, use_cache=False).last_hidden_state
-            own = at_least_float32(self.network(few).logits[..., : self.vocab_size])
+            ids = ids[:, -8:]  # all logits of a long prompt would take much memory
+            states = self.body(ids, use_cache=False).last_hidden_state
+            own = at_least_float32(self.network(ids).logits[..., : self.vocab_size])
             if not is_close(self.head(states), own, states.dtype):
                 fault = "the network's logits are not what its output layer makes of its states"
                 raise ValueError(f"{fault}; write `head` for them, or choose another network")
 
     def cache(self) -> Any:
-        """An empty cache of keys and values."""
         return DynamicCache(config=self.network.config)
 
     def read(self, ids: Tensor, cache: Any) -> Tensor:
-        """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
         return self.body(ids, use_cache=True, **{self.cache_name: cache}).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V], float32 or wider, of states [..., D].
-
-        The network's own forward makes them, with the states in place of its body: what it does
-        beside its output layer, such as scaling or capping, is done here too.
-        """
-        top = copy.copy(self.whole)
+        """Logits by the network's own forward, with the states in place of its body: what it does
+        beside its output layer, such as scaling or capping, is done here too."""
+        top = copy.copy(self.network)
         top._modules = top._modules | {top.base_model_prefix: Given(self.body)}
         logits = top(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1])).logits  # [1, N, V]
         logits = logits[..., : self.vocab_size].view(*hidden.shape[:-1], self.vocab_size)

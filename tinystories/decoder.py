@@ -46,8 +46,6 @@ def row_slices(rows: int, entries: int) -> Iterator[slice]:
 
 def is_end(tokens: Tensor, end: End) -> Tensor:
     """Which of the tokens finish a text, a truth value for each."""
-    if isinstance(end, int):
-        return tokens == end
     return torch.isin(tokens, torch.tensor(end, device=tokens.device))
 
 
@@ -86,10 +84,7 @@ class Decoder:
 
     def distinct(self, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """The states [S, D] of the rows in a slice, those of equal texts once, and the place [n] of
-        each row among them.
-
-        What is made of states over the whole vocabulary is made once for equal texts.
-        """
+        each row among them: what is made of states over the vocabulary is made once for these."""
         state_of = self.state_of[rows]  # [n]
         if len(self.states) <= len(state_of):
             return self.states, state_of
@@ -101,14 +96,14 @@ class Decoder:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
         parents = self.state_of if ancestors is None else self.state_of[ancestors]  # [N]
         pairs = parents * self.model.vocab_size + tokens  # [N]
-        pairs, pair_of = pairs.unique(return_inverse=True)  # [S], [N]; equal rows share
+        pairs, state_of = pairs.unique(return_inverse=True)  # [S], [N]; equal rows share
         pairs = padded(pairs, GROUP)
         if len(pairs) <= SHARING_PAYS * len(tokens):
             parents = pairs // self.model.vocab_size  # [S]
             tokens = pairs % self.model.vocab_size  # [S]
-            self.state_of = pair_of
         else:
-            self.state_of = torch.arange(len(tokens), device=tokens.device)
+            state_of = torch.arange(len(tokens), device=tokens.device)
+        self.state_of = state_of
         if not torch.equal(parents, torch.arange(len(self.states), device=parents.device)):
             self.cache.reorder_cache(parents)
         self.states = self.model.read(tokens[:, None], self.cache)[:, 0]  # [S, D]
@@ -163,8 +158,7 @@ class Conditional:
     def states(self, tokens: Tensor) -> Tensor:
         """The hidden states [N, T, D] that predict each of tokens [N, T]."""
         cache = self.cache()
-        first = self.read(self.prompt[None], cache)[:, -1:]  # [1, 1, D]
-        first = first.expand(len(tokens), -1, -1)  # [N, 1, D]
+        first = self.read(self.prompt[None], cache)[:, -1:].expand(len(tokens), -1, -1)  # [N, 1, D]
         if tokens.shape[1] == 1:
             return first
         cache.reorder_cache(torch.zeros_like(tokens[:, 0]))  # every row continues the prompt

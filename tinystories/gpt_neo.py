@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Part = tuple[Tensor, Tensor]  # keys and values of some positions, of each row or of all rows
+Part = tuple[Tensor, ...]  # keys and values of some positions, of each row or of all rows
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -72,9 +72,8 @@ class KeyValueCache:
             self.layers.append([])
         parts = self.layers[layer]
         if len(parts) == 2:
-            old_keys, old_values = parts.pop()
-            keys = torch.cat([old_keys, keys], 2)
-            values = torch.cat([old_values, values], 2)
+            before = parts.pop()
+            keys, values = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
         parts.append((keys, values))
         return parts
 
@@ -82,8 +81,7 @@ class KeyValueCache:
         """Row b continues the history of row parents[b]; parents [B], any number of rows."""
         for parts in self.layers:
             if len(parts) == 2:  # the first part, the prompt, serves every row
-                keys, values = parts[1]
-                parts[1] = (keys.index_select(0, parents), values.index_select(0, parents))
+                parts[1] = tuple(part.index_select(0, parents) for part in parts[1])
 
 
 class Attention(nn.Module):
@@ -129,15 +127,14 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(width, eps=config.layer_norm_epsilon)
         self.attn = nn.ModuleDict({"attention": Attention(config, layer)})
         self.ln_2 = nn.LayerNorm(width, eps=config.layer_norm_epsilon)
-        self.mlp = nn.Sequential()
-        self.mlp.add_module("c_fc", nn.Linear(width, inner))
-        self.mlp.add_module("gelu", nn.GELU(approximate="tanh"))
-        self.mlp.add_module("c_proj", nn.Linear(inner, width))
+        self.mlp = nn.ModuleDict()
+        self.mlp["c_fc"] = nn.Linear(width, inner)
+        self.mlp["c_proj"] = nn.Linear(inner, width)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """[B, T, D] -> [B, T, D]"""
-        x = x + self.attn["attention"](self.ln_1(x), cache)
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.attn["attention"](self.ln_1(x), cache)  # [B, T, D]
+        inner = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
+        return x + self.mlp["c_proj"](inner)
 
 
 class Transformer(nn.Module):
@@ -174,5 +171,4 @@ class GPTNeo(nn.Module):
         return at_least_float32(F.linear(hidden, self.transformer.wte.weight))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[B, T] -> [B, T, V]"""
         return self.head(self.transformer(ids))

@@ -49,10 +49,11 @@ def checkpoint_directory(name: str, flag: str) -> Path:
     from huggingface_hub import snapshot_download  # half a second that a directory does not need
 
     repository, _, revision = name.partition("@")
-    small = [CONFIG, "1_Pooling/config.json", "tokenizer*.json", *OLDER_TOKENIZER]
+    wanted = [CONFIG, "1_Pooling/config.json", "tokenizer*.json", *OLDER_TOKENIZER]
+    options = {"revision": revision or None, "allow_patterns": wanted}
     try:
         for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
-            options = {"revision": revision or None, "allow_patterns": [*small, weights]}
+            wanted.append(weights)
             directory = Path(snapshot_download(repository, **options))
             if any(directory.glob(weights)):
                 break
@@ -64,10 +65,8 @@ def checkpoint_directory(name: str, flag: str) -> Path:
 
 
 def config_from_json(kind: type, raw: dict, fixed: dict, **defaults: Any) -> Any:
-    """The dataclass `kind` of a config.json, whose `fixed` entries may be missing but not differ.
-
-    TypeError or ValueError if impossible. A wrong size shows where the tensors do not fit.
-    """
+    """The dataclass `kind` of a config.json, whose `fixed` entries may be missing but not differ;
+    TypeError or ValueError if impossible."""
     values = defaults | {name: value for name, value in raw.items() if value is not None}
     for name, value in fixed.items():
         if values.get(name, value) != value:
@@ -79,10 +78,8 @@ def config_from_json(kind: type, raw: dict, fixed: dict, **defaults: Any) -> Any
 def load_network(
     path: str | Path, kind: str, from_json: Callable[[dict], Network], device: str | torch.device
 ) -> tuple[Network, Tokenizer]:
-    """The network that `from_json` makes of a config.json (float32, eval mode), and its tokenizer.
-
-    ValueError names the file that does not fit.
-    """
+    """The network that `from_json` makes of a config.json (float32, eval mode), and its tokenizer;
+    ValueError names the file that does not fit."""
     directory = Path(path)
     raw = read_json(directory / CONFIG)
     with reading(directory / CONFIG, f"not {kind}", "use another checkpoint"):
@@ -117,9 +114,8 @@ def gpt_neo_from_json(raw: dict[str, Any]) -> GPTNeo:
     layers = []
     for kinds, count in raw["attention_types"]:  # [[["global", "local"], 2], ...]
         layers += kinds * count
-    raw = raw | {"attention_layers": tuple(layers)}
-    inner = 4 * raw["hidden_size"]
-    return GPTNeo(config_from_json(GPTNeoConfig, raw, fixed, intermediate_size=inner))
+    defaults = {"intermediate_size": 4 * raw["hidden_size"], "attention_layers": tuple(layers)}
+    return GPTNeo(config_from_json(GPTNeoConfig, raw, fixed, **defaults))
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> tuple[GPTNeo, Tokenizer]:
@@ -151,8 +147,8 @@ def load_model(
 ) -> tuple[Conditional, Tokenizer]:
     """p(s_{1:T} | s_0) of the checkpoint that the option `flag` names, and its tokenizer.
 
-    s_0 is the prompt and T the length; a text is finished once it has any token of `end`, given as
-    texts. ValueError where they, or the files, do not fit.
+    s_0 is the prompt, T the length; any token of `end`, given as texts, finishes a text. ValueError
+    where they, or the files, do not fit.
     """
     directory = checkpoint_directory(name, flag)
     kind = read_json(directory / CONFIG).get("model_type")
@@ -161,17 +157,18 @@ def load_model(
         network, tokenizer = load(directory, device)
     else:
         try:
-            from transformers import AutoModelForCausalLM
+            import transformers
 
             from tinystories.any_model import AnyModel as model_class
         except ImportError as error:
             fault = f"a network of the kind {kind} needs transformers ({error})"
             remedy = "run `pip install transformers`, or name a GPT-Neo"
             raise ValueError(f"{flag} {name}: {fault}; {remedy}") from error
+        transformers.utils.logging.disable_progress_bar()
         options = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32}
-        options["output_loading_info"] = True
+        auto: Any = transformers.AutoModelForCausalLM
         with reading(directory / CONFIG, "transformers cannot load it as a causal language model"):
-            network, found = AutoModelForCausalLM.from_pretrained(directory, **options)  # pyright: ignore
+            network, found = auto.from_pretrained(directory, output_loading_info=True, **options)
             if missing := sorted(found["missing_keys"]):  # transformers makes random ones
                 raise ValueError(f"weights are missing: {', '.join(missing)}")
         network = network.to(device)
@@ -209,8 +206,7 @@ def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
             tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        largest = max(tokenizer.get_vocab().values())
-        if largest >= vocab_size:
+        if (largest := max(tokenizer.get_vocab().values())) >= vocab_size:
             raise ValueError(f"token {largest} where the network has {vocab_size} tokens")
     return tokenizer
 

@@ -53,16 +53,17 @@ def mean_estimate(values: Tensor) -> Estimate:
 
 
 def pareto_k(log_weights: Tensor) -> float:
-    """k of N log weights; infinite where fewer than 5 are not zero, NaN where N is at most 20 or
-    where fewer than 5 of the largest differ.
+    """k of N log weights: NaN where N is at most 20, infinite where fewer than 5 weights are above
+    zero, and NaN where fewer than 5 of the largest differ.
 
     The threshold leaves the M = min(N / 5, 3 sqrt N) largest weights, of which equal ones, such as
     those of equal texts, count once. Their k is the posterior mean of Zhang and Stephens (2009),
     drawn to 1/2 as by ten further weights.
     """
     log_weights = log_weights.double().flatten().sort().values
-    weights = (log_weights - log_weights[-1]).exp()  # [N], ascending
-    tail = min(math.ceil(len(weights) / 5), math.ceil(3 * math.sqrt(len(weights))))  # M
+    # Ascending; where all are zero, so are the differences that are not defined.
+    weights = (log_weights - log_weights[-1]).exp().nan_to_num()  # [N]
+    tail = math.ceil(min(len(weights) / 5, 3 * math.sqrt(len(weights))))  # M
     if tail < 5:
         return math.nan
     if weights[-5] == 0:

@@ -14,6 +14,8 @@ Row n of a table belongs to prefix n, whose `hidden` state is that number: the e
 and prefix n followed by token v is n V + 1 + v. D width, V vocabulary, N rows, T steps.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ LIMIT = 2**21  # sequences
 
 
 def all_sequences(vocab_size: int, length: int, device: torch.device | None = None) -> Tensor:
-    """Every sequence [V^T, T] of T = length tokens in lexicographic order."""
+    """All sequences [V^T, T] in lexicographic order."""
     places = vocab_size ** torch.arange(length - 1, -1, -1, device=device)  # [T]
     return torch.arange(vocab_size**length, device=device)[:, None] // places % vocab_size
 
@@ -81,9 +83,8 @@ class Tree:
         for t, log_psi in enumerate(self.log_psi(twist), start=1):
             prefixes = all_sequences(self.vocab_size, t, before.device)
             is_behind = ~counted(prefixes, self.end)[:, -1]  # [V^t]
-            before = torch.where(
-                is_behind, before.repeat_interleave(self.vocab_size), log_psi.flatten()
-            )
+            waiting = before.repeat_interleave(self.vocab_size)
+            before = torch.where(is_behind, waiting, log_psi.flatten())
             levels.append(before)
         return levels
 
@@ -135,18 +136,16 @@ class Target:
 class TableCache:
     """The number of every row's prefix."""
 
-    def __init__(self):
-        self.prefixes: Tensor | None = None  # [N]; None before the prompt is read
+    prefixes: Any = None  # [N]; None before the prompt is read
 
     def reorder_cache(self, parents: Tensor) -> None:
-        """Row b continues the prefix of row parents[b]; parents [B]."""
         self.prefixes = self.prefixes[parents]
 
 
 class TableModel(Conditional):
     """A language model given by its logits [prefixes, V]; a state [.., 1] is a prefix's number."""
 
-    width = 1
+    width: int = 1  # pyright: ignore
 
     def __init__(self, table: Tensor, length: int, end: End = NO_END):
         self.table = table
@@ -162,7 +161,6 @@ class TableModel(Conditional):
         return cls(torch.randn(shape, dtype=torch.float64, generator=generator), length)
 
     def cache(self) -> TableCache:
-        """The cache of a row that has read nothing."""
         return TableCache()
 
     def read(self, ids: Tensor, cache: TableCache) -> Tensor:
@@ -177,7 +175,6 @@ class TableModel(Conditional):
         return torch.stack(numbers, 1)[..., None].double()
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] after hidden [..., 1]."""
         return self.table[hidden.squeeze(-1).long()]
 
 
@@ -189,9 +186,7 @@ class TableTwist(nn.Module):
         self.log_psi = nn.Parameter(log_psi)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """log psi of every next token [..., V] after hidden [..., 1]."""
         return self.log_psi[hidden.squeeze(-1).long()]
 
     def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """log psi of tokens [...] after hidden [..., 1]."""
         return self.log_psi[hidden.squeeze(-1).long(), tokens]

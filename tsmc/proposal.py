@@ -9,6 +9,7 @@ vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +45,7 @@ def extend(
     Where q is a model of its own, without a twist, log_p may be that of another head on the same
     states: `reference` makes its logits [N, V].
     """
-    all_tokens = []
-    all_numbers = []
+    all_tokens, all_numbers = [], []
     for rows in row_slices(len(uniform), model.vocab_size):
         states, place = decoder.distinct(rows)  # [S, D], [n]
         tilted = model.head(states)  # [S, V]
@@ -88,14 +88,9 @@ def wait(step: Extension, before: Tensor, log_psi: Tensor, end: End) -> Extensio
 
 
 @dataclass
-class Trajectories:
-    """N independent sequences from q, all [N, T], and what the twist saw."""
+class Trajectories(Extension):
+    """N independent sequences from q: the same of every step, all [N, T], and what psi saw."""
 
-    tokens: Tensor
-    log_p: Tensor  # log p(s_t | s_{0:t-1})
-    log_psi: Tensor  # log psi(s_{1:t})
-    log_q: Tensor  # log q_t(s_t | s_{0:t-1})
-    log_normaliser: Tensor  # log N_t
     hidden: Tensor | None  # [N, T, D] where asked for
 
 
@@ -116,8 +111,7 @@ def sample_proposal(
     """
     uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)[:, part]  # [T, N, 1]
     decoder = model.decoder(uniform.shape[1])
-    steps: list[Extension] = []
-    hidden = []
+    steps, hidden = [], []
     for t in range(model.length):
         if keep_hidden:
             hidden.append(decoder.hidden)
@@ -127,14 +121,10 @@ def sample_proposal(
         steps.append(step)
         if t < model.length - 1:
             decoder.append(step.tokens)
-    return Trajectories(
-        tokens=torch.stack([step.tokens for step in steps], 1),
-        log_p=torch.stack([step.log_p for step in steps], 1),
-        log_psi=torch.stack([step.log_psi for step in steps], 1),
-        log_q=torch.stack([step.log_q for step in steps], 1),
-        log_normaliser=torch.stack([step.log_normaliser for step in steps], 1),
-        hidden=torch.stack(hidden, 1) if keep_hidden else None,
-    )
+    columns = {}
+    for name in vars(steps[0]):
+        columns[name] = torch.stack([vars(step)[name] for step in steps], 1)  # [N, T]
+    return Trajectories(**columns, hidden=torch.stack(hidden, 1) if keep_hidden else None)
 
 
 @torch.no_grad()
@@ -170,7 +160,7 @@ def sequence_log_probs(model: Conditional, tokens: Tensor) -> Tensor:
         return proposal_log_probs(model, None, tokens)[0]
     is_counted = counted(texts, model.end)  # [S, T]
     decoder = model.decoder(len(texts))
-    total = 0.0
+    total: Any = 0.0
     for t in range(tokens.shape[1]):
         if t > 0:
             decoder.append(texts[:, t - 1])

@@ -45,31 +45,24 @@ def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
 
 
 def draw_accepted(
-    model: Conditional,
-    log_phi: Callable[[Tensor], Tensor],
-    count: int,
-    generator: torch.Generator,
+    model: Conditional, log_phi: Callable[..., Tensor], count: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Draw N = count sequences from p and keep those accepted under log_phi(tokens [N, T]) -> [N].
-
-    Returns tokens [A, T] and log_phi [A] of the accepted ones and proposed_log_phi [N] of all.
-    ValueError where log phi is above zero.
-    """
+    """Of N = count sequences from p those accepted under log_phi(tokens [N, T]) -> [N]: tokens
+    [A, T], log_phi [A], and proposed_log_phi [N] of all. ValueError where log phi is above zero."""
     tokens = sample_proposal(model, None, count, generator).tokens
     scores = call_potential(log_phi, tokens)  # [N]
-    highest = scores.max().item()  # NaN where one is
-    if not highest <= 1e-6:
+    highest = scores.max().item()
+    if highest > 1e-6:
         fault = f"log phi is {highest:.4g} on some sequence, but rejection needs log phi <= 0"
         raise ValueError(f"{fault}; subtract an upper bound, or pass --eval-target-proposals 0")
     uniform = uniforms(count, 1, generator)[:, 0]
     is_accepted = uniform < scores.to(uniform.dtype).exp()  # [N]
-    accepted = {"tokens": tokens[is_accepted], "log_phi": scores[is_accepted]}
-    return accepted | {"proposed_log_phi": scores}
+    tokens, accepted = tokens[is_accepted], scores[is_accepted]
+    return {"tokens": tokens, "log_phi": accepted, "proposed_log_phi": scores}
 
 
 def exact_samples(drawn: dict[str, Tensor]) -> ExactSamples:
     """The accepted sequences and the evidence of one or more calls of `draw_accepted`, joined."""
     proposed = drawn["proposed_log_phi"]  # [N]
-    # The mean of phi over all proposals, not the share accepted, which varies more.
-    log_z, log_z_std_error = log_mean_with_error(proposed)
-    return ExactSamples(drawn["tokens"], drawn["log_phi"], len(proposed), log_z, log_z_std_error)
+    evidence = log_mean_with_error(proposed)
+    return ExactSamples(drawn["tokens"], drawn["log_phi"], len(proposed), *evidence)

@@ -25,14 +25,7 @@ import torch
 from torch import Tensor
 
 from tinystories.decoder import Conditional
-from tsmc.draws import (
-    Scheme,
-    effective_sample_size,
-    log_mean_exp,
-    multinomial,
-    normalise,
-    uniforms,
-)
+from tsmc.draws import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise, uniforms
 from tsmc.proposal import Twist, extend, wait
 
 EARLY = 0.5  # ESS / K below which a run with a prefix part resamples
@@ -48,8 +41,7 @@ LogPrefix = Callable[[Tensor], Tensor]
 def call_potential(log_phi: Callable[..., Tensor], tokens: Tensor, *log_p: Tensor) -> Tensor:
     """log phi [N] of tokens [N, T], given as a copy, and of log_p [N] where it is given.
 
-    Whoever needs log phi asks here. ValueError for NaN and infinity, which would otherwise count as
-    the best text in one place and as the worst in another.
+    ValueError for NaN and infinity, else the best text in one place and the worst in another.
     """
     values = log_phi(tokens.clone(), *log_p)
     assert values.shape == tokens.shape[:1], "log phi must be a tensor with a number for each text"
@@ -182,9 +174,8 @@ def tsmc(
             drawn = resample(normalise(log_weights), generator)
             ancestors = torch.where(is_due[:, None], drawn, identity)
         if trace is not None:
-            trace.append(
-                Step(tokens[..., -1], log_psi, log_w, log_weights, ess, evidence, ancestors)
-            )
+            numbers = (log_psi, log_w, log_weights, ess, evidence)
+            trace.append(Step(tokens[..., -1], *numbers, ancestors))
         log_z = torch.where(is_due, evidence, log_z)
         # At T nothing is reordered: the particles are also returned as a weighted set.
         if not is_last:

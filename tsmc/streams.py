@@ -41,19 +41,17 @@ def join(device: torch.device) -> None:
     """Join the processes that torchrun has started; ValueError where they do not meet."""
     if dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") == "1":
         return
-    is_cuda = device.type == "cuda"
-    if is_cuda:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        dist.init_process_group("nccl" if is_cuda else "gloo", timeout=PATIENCE)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
     except (ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        fault = f"the processes of this job do not find each other ({reason})"
+        fault = f"the processes of this job do not meet ({str(error).splitlines()[0]})"
         raise ValueError(f"{fault}; start it with torchrun") from error
 
 
 def leave() -> None:
-    """Leave the process group, if there is one."""
+    """The end of what `join` began."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -94,16 +92,12 @@ def align(modules: Iterable[Any]) -> None:
                 dist.broadcast(tensor, 0)
 
 
-def progress(steps: Iterable | int, title: str) -> tqdm:
+def progress(steps: Iterable | int, title: str, m: int | None = None) -> tqdm:
     """The steps with a bar on a terminal, in process 0 alone; a number stands for its range."""
     steps = range(steps) if isinstance(steps, int) else steps
+    title = title if m is None else f"generation {m}, {title}"
     # None: tqdm shows nothing where standard error is no terminal.
     return tqdm(steps, desc=title, leave=False, disable=None if rank() == 0 else True)
-
-
-def title_of(word: str, m: int | None) -> str:
-    """What is said of work: "generation 1, sampling", outside of generations "sampling"."""
-    return word if m is None else f"generation {m}, {word}"
 
 
 class Streams:
@@ -125,16 +119,14 @@ class Streams:
         self, word: str, m: int | None, total: int, draw: Draw, particles: int = 1
     ) -> dict[str, Tensor]:
         """A sample of size `total`, of `particles` sequences each, in chunks with streams (word, m,
-        number); the processes of a job share the chunks. ValueError for a sample of size 0.
-        """
+        number); the processes of a job share the chunks. ValueError for a sample of size 0."""
+        if total < 1 or particles < 1:
+            raise ValueError(f"{total} times {particles} texts cannot be drawn; give 1 or more")
         at_once = max(1, self.rows // particles)
         starts = range(0, total, at_once)
-        if not starts:
-            raise ValueError("a sample of size 0 was asked for; ask for at least one")
         parts: dict[int, dict[str, Tensor]] = {}
-        for n in progress(range(rank(), len(starts), count()), title_of(word, m)):
-            size = min(at_once, total - starts[n])
-            drawn = draw(size, self.stream(word, m, n))
+        for n in progress(range(rank(), len(starts), count()), word, m):
+            drawn = draw(min(at_once, total - starts[n]), self.stream(word, m, n))
             parts[n] = {name: tensor.cpu() for name, tensor in drawn.items()}
         chunks: dict[int, dict[str, Tensor]] = {}
         for of_process in gather(parts):
@@ -156,12 +148,8 @@ def draw_population(
     runs: int,
     **rule: Any,
 ) -> Population:
-    """R = runs runs of K = particles, drawn in chunks with options of `tsmc`.
-
-    ValueError where there is no run or particle, and where every run ended with weight zero.
-    """
-    if particles < 1 or runs < 1:
-        raise ValueError(f"{runs} runs of {particles} particles cannot be drawn; give 1 or more")
+    """R = runs runs of K = particles, drawn in chunks with options of `tsmc`; ValueError where
+    every run ended with weight zero."""
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
         given = (sigma.model, twist, sigma.log_potential, particles, generator, size)

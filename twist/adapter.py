@@ -48,7 +48,7 @@ class Adapter(nn.Module):
 
 def adapted(base: Conditional, adapter: Adapter) -> Any:
     """The language model q: p^(0) = base, whose logits an adapter makes; it is in `q.adapter`."""
-    q = copy.copy(base)
+    q: Any = copy.copy(base)
     q.head = adapter
     q.adapter = adapter
     return q

@@ -22,10 +22,11 @@ from tsmc.draws import effective_sample_size, invert, log_mean_exp, normalise, s
 from tsmc.estimate import Estimate, pareto_k
 from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import log_mean_with_error
-from tsmc.sampler import Population, Step, call_potential
+from tsmc.sampler import Population, Step
 from tsmc.streams import Streams, draw_population
-from twist.forced import forced_draws, hints_in_turn
+from twist.forced import hints_in_turns
 from twist.pair import Pair
+from twist.pool import draw_round
 from twist.potential import (
     TextPotential,
     call_users,
@@ -72,10 +73,9 @@ class Drawn:
         return f"{shape}: estimates may be further off than their errors say; draw more, or train"
 
     def samples(self, count: int, generator: torch.Generator | None = None) -> list[dict]:
-        """`count` independent draws by the weights, for large R K from sigma: text, W and scores.
+        """`count` >= 1 independent draws by the weights, for large R K from sigma: text, W, scores.
 
-        Equal calls give equal draws, others with a `generator` on the CPU. ValueError unless count
-        is at least 1.
+        Equal calls give equal draws, others with a `generator` on the CPU.
         """
         if count < 1:
             raise ValueError(f"{count} samples cannot be drawn; give a whole number from 1 on")
@@ -94,11 +94,10 @@ class Drawn:
         have heavy tails, and no rule can know of a part of sigma that no draw has met: see
         `warning`, and docs/api.md for its coverage.
         """
+        values, count = self.population.log_z, float(len(self.population.log_z))  # [R]
         if self.is_independent:  # as many degrees of freedom as effective texts
-            log_weights = self.population.log_weights.flatten()  # [R K]
-            return Estimate(*log_mean_with_error(log_weights), max(1.0, self.ess - 1.0))
-        log_z = self.population.log_z  # [R]
-        return Estimate(*log_mean_with_error(log_z), max(1.0, len(log_z) - 1.0))
+            values, count = self.population.log_weights.flatten(), self.ess  # [R K]
+        return Estimate(*log_mean_with_error(values), max(1.0, count - 1.0))
 
     def probability(self, event: Callable[[str], float]) -> Estimate:
         """P(event(text)) under sigma: the share of the weight, with its error.
@@ -109,7 +108,7 @@ class Drawn:
         """
         shares = self.log_weights.exp().view_as(self.population.log_weights)  # [R, K]
         found = [call_users("the event", event, text) for text in self.texts]
-        if not all(isinstance(number, SupportsFloat) and 0 <= number <= 1 for number in found):
+        if not all(isinstance(x, SupportsFloat) and 0 <= float(x) <= 1 for x in found):
             raise ValueError("the event is not true, false or a number from 0 to 1; return one")
         holds = shares.new_tensor([float(number) for number in found]).view_as(shares)
         value = min(1.0, (shares * holds).sum().item())
@@ -128,23 +127,16 @@ def forced_population(
     streams: Streams, model: Conditional, potential: TextPotential, particles: int, runs: int
 ) -> Population:
     """R = runs runs of K = particles forced draws with the weights p phi / q."""
+    turns = hints_in_turns(potential)
 
     def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
         total = size * particles  # N
-        turns = min(total, max(len(words) for words in potential.hints))
-        parts = []
-        for turn in range(turns):
-            hints, count = hints_in_turn(potential, turn), len(range(turn, total, turns))
-            tokens, log_ratio = forced_draws(model, hints, count, generator)  # [n, T], [n]
-            log_phi = call_potential(potential, tokens)  # [n]
-            log_weights = log_phi - log_ratio  # [n]
-            parts.append({"tokens": tokens, "log_phi": log_phi, "log_weights": log_weights})
+        drawn = draw_round(model, model, potential, total, generator, turns)
         # Plain draws come first; in any order each run has its share of them, and of all hints.
-        order = torch.randperm(total, generator=generator, device=tokens.device)
+        order = torch.randperm(total, generator=generator, device=drawn.tokens.device)
         found = {}
-        for name in parts[0]:
-            rows = torch.cat([part[name] for part in parts])[order]  # [N, .]
-            found[name] = rows.unflatten(0, (size, particles))  # [R, K, .]
+        for name, rows in vars(drawn).items():
+            found[name] = rows[order].unflatten(0, (size, particles))  # [R, K, .]
         log_weights = found["log_weights"]
         ancestors = systematic(normalise(log_weights), generator)  # [R, K]
         return found | {
@@ -174,14 +166,11 @@ def sample(
     on earlier calls, and where all weights are zero.
     """
     assert isinstance(potential, TextPotential), "give TextPotential([log_phi], decode, prompt)"
-    for name, number in (("particles", particles), ("runs", runs)):
-        if number < 1:
-            raise ValueError(f"{name} is {number}; give a whole number of at least 1")
     streams = Streams(seed, model.prompt.device)
     check_potential(model, potential, streams.stream("check"))
     trace: list[Step] = []
     rule = {"resample": systematic, "ess_threshold": 0.0} | rule
-    if pair is None and hints_in_turn(potential, 0):
+    if pair is None and potential.hints:
         pair = Pair(model, None)
         is_independent = True
         population = forced_population(streams, model, potential, particles, runs)
@@ -189,10 +178,8 @@ def sample(
         pair = pair or Pair(model, None)
         sigma = seen_from(pair.model, model, potential)
         is_independent = rule["ess_threshold"] == 0 and sigma.log_prefix is None
-        sizes = (particles, runs)
-        population = draw_population(
-            streams, "sample", None, sigma, pair.twist, *sizes, trace=trace, **rule
-        )
+        given = (sigma, pair.twist, particles, runs)
+        population = draw_population(streams, "sample", None, *given, trace=trace, **rule)
         trace = trace[: model.length]  # of the first chunk of runs
     if not population.is_alive().any():
         fault = f"all {runs} runs of {particles} particles ended with weight zero"

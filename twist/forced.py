@@ -14,10 +14,11 @@ Let f_t(A) be this sum over placements of the hints A in s_{1:t}. The last of th
 
 A place behind the end of a text does not exist: what a placement forces there is not written, so
 there every text agrees, with p = 1. Of N draws n are plain draws of p, which bound the weights and
-find texts without the hints. All weights divide by the mean density of the N draws, a mixture, so
+find texts without the hints. Where a factor has several words, they take turns: the other draws
+are n_i of each turn's q_i. All weights divide by the mean density of the N draws, a mixture, so
 E[1/N sum w u] = sum_s p(s) phi(s) u(s) for every u:
 
-    w(s) = p(s) phi(s) / (n/N p(s) + (1 - n/N) q(s)) <= phi(s) N/n
+    w(s) = p(s) phi(s) / (n/N p(s) + sum_i n_i/N q_i(s)) <= phi(s) N/n
 
 T tokens, V vocabulary. Time and memory grow with 2^F.
 """
@@ -37,37 +38,44 @@ MOST_HINTS = 6
 PLAIN = 0.1  # share of plain draws
 
 
-def hints_in_turn(log_phi: Any, turn: int) -> list[list[int]]:
-    """A hint of each factor of a potential that has some; of several words they take turns."""
-    hints: list[list[int]] = []
-    for words in getattr(log_phi, "hints", [])[:MOST_HINTS]:
-        hint = words[turn % len(words)]
-        if hint not in hints:  # one word may serve two factors
-            hints.append(hint)
-    return hints
+def hints_in_turns(log_phi: Any) -> list[list[list[int]]]:
+    """For each turn a hint of every factor of a potential that has some; none without hints."""
+    factors, turns = getattr(log_phi, "hints", [])[:MOST_HINTS], []
+    for turn in range(max(map(len, factors), default=0)):
+        hints = [words[turn % len(words)] for words in factors]
+        # One word may serve two factors.
+        turns.append([hint for j, hint in enumerate(hints) if hint not in hints[:j]])
+    return turns
 
 
 @torch.no_grad()
 def forced_draws(
-    model: Conditional, hints: Sequence[list[int]], count: int, generator: torch.Generator
+    model: Conditional,
+    turns: Sequence[Sequence[list[int]]],
+    count: int,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """N = count texts [N, T] of the mixture, and log of its density over that of p [N] float64.
 
-    The plain draws come first. ValueError for too many hints, or too long ones.
+    `turns` are sets of hints. The plain draws come first. ValueError for too many hints, or too
+    long ones.
     """
-    size = sum(len(hint) for hint in hints)
-    if size > model.length or len(hints) > MOST_HINTS:
-        fault = f"{len(hints)} hints of {size} tokens in all cannot be forced"
-        raise ValueError(f"{fault}; give at most {MOST_HINTS} hints and {model.length} tokens")
     uniform = uniforms(count, model.length, generator)
     tokens = torch.full_like(uniform, DRAWN, dtype=torch.long)  # [N, T]
-    # Of G + F slots each hint takes one, whatever its length; the others are for tokens of p.
-    slots = uniforms(count, model.length - size + len(hints), generator).argsort(1)[:, : len(hints)]
-    extra = slots.new_tensor([len(hint) - 1 for hint in hints])  # [F]
-    for j, hint in enumerate(hints):
-        start = slots[:, j] + ((slots < slots[:, j : j + 1]) * extra).sum(1)  # [N]
-        places = start[:, None] + torch.arange(len(hint), device=start.device)  # [N, L]
-        tokens.scatter_(1, places, slots.new_tensor(hint).expand(count, -1))
+    for turn, hints in enumerate(turns):
+        size = sum(len(hint) for hint in hints)
+        if size > model.length or len(hints) > MOST_HINTS:
+            fault = f"{len(hints)} hints of {size} tokens in all cannot be forced"
+            raise ValueError(f"{fault}; give at most {MOST_HINTS} hints and {model.length} tokens")
+        own = tokens[turn :: len(turns)]  # [n, T]
+        # Of G + F slots each hint takes one, whatever its length; the others are for tokens of p.
+        order = uniforms(len(own), model.length - size + len(hints), generator).argsort(1)
+        slots = order[:, : len(hints)]  # [n, F]
+        extra = slots.new_tensor([len(hint) - 1 for hint in hints])  # [F]
+        for j, hint in enumerate(hints):
+            start = slots[:, j] + ((slots < slots[:, j : j + 1]) * extra).sum(1)  # [n]
+            places = start[:, None] + torch.arange(len(hint), device=start.device)  # [n, L]
+            own.scatter_(1, places, slots.new_tensor(hint).expand(len(own), -1))
     plain = max(1, round(PLAIN * count))
     tokens[:plain] = DRAWN
 
@@ -88,9 +96,14 @@ def forced_draws(
     log_p = log_p.where(counted(tokens, model.end), 0.0)
 
     # The shares are those drawn, not PLAIN, so that rounding leaves the weights exact.
-    log_shares = (uniform.new_tensor([plain, count - plain]) / count).log()
-    log_ratio = log_shares[1] + forced_log_ratio(tokens, log_p, hints, model.end)
-    return tokens, log_shares[0].logaddexp(log_ratio)
+    turn_of = torch.arange(plain, count, device=tokens.device) % len(turns)
+    sizes = [plain, *turn_of.bincount(minlength=len(turns)).tolist()]
+    log_plain, *log_shares = (uniform.new_tensor(sizes) / count).log()
+    log_ratio = log_plain
+    for log_share, hints in zip(log_shares, turns, strict=True):
+        log_q = forced_log_ratio(tokens, log_p, hints, model.end)  # over log p [N]
+        log_ratio = log_ratio.logaddexp(log_share + log_q)
+    return tokens, log_ratio
 
 
 def forced_log_ratio(tokens: Tensor, log_p: Tensor, hints: Sequence[list[int]], end: End) -> Tensor:

@@ -49,15 +49,15 @@ def draw_round(
     log_phi: Callable[[Tensor], Tensor],
     count: int,
     generator: torch.Generator,
-    hints: Sequence[list[int]] = (),
+    turns: Sequence[Sequence[list[int]]] = (),
 ) -> Round:
     """Draw N = count sequences from q_r = q, which is p^(0) = base or p^(0) with an adapter.
 
-    With hints q_r is the mixture of `twist/forced.py` in place of q. log_phi(tokens [N, T]) is [N].
-    ValueError for weights that are NaN or infinite.
+    With sets of hints q_r is the mixture of `twist/forced.py` in place of q. ValueError for weights
+    that are NaN or infinite.
     """
-    if hints:
-        tokens, log_ratio = forced_draws(base, hints, count, generator)
+    if turns:
+        tokens, log_ratio = forced_draws(base, turns, count, generator)
     else:
         # One pass serves both, since q and p^(0) have the same hidden states.
         reference = None if q is base else base.head
@@ -74,11 +74,8 @@ def draw_round(
 
 def joined(rounds: Sequence[Round]) -> Round:
     """The sequences of all rounds."""
-    return Round(
-        tokens=torch.cat([one.tokens for one in rounds]),
-        log_weights=torch.cat([one.log_weights for one in rounds]),
-        log_phi=torch.cat([one.log_phi for one in rounds]),
-    )
+    columns = zip(*(vars(one).values() for one in rounds), strict=True)
+    return Round(*(torch.cat(column) for column in columns))
 
 
 def tempered(pool: Round, least_ess: float) -> tuple[Tensor, float]:
@@ -107,8 +104,7 @@ def truncated(log_weights: Tensor, least_ess: float) -> Tensor:
     if not len(alive):
         fault = f"none of the {len(log_weights)} sequences drawn has phi > 0"
         raise ValueError(f"{fault}; draw more, or soften the potential")
-    low = alive.min()
-    high = alive.max()
+    low, high = alive.min(), alive.max()
     # Truncation biases the weights towards the proposals, so only where the ESS needs it. The ESS
     # grows as c falls, so bisection finds the largest c that is small enough.
     if effective_sample_size(log_weights) < least_ess * len(log_weights):

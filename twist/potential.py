@@ -28,11 +28,11 @@ import torch
 from torch import Generator, Tensor
 
 from tinystories.decoder import NO_END, Conditional, End, is_end
+from tinystories.load import UNFINISHED
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.sampler import LogPotential, LogPrefix, Sigma, call_potential
 
 READS = ("texts", "continuations", "finished")
-UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
 ROUNDING = 0.1  # relative error of log phi: as much has a network in half precision
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
@@ -51,11 +51,12 @@ def call_users(name: str, function: Callable, *arguments: Any) -> Any:
     except (Exception, SystemExit) as error:
         if isinstance(error, MemoryError) or "memory" in str(error):
             raise  # of a large network; the command knows what to ask less of
-        frames = traceback.extract_tb(error.__traceback__)
-        code = getattr(function, "__code__", None)  # a whole file that is imported has none
-        own = [frame for frame in frames if code and frame.filename == code.co_filename]
-        place = f"line {(own or frames)[-1].lineno}: "
-        reason = "".join(traceback.format_exception_only(error)[-1:]).split("\n")[0][:300]
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        frames = [frame for frame in frames if "runpy" not in frame.filename]  # imports the file
+        # The last line in the file of the function; a SyntaxError tells its line itself.
+        lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+        place = f"line {lines[-1]}: " if lines else ""
+        reason = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")[:300]
         fault = f"{name} failed ({place}{reason})"
         raise ValueError(f"{fault}; give a function that returns N numbers below inf") from error
 
@@ -63,9 +64,8 @@ def call_users(name: str, function: Callable, *arguments: Any) -> Any:
 def as_log_phi(values: Any, texts: Sequence[Any], name: str = "the potential") -> Tensor:
     """log phi [N] float64 on the CPU of what a factor has returned for N texts.
 
-    float64 keeps the differences of values as large as 1e8. ValueError for another shape, for
-    truth values, which are no logarithms, for complex numbers, and for NaN and +inf, with the text
-    at fault.
+    ValueError for another shape, for truth values, which are no logarithms, for complex numbers,
+    and for NaN and +inf, with the text at fault.
     """
     listed = values.tolist() if hasattr(values, "tolist") else values  # of a tensor or an array
     if not isinstance(listed, (list, tuple)) or len(listed) != len(texts):
@@ -109,12 +109,11 @@ class TextPotential:
         follows the first token `end` does not belong to a text, nor does that token.
         """
         for factor in factors:
-            hints = getattr(factor, "hints", [])
-            if getattr(factor, "reads", "texts") not in READS:
-                fault = f"{name_of(factor)} reads {factor.reads!r}"
-                raise ValueError(f"{fault}; give one of {', '.join(READS)}")
+            name, hints = name_of(factor), getattr(factor, "hints", [])
+            if (reads := getattr(factor, "reads", "texts")) not in READS:
+                raise ValueError(f"{name} reads {reads!r}; give one of {', '.join(READS)}")
             if isinstance(hints, str) or not all(isinstance(hint, str) and hint for hint in hints):
-                raise ValueError(f"{name_of(factor)} has hints {hints!r}; give a list of words")
+                raise ValueError(f"{name} has hints {hints!r}; give a list of words")
         self.factors = list(factors)
         self.decode = decode
         self.prompt = torch.as_tensor(prompt).flatten().tolist()
@@ -147,8 +146,8 @@ class TextPotential:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] float64 of tokens [N, T]."""
-        log_phi = self.of_texts(self.texts(tokens), is_end(tokens, self.end).any(1).tolist())
-        return log_phi.to(tokens.device)
+        finished = is_end(tokens, self.end).any(1).tolist()
+        return self.of_texts(self.texts(tokens), finished).to(tokens.device)
 
     def of_texts(self, texts: list[str], finished: list[bool] | None = None) -> Tensor:
         """log phi [N] float64 on the CPU of texts, prompt included; all are finished by default."""
@@ -157,9 +156,7 @@ class TextPotential:
             log_phi = log_phi + self.apply(factor, factor, texts, finished)
         return log_phi
 
-    def apply(
-        self, factor: Any, function: Any, texts: list[str], finished: list[bool] | None = None
-    ) -> Tensor:
+    def apply(self, factor: Any, function: Any, texts: list[str], finished: Any) -> Tensor:
         """A factor or its prefix part, as `function`, on what the factor reads [N]."""
         reads = getattr(factor, "reads", "texts")
         read: list[Any] = texts
@@ -188,17 +185,16 @@ class TextPotential:
 def check_potential(
     model: Conditional, log_phi: Callable[[Tensor], Tensor], generator: Generator
 ) -> None:
-    """ValueError where a potential does not fit the model, or is wrong on some of its texts.
+    """ValueError where a TextPotential does not fit the model, or is wrong on some of its texts.
 
     Prompt and end must be the model's. A factor and its prefix part must depend on their text
-    alone, and a prefix part must be positive wherever phi can still be. Every learner and `sample`
-    ask this of a TextPotential once.
+    alone, and a prefix part must be positive wherever phi can still be.
     """
     if not isinstance(log_phi, TextPotential):
         return
     if log_phi.end != model.end or model.prompt.tolist() != log_phi.prompt:
         raise ValueError("the potential and the model differ in prompt or end; give both alike")
-    if log_phi.is_checked:
+    if log_phi.is_checked:  # a learner, then `sample`: once is enough
         return
     count = ALONE if log_phi.log_prefix is None else BEGUN
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
@@ -224,10 +220,7 @@ def check_alone(
     """
     texts, finished = potential.texts(tokens), is_end(tokens, potential.end).any(1).tolist()
     together = potential.apply(factor, function, texts, finished)  # [N]
-    alone = [
-        potential.apply(factor, function, texts[row : row + 1], finished[row : row + 1])
-        for row in rows
-    ]
+    alone = [potential.apply(factor, function, [texts[row]], [finished[row]]) for row in rows]
     check_equal(together[list(rows)], torch.cat(alone), [texts[row] for row in rows], factor)
     return together
 

@@ -27,6 +27,7 @@ LOOKS = {
     "end-alone": {"color": "#E69F00", "marker": "s"},
     "dpo": {"color": "#CC79A7", "marker": "D"},
     "grpo": {"color": "#56B4E9", "marker": "v"},
+    "rl": {"color": "#D55E00", "marker": "P"},
 }
 OTHERS = [LOOKS[name] for name in ("paper", "grpo", "pooled", "dpo", "end-alone")]  # in order
 LEVELS = ("Base", "Target")  # horizontal lines
@@ -87,7 +88,7 @@ def draw_panels(panels: dict[str, tuple[str, Lines]], path: Path) -> None:
             axes.set(yscale="log", ylim=(0.8 * min(means), 1.3 * max(means)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
-    grid[0, 0].legend(fontsize=9)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     save_figure(figure, path)
 
 

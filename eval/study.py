@@ -265,8 +265,9 @@ def draw_figures(places: Places, folder: Path) -> None:
             pairs = lines["paper"].items()  # the rows of each generation
             rules[rule] = {m: [{key: row.get(rule)} for row in rows] for m, rows in pairs}
         panels[title] = key, rules
-        for name in ("dpo", "grpo"):
-            lines[name] = {name: rows_of(places, f"{name}-full 0", task)}
+        for name, row in {"dpo": "dpo-ten 0", "grpo": "grpo-ten 0", "rl": "rl 0"}.items():
+            if rows := rows_of(places, row, task):
+                lines[name] = {name: rows}
         by_generation = {title: (key, lines), "Proposal": (KL, lines)}
         draw_panels(by_generation, folder / f"{task}generations.png")
     draw_panels(panels, folder / "rules.png")

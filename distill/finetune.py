@@ -51,8 +51,7 @@ class LoRA(nn.Module):
         self.b = nn.Parameter(weight.new_zeros(size_out, RANK))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """W + B A"""
-        return weight + self.b @ self.a
+        return weight + self.b @ self.a  # W + B A
 
 
 def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Module]:
@@ -126,11 +125,9 @@ class Baseline(Learner):
     samples_policy = True
 
     def first_twist(self) -> Pair:
-        """The policy, trained from p^(0), and psi = 1."""
         return Pair(self.distil(Pair(self.base, None), 0), None)
 
     def distil(self, pair: Pair, m: int) -> Conditional:
-        """The policy, trained from p^(m-1)."""
         options = self.options
         generator = self.streams.stream("fine-tuning", m)
         is_lora = options.student == "lora"
@@ -145,5 +142,4 @@ class Baseline(Learner):
         """One update of the student from a new batch; returns figures such as its loss."""
 
     def scores(self, generations: int) -> int:
-        """How many texts phi has scored after so many generations."""
         return (generations + 1) * self.options.updates * self.options.batch_size

@@ -121,16 +121,13 @@ class Paper(Learner):
         return OBJECTIVES[self.options.objective](psi, batch)
 
     def sigma(self, model: Conditional) -> Sigma:
-        """The target, as p^(m) = model sees it."""
         return seen_from(model, self.base, self.log_phi, self.options.effective_potential)
 
     @staticmethod
     def rule(options: PaperOptions) -> dict[str, Any]:
-        """How runs resample."""
         return {"resample": SCHEMES[options.resampling], "ess_threshold": options.ess_threshold}
 
     def scores(self, generations: int) -> int:
-        """How many texts phi has scored after so many generations: all that are drawn."""
         options = self.options
         learning = (generations + 1) * options.ctl_updates * options.ctl_batch_size
         return learning + generations * options.distill_runs * options.particles

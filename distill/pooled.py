@@ -163,15 +163,12 @@ class Pooled(Learner):
         return adapted(base, adapter.requires_grad_(False))
 
     def scores(self, generations: int) -> int:
-        """How many texts phi has scored after so many generations."""
         return self.options.pool_first_draws + generations * self.options.pool_draws
 
     def state(self) -> dict[str, Tensor]:
-        """The pool."""
         return vars(self.pool)
 
     def resume(self, state: dict[str, Tensor]) -> None:
-        """Go on with a pool that was kept."""
         device = self.streams.device
         self.pool = Round(**{name: tensor.to(device) for name, tensor in state.items()})
 

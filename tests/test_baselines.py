@@ -1,4 +1,4 @@
-"""DPO and GRPO: whole runs in a world that can be enumerated, losses, guards."""
+"""DPO, GRPO and RL: whole runs in a world that can be enumerated, losses, guards."""
 
 import math
 
@@ -7,10 +7,11 @@ import pytest
 import torch
 from worlds import generator, gpt_neo_world, log_q, recorded, tiny_conditional
 
-from distill import DPO, GRPO, LEARNERS, BaselineOptions, Streams
+from distill import DPO, GRPO, LEARNERS, RL, BaselineOptions, RLOptions, Streams
 from distill.dpo import dpo_loss, preference_pairs
 from distill.grpo import advantages, grpo_loss
 from tinystories.decoder import counted
+from tsmc.exact import Target, kl_divergence
 from twist.pair import Pair
 
 
@@ -38,6 +39,17 @@ def test_the_policy_gains_reward_by_samples_of_the_right_model(kind, student, ra
     assert abs(torch.cat(rewards[-10:]).mean() - sampled) < 0.2
     losses = recorded(learner, "fine-tuning", "loss")
     assert len(losses) == 40 and losses[0] == pytest.approx(loss, abs=1e-12)
+
+
+def test_rl_approaches_sigma_and_its_objective_log_z():
+    base, _, potential = gpt_neo_world(3, 3)
+    target = Target(base, potential)
+    learner = RL(base, potential, RLOptions(learning_rate=1e-2, updates=60), Streams(0))
+    log_pi, log_sigma = log_q(learner.first_twist()), target.log_sigma[-1]
+    kl = kl_divergence(log_pi, log_sigma)
+    assert kl < 0.2 * kl_divergence(target.log_p[-1], log_sigma)
+    objective = sum(recorded(learner, "fine-tuning", "objective")[-10:]) / 10
+    assert objective == pytest.approx(target.log_z - kl.item(), abs=0.1)
 
 
 def test_losses_and_the_gradient_of_grpo_equal_the_published_formulas():

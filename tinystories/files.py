@@ -35,7 +35,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -64,7 +63,6 @@ def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Itera
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
     with reading(path, "cannot be read as JSON"):
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -81,6 +79,5 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file."""
     with reading(path, "its metadata cannot be read"), safe_open(path, "pt") as file:
         return file.metadata() or {}

@@ -99,7 +99,7 @@ def load_network(
 def save_network(
     path: Path, config: dict, tensors: dict[str, Tensor], tokenizer: Tokenizer, **special: str
 ) -> None:
-    """Write what `load_network` and transformers read; `special` tokens are named by their text."""
+    """Write what `load_network` and transformers read; `special` are texts of tokens."""
     files.write_tensors(path / WEIGHTS, tensors)
     files.write_text(path / TOKENIZER, tokenizer.to_str(pretty=True))
     options = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
@@ -108,7 +108,6 @@ def save_network(
 
 
 def gpt_neo_from_json(raw: dict[str, Any]) -> GPTNeo:
-    """The network of a config.json; KeyError, TypeError or ValueError if it is another one."""
     fixed = {"model_type": "gpt_neo", "activation_function": "gelu_new"}
     fixed |= {"tie_word_embeddings": True}
     layers = []

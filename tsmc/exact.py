@@ -67,7 +67,6 @@ class Tree:
             self.hidden.append(torch.cat([hidden[:, -1] for _, hidden in parts]))
 
     def sequences(self) -> Tensor:
-        """All sequences [V^T, T]."""
         return all_sequences(self.vocab_size, self.length, self.log_p[0].device)
 
     def log_psi(self, twist: Twist | None) -> list[Tensor]:

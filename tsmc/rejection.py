@@ -30,7 +30,6 @@ class ExactSamples:
     log_z_std_error: float
 
     def to(self, device: torch.device) -> "ExactSamples":
-        """The same with its tensors on `device`."""
         return replace(self, tokens=self.tokens.to(device), log_phi=self.log_phi.to(device))
 
 

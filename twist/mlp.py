@@ -34,9 +34,8 @@ class TwistMLP(nn.Module):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
 
     def features(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., H], in the type of the weights"""
         inner = F.gelu(self.first(hidden.to(self.first.weight.dtype)))
-        return F.gelu(self.second(inner))
+        return F.gelu(self.second(inner))  # [..., H]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """log psi of every next token [..., V] after hidden states [..., D], float32 or wider."""

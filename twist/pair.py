@@ -44,7 +44,6 @@ class Pair:
 
 
 def save_pair(path: str | Path, pair: Pair, base: Conditional) -> None:
-    """Write a pair over p^(0) = base."""
     kind = BASE if pair.model is base else NETWORK
     if hasattr(pair.model, "adapter"):
         kind = ADAPTER

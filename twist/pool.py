@@ -73,7 +73,6 @@ def draw_round(
 
 
 def joined(rounds: Sequence[Round]) -> Round:
-    """The sequences of all rounds."""
     columns = zip(*(vars(one).values() for one in rounds), strict=True)
     return Round(*(torch.cat(column) for column in columns))
 

@@ -137,7 +137,7 @@ class Pooled(Learner):
         # Most texts have hardly any weight; those that no batch draws need no states.
         distinct, places = batches.unique(return_inverse=True)
         tokens = pool.tokens[distinct]  # [M, T]
-        slices = row_slices(len(tokens), base.vocab_size * tokens.shape[1])
+        slices = row_slices(len(tokens), base.width * tokens.shape[1])
         with torch.no_grad():
             states = torch.cat([base.states(tokens[rows]) for rows in slices])
         states = states.flatten(0, 1)  # [M T, D]

@@ -7,8 +7,7 @@
 The regulariser has strength one (Korbak et al. 2022, "RL with KL penalties is better viewed as
 Bayesian inference"), so that the optimum is sigma itself, and the reward is not standardised: its
 scale beside the KL must stay. The gradient is that of KL(pi || sigma), which may leave out parts of
-sigma; KL(sigma || pi) of the table counts them. A text with phi = 0 would have an infinite reward;
-it gets the smallest finite reward of its batch. N sequences, T tokens.
+sigma; KL(sigma || pi) of the table counts them. N sequences, T tokens.
 """
 
 from dataclasses import dataclass
@@ -33,12 +32,11 @@ class RLOptions:
 
 
 def rl_advantages(log_phi: Tensor, log_ratio: Tensor) -> Tensor:
-    """A_t [N, T] of log phi [N] and log p^(0)(s_t) / pi(s_t) [N, T]; zero where all phi = 0."""
-    finite = log_phi[log_phi > -torch.inf]
-    if len(finite) == 0:
-        return torch.zeros_like(log_ratio)
-    reward = log_phi.clamp(min=finite.min()).to(log_ratio.dtype)  # [N]
-    to_go = log_ratio.flip(1).cumsum(1).flip(1) + reward[:, None]  # [N, T]
+    """A_t [N, T] of log phi [N] and log p^(0)(s_t) / pi(s_t) [N, T]; ValueError for phi = 0."""
+    if not bool((log_phi > -torch.inf).all()):
+        fault = "phi is zero on some text, which is an infinite reward"
+        raise ValueError(f"{fault}; soften the potential, as keyword~8:dragon")
+    to_go = log_ratio.flip(1).cumsum(1).flip(1) + log_phi.to(log_ratio.dtype)[:, None]  # [N, T]
     return to_go - to_go.mean(0)
 
 

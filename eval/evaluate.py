@@ -13,7 +13,7 @@ from eval.world import SAMPLES, World, checked_rows, save_target
 from tinystories.files import write_tensors
 from tsmc import streams
 from tsmc.estimate import Estimate
-from tsmc.proposal import proposal_log_probs
+from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Population
 from twist.pair import Pair
@@ -88,10 +88,6 @@ def draw_target(run: Run, world: World, learner: Learner, base_log_phi: Tensor) 
 def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:
     """The row of generation m, and its texts, ready for JSON."""
     options = run.config.run
-    particles, runs = options.eval_particles[0], options.eval_runs
-    if learner.samples_policy:  # more particles would measure importance sampling from the policy
-        particles, runs = 1, options.row_size()
-    population = learner.population(pair, "evaluation", m, particles, runs)
     row = {"generation": m, "scores": learner.scores(m)}
     if world.exact is not None:
         log_p, log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)  # [N], [N]
@@ -99,9 +95,17 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
         alone = metrics.kl_of_log_q(log_p, world.exact_log_p, world.exact)  # without its twist
         row |= {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
         row["kl_target_model"] = alone.value
-    samples = samples_of(world, population)
-    row |= metrics.describe(samples, world.encode(samples.texts), world.exact_vectors)
-    if particles > 1:
+    if learner.samples_policy:  # all its texts, those with phi = 0 as well
+
+        def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+            return {"tokens": sample_proposal(pair.model, None, size, generator).tokens}
+
+        drawn = learner.streams.draw("evaluation", m, options.row_size(), draw)
+        samples = world.score(drawn["tokens"])
+    else:
+        particles, runs = options.eval_particles[0], options.eval_runs
+        population = learner.population(pair, "evaluation", m, particles, runs)
+        samples = samples_of(world, population)
         row |= population_row(population)
         base = run.row(None)["base"]
         if base["log_z"] is not None:
@@ -109,10 +113,11 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
             of_base = Estimate(base["log_z"], base["log_z_std_error"], base["num_samples"] - 1)
             if line := metrics.missing_part(found, of_base):
                 say(line)
+    row |= metrics.describe(samples, world.encode(samples.texts), world.exact_vectors)
     source = torch.Generator().manual_seed(options.seed)
     places = torch.randperm(len(samples.texts), generator=source)[:EXAMPLES]
     row["examples"] = [samples.texts[n] for n in places]
-    if len(options.eval_particles) > 1:
+    if len(options.eval_particles) > 1 and not learner.samples_policy:
         # The mean score of populations of different K, with equally many particles (Fig. 2).
         row["populations"] = {}
         for particles in options.eval_particles:

@@ -40,6 +40,7 @@ class Run(contextlib.AbstractContextManager):
     def __init__(self, config: Config, resumed: Path | None):
         """A new run, or that in the directory `resumed`; ValueError where it cannot be."""
         self.config = config
+        self.is_resumed = resumed is not None
         path = resumed or Path(config.run.out or f"runs/{config.run.preset}")
         number = 1
         while not (resumed or config.run.out) and path.exists():
@@ -61,7 +62,10 @@ class Run(contextlib.AbstractContextManager):
         self.start, self.core_start = time.monotonic(), time.process_time()
         if streams.rank() > 0:
             return self
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=self.is_resumed)
+        except FileExistsError:  # another run has begun there since
+            raise ValueError(f"{self.path}: exists already; choose another --out") from None
         self.lock = filelock.FileLock(self.path / ".lock", fallback_to_soft=False)
         try:
             self.lock.acquire(timeout=0)

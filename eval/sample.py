@@ -55,10 +55,10 @@ class TrainedRun:
         """
         rule = LEARNERS[self.config.run.learner].rule(self.config.learner)
         rule |= {name: changes.pop(name) for name in rule if name in changes}
-        options = dataclasses.replace(self.config.run, **changes)
-        world = self.world(options)
+        seed = changes.pop("seed", self.config.run.seed)  # which loads no other networks
+        world = self.world(dataclasses.replace(self.config.run, **changes))
         pair = load_pair(self.pair, world.base)
-        return draw(world, pair, particles, runs, options.seed, **rule)
+        return draw(world, pair, particles, runs, seed, **rule)
 
 
 def draw(
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
             runs = 8 if args.runs is None else args.runs
             trained = TrainedRun(args.run, args.generation)
             options = dataclasses.replace(trained.config.run, **given)
-            world = trained.world(options)
+            world = trained.world(dataclasses.replace(options, seed=trained.config.run.seed))
             drawn = trained.sample(args.particles, runs, **given, **rule)
             source = f"generation {trained.generation}"
         shown = f"{runs} runs of K = {args.particles}, T = {options.length}, seed {options.seed}"

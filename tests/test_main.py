@@ -121,6 +121,22 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
     assert results["target"]["phi_positive"] == 1 > results["base"]["phi_positive"] < min(rates)
 
 
+def test_texts_of_a_policy_with_phi_0_stay_in_its_row(tmp_path):
+    run_main(
+        [
+            *JOBS["dpo"],
+            "--potential",
+            "keyword:dog",
+            "--generations",
+            "0",
+            "--out",
+            tmp_path / "run",
+        ]
+    )
+    row = read_results(tmp_path / "run")["generations"][0]
+    assert row["phi_positive"] < 1 and row["log_phi"] is None and len(row["examples"]) == 3
+
+
 def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys):
     options = ["--eval-runs", 30, "--potential", "regex:zyzzyva", "--out", tmp_path / "run"]
     with pytest.raises(SystemExit, match="2"):

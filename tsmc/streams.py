@@ -5,9 +5,9 @@ the same numbers whenever and wherever it is computed: after a resume, or in any
 
 One job may be spread over several processes: `torchrun --nproc-per-node N main.py ...`. Every
 process runs the whole algorithm with the same streams. Each draws and scores its share of the rows
-of a sample, the results are gathered, and then all learn the same; `align` removes what rounding
-has put between them after each generation. Process 0 writes the files. With a single process these
-functions return what they are given. R runs, K particles, N rows.
+of a sample, the results are gathered, and then all learn the same; after each generation `align`
+removes the differences that rounding has made between them. Process 0 writes the files. With a
+single process these functions return what they are given. R runs, K particles, N rows.
 """
 
 import hashlib
@@ -125,7 +125,8 @@ class Streams:
         at_once = max(1, self.rows // particles)
         starts = range(0, total, at_once)
         parts: dict[int, dict[str, Tensor]] = {}
-        for n in progress(range(rank(), len(starts), count()), word, m):
+        first_chunk = rank() if count() > 1 else 0  # a job that was not joined draws everything
+        for n in progress(range(first_chunk, len(starts), count()), word, m):
             drawn = draw(min(at_once, total - starts[n]), self.stream(word, m, n))
             parts[n] = {name: tensor.cpu() for name, tensor in drawn.items()}
         chunks: dict[int, dict[str, Tensor]] = {}

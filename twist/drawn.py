@@ -146,7 +146,10 @@ def forced_population(
             "ess": effective_sample_size(log_weights),
         }
 
-    return Population(**streams.draw("forced draws", None, runs, draw, particles))
+    population = Population(**streams.draw("forced draws", None, runs, draw, particles))
+    if not population.is_alive().any():
+        raise ValueError("all forced draws have weight zero; draw more, or soften the potential")
+    return population
 
 
 def sample(
@@ -181,9 +184,6 @@ def sample(
         given = (sigma, pair.twist, particles, runs)
         population = draw_population(streams, "sample", None, *given, trace=trace, **rule)
         trace = trace[: model.length]  # of the first chunk of runs
-    if not population.is_alive().any():
-        fault = f"all {runs} runs of {particles} particles ended with weight zero"
-        raise ValueError(f"{fault}; use more particles, or soften the potential")
     tokens = population.tokens.flatten(0, 1)  # [R K, T]
     texts = potential.texts(tokens)
     log_phi = potential(tokens).cpu()

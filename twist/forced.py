@@ -101,6 +101,8 @@ def forced_draws(
     log_plain, *log_shares = (uniform.new_tensor(sizes) / count).log()
     log_ratio = log_plain
     for log_share, hints in zip(log_shares, turns, strict=True):
+        if log_share == -torch.inf:  # a turn without draws
+            continue
         log_q = forced_log_ratio(tokens, log_p, hints, model.end)  # over log p [N]
         log_ratio = log_ratio.logaddexp(log_share + log_q)
     return tokens, log_ratio

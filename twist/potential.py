@@ -33,7 +33,7 @@ from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.sampler import LogPotential, LogPrefix, Sigma, call_potential
 
 READS = ("texts", "continuations", "finished")
-ROUNDING = 0.1  # relative error of log phi: as much has a network in half precision
+ROUNDING = 0.1  # relative error of log phi: a network in half precision has as much
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
 

@@ -106,12 +106,16 @@ class Student:
 
 
 @dataclass(frozen=True)
-class BaselineOptions:
+class PolicyOptions:
     student: str = option("full", "what is fine-tuned", choices=("full", "lora"))
     learning_rate: float = option(1e-4, "AdamW's step size", high=1)
-    strength: float = option(0.4, "b, how strongly the policy is held to p^(0)")
     updates: int = option(398, "gradient steps of a generation")
     batch_size: int = option(128, "N, sequences drawn for one update")
+
+
+@dataclass(frozen=True)
+class BaselineOptions(PolicyOptions):
+    strength: float = option(0.4, "b, how strongly the policy is held to p^(0)")
 
 
 class Baseline(Learner):

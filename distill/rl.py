@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distill.finetune import ROWS, Baseline, Student
+from distill.finetune import ROWS, Baseline, PolicyOptions, Student
 from distill.learner import option
 from tinystories.decoder import counted
 from tsmc import streams
@@ -24,11 +24,8 @@ from tsmc.sampler import call_potential
 
 
 @dataclass(frozen=True)
-class RLOptions:
-    student: str = option("full", "what is fine-tuned", choices=("full", "lora"))
+class RLOptions(PolicyOptions):
     learning_rate: float = option(3e-5, "AdamW's step size", high=1)
-    updates: int = option(398, "gradient steps of a generation")
-    batch_size: int = option(128, "N, sequences drawn for one update")
 
 
 def rl_advantages(log_phi: Tensor, log_ratio: Tensor) -> Tensor:

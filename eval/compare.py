@@ -23,7 +23,7 @@ from eval.evaluate import target_row
 from eval.metrics import describe, kl_of_log_q
 from eval.options import RunOptions, saved_config
 from eval.table import aligned, columns, named_rows, read_results
-from eval.world import World, check_unchanged, load_world, sigma_of
+from eval.world import World, check_unchanged, draw_texts, load_world, sigma_of
 from tinystories.files import reading
 from tsmc import Streams
 
@@ -87,7 +87,8 @@ def best_of_row(count: int, options: RunOptions, world: World) -> dict:
     """The best by phi of n = count texts of p, G times: a fifth of the texts of a row."""
     groups = options.row_size() // 5
     streams = Streams(options.seed, options.torch_device())
-    tokens = world.draw_base(streams, "best of n", groups * count)["tokens"]  # [G n, T]
+    drawn = draw_texts(world.base, streams, "best of n", None, groups * count)
+    tokens = drawn["tokens"]  # [G n, T]
     log_phi = world.potential(tokens).view(groups, count)  # [G, n]
     best = tokens.view(groups, count, -1)[torch.arange(groups), log_phi.argmax(1)]  # [G, T]
     samples = world.score(best)

@@ -9,11 +9,11 @@ from distill import Learner, Pooled
 from eval import metrics
 from eval.command import say
 from eval.run import Run
-from eval.world import SAMPLES, World, checked_rows, save_target
+from eval.world import SAMPLES, World, checked_rows, draw_texts, save_target
 from tinystories.files import write_tensors
 from tsmc import streams
 from tsmc.estimate import Estimate
-from tsmc.proposal import proposal_log_probs, sample_proposal
+from tsmc.proposal import proposal_log_probs
 from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Population
 from twist.pair import Pair
@@ -28,7 +28,7 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
     if run.has(None):
         return
     count = run.config.run.row_size()
-    drawn = world.draw_base(learner.streams, "base samples", count)
+    drawn = draw_texts(world.base, learner.streams, "base samples", None, count)
     base = world.score(drawn["tokens"])
     log_phi = base.scores["log_phi"]  # [N]
     alive = int((log_phi > -math.inf).sum())
@@ -96,11 +96,8 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
         row |= {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
         row["kl_target_model"] = alone.value
     if learner.samples_policy:  # all its texts, those with phi = 0 as well
-
-        def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-            return {"tokens": sample_proposal(pair.model, None, size, generator).tokens}
-
-        drawn = learner.streams.draw("evaluation", m, options.row_size(), draw)
+        size = options.row_size()
+        drawn = draw_texts(pair.model, learner.streams, "evaluation", m, size)
         samples = world.score(drawn["tokens"])
     else:
         particles, runs = options.eval_particles[0], options.eval_runs

@@ -69,15 +69,6 @@ class World:
             scores["toxicity"] = each_once(self.log_toxicity, texts).exp()
         return Samples(texts, scores, group or list(range(len(texts))))
 
-    def draw_base(self, streams: Streams, word: str, count: int) -> dict[str, Tensor]:
-        """Texts of p^(0) from the random stream of this name: tokens [N, T], log_p [N]."""
-
-        def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-            drawn = sample_proposal(self.base, None, size, generator)
-            return {"tokens": drawn.tokens, "log_p": drawn.log_p.sum(1)}
-
-        return streams.draw(word, None, count, draw)
-
     def draw_exact(self, streams: Streams, word: str, proposals: int) -> ExactSamples:
         """Exact samples of sigma by rejection, from the random stream of this name."""
         draw = partial(draw_accepted, self.base, self.potential)
@@ -153,6 +144,18 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
     elif not is_shipped:
         raise ValueError(f"{directory}: {fault}; {remedy}")
     return world
+
+
+def draw_texts(
+    model: Conditional, streams: Streams, word: str, m: int | None, count: int
+) -> dict[str, Tensor]:
+    """Texts of a model from the random stream of this name: tokens [N, T], log_p [N]."""
+
+    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+        drawn = sample_proposal(model, None, size, generator)
+        return {"tokens": drawn.tokens, "log_p": drawn.log_p.sum(1)}
+
+    return streams.draw(word, m, count, draw)
 
 
 def checked_rows(log_phi: Tensor) -> Tensor:

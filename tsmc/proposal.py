@@ -17,7 +17,7 @@ from torch import Tensor
 from tinystories.decoder import Conditional, Decoder, End, counted, is_end, row_slices
 from tsmc.draws import draw_categorical, uniforms
 
-SHARING_PAYS = 0.5  # up to this share of distinct beginnings, reading token by token is faster
+TREE_PAYS = 0.5  # up to this share of distinct beginnings, reading token by token is faster
 Twist = Callable[[Tensor], Tensor]
 """twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
 
@@ -156,7 +156,7 @@ def sequence_log_probs(model: Conditional, tokens: Tensor) -> Tensor:
     """
     texts, text = tokens.unique(dim=0, return_inverse=True)  # [S, T], [N]
     late = texts[:, : max(1, tokens.shape[1] * 3 // 4)].unique_consecutive(dim=0)
-    if len(late) > SHARING_PAYS * len(tokens):
+    if len(late) > TREE_PAYS * len(tokens):
         return proposal_log_probs(model, None, tokens)[0]
     is_counted = counted(texts, model.end)  # [S, T]
     decoder = model.decoder(len(texts))

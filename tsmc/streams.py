@@ -37,6 +37,11 @@ def count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def place() -> int:
+    """Whose share of a sample this process draws; one that has not joined a job draws all of it."""
+    return rank() if count() > 1 else 0
+
+
 def join(device: torch.device) -> None:
     """Join the processes that torchrun has started; ValueError where they do not meet."""
     if dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") == "1":
@@ -73,8 +78,7 @@ def own_rows(rows: int) -> slice:
     """Which of the rows of a batch this process draws; ValueError where there are too few."""
     if rows < count():
         raise ValueError(f"{count()} processes cannot share a batch of {rows}; start fewer")
-    place = rank() if count() > 1 else 0
-    return slice(place * rows // count(), (place + 1) * rows // count())
+    return slice(place() * rows // count(), (place() + 1) * rows // count())
 
 
 def gather_rows(part: Tensor) -> Tensor:
@@ -125,8 +129,7 @@ class Streams:
         at_once = max(1, self.rows // particles)
         starts = range(0, total, at_once)
         parts: dict[int, dict[str, Tensor]] = {}
-        first_chunk = rank() if count() > 1 else 0  # a job that was not joined draws everything
-        for n in progress(range(first_chunk, len(starts), count()), word, m):
+        for n in progress(range(place(), len(starts), count()), word, m):
             drawn = draw(min(at_once, total - starts[n]), self.stream(word, m, n))
             parts[n] = {name: tensor.cpu() for name, tensor in drawn.items()}
         chunks: dict[int, dict[str, Tensor]] = {}

@@ -22,6 +22,7 @@ weight, but all have a score. N sequences in the pool, U updates, n rows of a ba
 width, V vocabulary.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ from twist.pool import Round, draw_round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
 
 GROUP = 256  # prefixes of a step are padded to a multiple of this, so freed blocks are reused
+CHECKED = 10  # the loss of the texts held out is computed once in so many gradient steps
+PATIENCE = 4  # checks without a lower loss, after which a fit ends
+LEAST_HELD = 20  # texts that differ; the loss of fewer says nothing
+MOST_HELD = 256  # whose loss is computed, those with the largest weights
+ROWS = 64  # of them at a time, to bound the memory of logits
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,10 @@ class PooledOptions:
     pool_first_updates: int = option(30, "gradient steps of a step of the ladder")
     pool_draws: int = option(9000, "sequences drawn from q in each further generation")
     pool_least_ess: float = option(0.05, "truncate weights to an ESS of this share of all", high=1)
-    pool_updates: int = option(120, "gradient steps of each generation")
+    pool_updates: int = option(120, "gradient steps of each generation, at most")
+    pool_held_out: float = option(
+        0.1, "share of the texts that are not learned but say when to stop; 0: never", high=0.9
+    )
     pool_batch_size: int = option(64, "sequences of one step")
     pool_learning_rate: float = option(1e-4, "Adam's step size", high=1)
 
@@ -117,9 +126,8 @@ class Pooled(Learner):
     def fit(self, word: str, m: int, log_weights: Tensor, updates: int, start: Any) -> Conditional:
         """The weighted eq. 7: q fitted to the pool by log weights [N], beginning at `start`.
 
-        As p^(0) is not trained, the states of each sequence that occurs are computed once, and a
-        step computes the logits of q once for the S prefixes s_{1:t-1} that differ in its batch.
-        ValueError where q has exploded.
+        The last fit of a generation gives the q at which the loss of texts held out is least, and
+        ends when that has passed. ValueError where q has exploded.
         """
         options, base, pool = self.options, self.base, self.pool
         weights = truncated(log_weights, options.pool_least_ess)  # [N]
@@ -133,29 +141,33 @@ class Pooled(Learner):
             adapter.shift.load_state_dict(start.adapter.shift.state_dict())
         parameters = list(adapter.shift.parameters())
         optimizer = torch.optim.Adam(parameters, lr=options.pool_learning_rate)
-        batches = draw_batches(weights, options.pool_batch_size, updates, generator)  # [U, n]
+        share = options.pool_held_out if word == "distillation" else 0.0
+        is_held = held_out(pool.tokens, weights, share, self.streams.stream(f"{word}, held out", m))
+        learned = weights.masked_fill(is_held, 0.0)  # [N]
+        batches = draw_batches(learned, options.pool_batch_size, updates, generator)  # [U, n]
         # Most texts have hardly any weight; those that no batch draws need no states.
         distinct, places = batches.unique(return_inverse=True)
-        tokens = pool.tokens[distinct]  # [M, T]
-        slices = row_slices(len(tokens), base.width * tokens.shape[1])
-        with torch.no_grad():
-            states = torch.cat([base.states(tokens[rows]) for rows in slices])
-        states = states.flatten(0, 1)  # [M T, D]
-        prefixes = first_places(tokens)  # [M, T]
-        is_counted = counted(tokens, base.end)  # [M, T]
-        for rows in progress(places, word, m):  # [n]
-            some = is_counted[rows]  # [n, T]
-            # Texts share beginnings, and the V logits after each of them are the main cost.
-            chosen, place = prefixes[rows][some].unique(return_inverse=True)  # [S]
-            log_q = adapter(states[padded(chosen, GROUP)]).log_softmax(-1)  # [S, V]
-            loss = -log_q[place, tokens[rows][some]].sum() / some.sum()
+        texts = Texts(base, pool.tokens[distinct])
+        heavy = (weights * is_held).topk(min(MOST_HELD, int(is_held.sum()))).indices  # [H]
+        held = Texts(base, pool.tokens[heavy]) if len(heavy) else None  # of H texts
+        best, kept, kept_at = math.inf, adapter.shift.state_dict(), 0
+        for step, rows in enumerate(progress(places, word, m), 1):  # [n]
+            loss = -texts.log_q(adapter, rows).sum() / texts.is_counted[rows].sum()
             self.record(word, m, loss=loss.detach())
             optimizer.zero_grad()
             loss.backward(inputs=parameters)  # p^(0) is not trained
             optimizer.step()
+            if held and step % CHECKED == 0:
+                held_loss = held.mean_loss(adapter, weights[heavy])
+                self.record(f"{word}, held out", m, loss=held_loss)
+                if held_loss < best:
+                    best, kept, kept_at = held_loss, copy.deepcopy(adapter.shift.state_dict()), step
+                elif step >= kept_at + PATIENCE * CHECKED:
+                    break
+        adapter.shift.load_state_dict(kept)
         with torch.no_grad():
-            logits = base.head(states[:GROUP])  # [n, V]
-            moved = adapter(states[:GROUP]) - logits
+            logits = base.head(texts.states[:GROUP])  # [n, V]
+            moved = adapter(texts.states[:GROUP]) - logits
         largest = moved[logits.isfinite()].abs().max().item()
         if not largest < EXPLODED:
             fault = f"{word} of generation {m}: the adapter has exploded to {largest:.0f} nats"
@@ -171,6 +183,50 @@ class Pooled(Learner):
     def resume(self, state: dict[str, Tensor]) -> None:
         device = self.streams.device
         self.pool = Round(**{name: tensor.to(device) for name, tensor in state.items()})
+
+
+def held_out(tokens: Tensor, weights: Tensor, share: float, generator: Generator) -> Tensor:
+    """Which of the texts [N, T] are held out, a truth value for each [N]: a random share of those
+    that differ and have a weight [N]; none where they are too few."""
+    _, number = tokens.unique(dim=0, return_inverse=True)  # [N], the same of equal texts
+    chance = torch.rand(len(tokens), device=tokens.device, generator=generator)
+    is_held = (chance[number] < share) & (weights > 0)  # [N]
+    enough = LEAST_HELD <= len(number[is_held].unique()) and is_held.sum() < (weights > 0).sum()
+    return is_held & bool(enough)
+
+
+class Texts:
+    """log q of M texts, with the states of p^(0), which is not trained, computed once.
+
+    The logits of q are computed once for the prefixes s_{1:t-1} that differ among the texts of a
+    batch: texts share beginnings, and the V logits after each of them are the main cost.
+    """
+
+    def __init__(self, base: Conditional, tokens: Tensor):
+        """Of tokens [M, T]."""
+        slices = row_slices(len(tokens), base.width * tokens.shape[1])
+        with torch.no_grad():
+            states = torch.cat([base.states(tokens[rows]) for rows in slices])
+        self.tokens = tokens
+        self.states = states.flatten(0, 1)  # [M T, D]
+        self.prefixes = first_places(tokens)  # [M, T]
+        self.is_counted = counted(tokens, base.end)  # [M, T]
+
+    def log_q(self, adapter: Adapter, rows: Tensor) -> Tensor:
+        """log q of the counted tokens [sum n_i] of texts by their rows [n]."""
+        some = self.is_counted[rows]  # [n, T]
+        chosen, place = self.prefixes[rows][some].unique(return_inverse=True)  # [S]
+        log_q = adapter(self.states[padded(chosen, GROUP)]).log_softmax(-1)  # [S, V]
+        return log_q[place, self.tokens[rows][some]]
+
+    @torch.no_grad()
+    def mean_loss(self, adapter: Adapter, weights: Tensor) -> float:
+        """The mean of -log q of all texts by their weights [M]."""
+        total = 0.0
+        for rows in torch.arange(len(weights), device=weights.device).split(ROWS):
+            each = weights[rows, None].expand_as(self.is_counted[rows])[self.is_counted[rows]]
+            total -= (each * self.log_q(adapter, rows)).sum().item()
+        return total / weights.sum().item()
 
 
 def first_places(tokens: Tensor) -> Tensor:

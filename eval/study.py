@@ -54,6 +54,7 @@ RUNS = {  # options and seeds
     "lora": (f"{PAPER} --student lora", THREE),
     "no-effective-potential": (f"{PAPER} --no-effective-potential", THREE),
     "no-surrogate": (f"{POOLED} --no-surrogate", THREE),
+    "no-held-out": (f"{POOLED} --pool-held-out 0", THREE),
     "dpo-full": ("--learner dpo", THREE),
     "dpo-lora": ("--learner dpo --student lora --learning-rate 1e-3", THREE),
     "grpo-full": ("--learner grpo", THREE),
@@ -68,7 +69,11 @@ RUNS = {  # options and seeds
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
     "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
     "smollm2-paper": (f"{PAPER} {SMOL}", (91,)),
+    "smollm2-lora": (f"{PAPER} {SMOL} --student lora", (91,)),
+    "smollm2-short": (f"{PAPER} {SMOL} --distill-updates 20", (91,)),
     "smollm2-pooled": (f"{POOLED} {SMOL}", (91, 92)),
+    "smollm2-no-held-out": (f"{POOLED} {SMOL} --pool-held-out 0", (91, 92)),
+    "smollm2-no-surrogate": (f"{POOLED} {SMOL} --no-surrogate", (91, 92)),
 }
 WORDS = ("cheese", "hurricane", "university", "earthquake", "donkey", "accidents", "telescope")
 WORDS += ("electricity", "cheese+hurricane", "donkey+earthquake", "cheese+university")
@@ -93,7 +98,7 @@ CHANGES = [f"{name} 0 > {name} 2" for name in LEARNERS]
 CHANGES += ["paper 1 > paper 2", "paper 2 > end-alone 2", "paper 2 > pooled 2"]
 INGREDIENTS = ["more-twist 0 > paper 2", "less-twist 0 > paper 0", "sixo 0 > paper 0"]
 INGREDIENTS += ["sixo 2 > paper 2", "paper 2 > lora 2", "paper 2 > no-effective-potential 2"]
-INGREDIENTS += ["pooled 2 > no-surrogate 2"]
+INGREDIENTS += ["pooled 2 > no-surrogate 2", "pooled 2 > no-held-out 2"]
 BASE_ROWS = [f"{name} 0" for name in BASELINES]
 QUALITY = ("similarity", "energy", KL, "log_z_hat_mean", "ess", "distinct")
 CHANGED = ("toxicity", "log_phi", "energy", KL)

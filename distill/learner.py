@@ -122,9 +122,8 @@ class Learner(abc.ABC):
 
     def record(self, phase: str, m: int, **figures: float | Tensor) -> None:
         """Keep the figures of one step of a phase of generation m."""
-        step = 1 + sum(record["phase"] == phase for record in self.records)
         numbers = {name: float(value) for name, value in figures.items()}
-        self.records.append({"phase": phase, "generation": m, "step": step} | numbers)
+        self.records.append({"phase": phase, "generation": m} | numbers)
 
     def state(self) -> dict[str, Tensor]:
         """What the learner needs to go on, beside the last pair."""

@@ -191,7 +191,7 @@ def held_out(tokens: Tensor, weights: Tensor, share: float, generator: Generator
     _, number = tokens.unique(dim=0, return_inverse=True)  # [N], the same of equal texts
     chance = torch.rand(len(tokens), device=tokens.device, generator=generator)
     is_held = (chance[number] < share) & (weights > 0)  # [N]
-    enough = LEAST_HELD <= len(number[is_held].unique()) and is_held.sum() < (weights > 0).sum()
+    enough = len(number[is_held].unique()) >= LEAST_HELD and is_held.sum() < (weights > 0).sum()
     return is_held & bool(enough)
 
 

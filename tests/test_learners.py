@@ -7,12 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 from networks import tiny
-from worlds import generator, log_q, rare_potential, recorded, tiny_conditional
+from worlds import generator, log_q, rare_potential, recorded, tiny_conditional, tiny_gpt_neo
 
 import distill.paper
 from distill import Paper, PaperOptions, Pooled, PooledOptions, Streams
 from distill.finetune import Student
+from eval.metrics import missing_part
+from tinystories import Conditional
+from tsmc.estimate import Estimate
 from tsmc.exact import Target
+from tsmc.proposal import sample_proposal
+from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Population
 from twist.pair import Pair
 from twist.pool import Round, tempered
@@ -130,6 +135,39 @@ def test_with_hints_the_ladder_finds_what_p0_does_not():
     pair = Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
     target = Target(BASE, log_phi)
     assert target.kl_to(log_q(pair)) < 0.2 * target.kl_to(target.log_p[-1])
+
+
+@pytest.mark.parametrize(("runs", "rate"), [(20, 3e-3), (2, 3e-2)])
+def test_only_log_z_tells_that_a_student_has_collapsed_onto_a_part_of_sigma(runs, rate):
+    """phi is largest for 2 2 2 2 2 and 5 5 5 5 5; the second student learns few texts by heart.
+
+    Its runs agree with each other and score better than exact samples, far away from sigma.
+    """
+
+    def log_phi(tokens: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return -3.0 * torch.minimum((tokens != 5).sum(1), (tokens != 2).sum(1)).double()
+
+    base = Conditional(tiny_gpt_neo(7), torch.tensor([1, 2]), 5)
+    target = Target(base, log_phi)
+    sizes = {"distill_runs": runs, "distill_updates": 60, "distill_learning_rate": rate}
+    options = replace(PAPER, **sizes, ctl_updates=20)
+    learner = Paper(base, log_phi, options, Streams(0))
+    pair = learner.first_twist()
+    for m in range(1, 4):
+        pair = learner.learn_twist(learner.distil(pair, m), m)
+    population = learner.population(pair, "evaluation", 3, 50, 40)
+    drawn = log_phi(sample_proposal(base, None, 2000, generator(0)).tokens)  # row Base
+    found = Estimate(*log_mean_with_error(population.log_z), 39)
+    line = missing_part(found, Estimate(*log_mean_with_error(drawn), 1999))
+    assert population.log_z.std() < 0.2
+    score = log_phi(population.samples.flatten(0, 1)).mean()
+    exact = target.log_sigma[-1].exp() @ log_phi(target.tree.sequences()).float()
+    if runs == 20:
+        assert target.kl_to(log_q(pair)) < 0.5 and line == ""
+    else:
+        assert target.kl_to(log_q(pair)) > 5 and score > exact + 0.3
+        assert f"log Z {found.value:.2f} of the runs lies below" in line
+    assert missing_part(found, Estimate(found.value + 1, math.inf, 1999)) == ""
 
 
 LAYERS = {"gpt_neo": ["q_proj"] * 2 + ["v_proj"] * 2, "gpt2": ["c_attn"] * 2}

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from eval.evaluate import population_row
-from eval.metrics import energy_distance, energy_floor, mean_pairwise_cosine, missing_part
+from eval.metrics import energy_distance, energy_floor, mean_pairwise_cosine
 from eval.options import build
 from eval.run import Run, read_lines
 from tinystories.files import read_json, replacing, write_json, write_text
 from tsmc import Population
-from tsmc.estimate import Estimate
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
@@ -53,14 +52,6 @@ def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
     assert row["dead_runs"] == 1 and row["largest_share"] == pytest.approx((0.75 + 1) / 2)
     assert row["worth"] == pytest.approx(1 / shares.square().sum().item() / 6)
     assert row["log_z_hat_mean"] == pytest.approx(math.log(3) / 2)
-
-
-def test_a_run_that_misses_a_part_of_sigma_is_told():
-    """All runs agree, on a part of sigma; then as far apart as both errors, or no error known."""
-    line = missing_part(Estimate(-7.24, 0.0, 39), Estimate(-5.28, 0.2, 1999))
-    assert "log Z -7.24 of the runs lies below -5.28 of the row Base" in line
-    for log_z, error, base_error in ((-7.24, 0.5, 0.6), (-5.0, 0.0, 0.2), (-7.24, math.inf, 0.2)):
-        assert missing_part(Estimate(log_z, error, 39), Estimate(-5.28, base_error, 1999)) == ""
 
 
 def test_the_energy_distance_tells_distributions_apart():

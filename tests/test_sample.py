@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from worlds import generator
 
 from eval import sample
+from eval.options import RunOptions
 from eval.sample import TrainedRun, rate, report
 from eval.world import load_sigma
 from tinystories.files import read_metadata
@@ -39,6 +40,12 @@ def runs(finished_job, tmp_path_factory) -> dict[str, Path]:
                 tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=source)
             save_file(tensors, file, read_metadata(file))
     return copies
+
+
+@pytest.mark.parametrize("prompt", [f"{PROMPT} girl V", PROMPT])
+def test_a_prompt_that_ends_inside_a_word_is_one_line(prompt, capsys):
+    load_sigma(RunOptions(prompt=prompt, device="cpu"))
+    assert ("--prompt ends inside a word" in capsys.readouterr().err) == prompt.endswith("V")
 
 
 @pytest.mark.parametrize(("learner", "m"), [("paper", 0), ("paper", 1), ("pooled", 1)])

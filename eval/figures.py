@@ -1,4 +1,4 @@
-"""The figures of a run, of a study over several seeds, and the genealogy of a run of the sampler.
+"""The figures of a run, and of a study over several seeds.
 
 A point is a mean over seeds with its 95 % interval. The score is the toxicity where the potential
 reads the classifier, else log phi. The colours, of Okabe and Ito, can be told apart by all readers.
@@ -8,15 +8,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.ticker import MaxNLocator
-from tokenizers import Tokenizer
-from torch import Tensor
 
 from tinystories.files import replacing
-from tinystories.load import token_texts
-from tsmc.draws import normalise
 from tsmc.estimate import mean_estimate
-from tsmc.sampler import Step, lineages
 
 plt.switch_backend("Agg")  # needs no screen
 LOOKS = {
@@ -31,7 +25,6 @@ LOOKS = {
 }
 OTHERS = [LOOKS[name] for name in ("paper", "grpo", "pooled", "dpo", "end-alone")]  # in order
 LEVELS = ("Base", "Target")  # horizontal lines
-ALIVE, DYING, SAMPLE = "#0072B2", "#C9C9C9", "#D55E00"  # of the genealogy
 KL = "kl_target_proposal"
 LABELS = {
     "toxicity": "Toxicity (better: nearer to Target)",
@@ -104,42 +97,3 @@ def draw_figures(results: dict, run: Path) -> None:
     if KL in results["generations"][0]:
         panels["Proposal"] = KL, lines
     draw_panels(panels, run / "figures" / "generations.png")
-
-
-def draw_genealogy(trace: list[Step], log_phi: Tensor, tokenizer: Tokenizer, path: Path) -> None:
-    """The genealogy of the first run of a trace; log_phi [K] is that of its texts.
-
-    Each dot is a particle after step t, the larger the larger its weight; lines lead to the
-    particles that continue it, and at the end to the final samples. Blue particles have descendants
-    among these, grey ones do not. The orange line follows the ancestors of the sample with the
-    largest phi, whose tokens are written above. Bars compare phi of the whole texts.
-    """
-    ancestors = [step.ancestors[0].tolist() for step in trace]  # [T][K]
-    weights = [normalise(step.log_weights[0].cpu().double()) for step in trace]  # [T][K]
-    length, particles = len(trace), len(log_phi)
-    phi = (log_phi - log_phi.max()).exp()  # [K] over the largest
-    lines = [*lineages(trace)[:, 0].tolist(), list(range(particles))]  # [T + 1][K]
-    best = phi[lines[-2]].argmax().item()
-    chosen = [trace[t].tokens[0, lines[t][best]].item() for t in range(length)]  # [T]
-    figure, (axes, bars) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, width_ratios=[10, 1])
-    for t, line in enumerate(lines):
-        colours = [ALIVE if k in line else DYING for k in range(particles)]
-        for k, parent in enumerate(ancestors[t - 1] if t > 0 else []):
-            axes.plot([t, t + 1], [parent, k], color=colours[k], lw=0.8, zorder=int(k in line))
-        sizes = 4 + 90 * weights[t].numpy() if t < length else 8
-        axes.scatter([t + 1] * particles, range(particles), s=sizes, c=colours, zorder=3)
-    look = {"fontsize": 9, "rotation": 45, "color": SAMPLE, "parse_math": False}
-    for t, word in enumerate(token_texts(tokenizer, chosen)):
-        axes.text(t + 1, particles, word.strip(), **look)
-    steps = range(1, length + 2)
-    axes.plot(steps, [line[best] for line in lines], color=SAMPLE, lw=1.6, zorder=2)
-    axes.set(xlabel="step t, then the samples", ylabel="particle")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xticks(steps[:-1] if length <= 25 else steps[4:-1:5])
-    axes.set(xlim=(0.5, length + 1.5), ylim=(-1, particles))
-    colours = [ALIVE if k in lines[-2] else DYING for k in range(particles)]
-    bars.barh(range(particles), phi.numpy(), color=colours)
-    bars.set(xlabel="phi / largest", xlim=(0, 1.05))
-    for one in (axes, bars):
-        one.spines[["top", "right"]].set_visible(False)
-    save_figure(figure, path)

@@ -105,7 +105,7 @@ def rate(evidence: Estimate) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line to samples and picture; bad input ends with one line and exit code 2."""
+    """Command line to samples; bad input ends with one line and exit code 2."""
     raw = argparse.RawDescriptionHelpFormatter
     usage = "python -m eval.sample (RUN | --potential SPEC) [OPTIONS]"
     parser = OneLineParser("python -m eval.sample", usage, __doc__, formatter_class=raw)
@@ -117,7 +117,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--samples", type=int, metavar="N", default=10, help="samples to draw (default: 10)")
     add("--resampling", choices=tuple(SCHEMES), help="resampling scheme")
     add("--threshold", type=float, help="resample where ESS / K is lower; 1: at every step")
-    add("--picture", type=Path, metavar="FILE", help="draw the particles as PNG")
     add_arguments(parser, RunOptions, OPTIONS)
     with one_line_errors("python -m eval.sample"):
         args = parser.parse_args(arguments)
@@ -138,27 +137,18 @@ def main(arguments: list[str] | None = None) -> None:
             options = RunOptions(**given)
             world = load_sigma(options)
             drawn = draw(world, None, args.particles, runs, options.seed, **rule)
-            source = "p proposes" if drawn.trace else "forced draws propose"
-            if not drawn.trace and (rule or args.picture):
-                fault = "forced draws have no genealogy, and resample at the end alone"
-                parser.error(f"{fault}; leave out --picture, --resampling and --threshold")
+            source = "forced draws propose" if world.potential.hints else "p proposes"
         else:
             if args.lm is not None:
                 parser.error("--lm is for sampling without RUN; leave one of them out")
             runs = 8 if args.runs is None else args.runs
             trained = TrainedRun(args.run, args.generation)
             options = dataclasses.replace(trained.config.run, **given)
-            world = trained.world(dataclasses.replace(options, seed=trained.config.run.seed))
             drawn = trained.sample(args.particles, runs, **given, **rule)
             source = f"generation {trained.generation}"
         shown = f"{runs} runs of K = {args.particles}, T = {options.length}, seed {options.seed}"
         print(f"{printable(options.prompt)}\n{source}, {shown}")
         print(report(drawn, args.run is not None, args.samples), flush=True)
-        if args.picture:
-            from eval.figures import draw_genealogy  # matplotlib takes a second to load
-
-            log_phi = drawn.scores["log_phi"][: args.particles]  # of the first run
-            draw_genealogy(drawn.trace, log_phi, world.tokenizer, args.picture)
 
 
 if __name__ == "__main__":

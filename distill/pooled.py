@@ -22,7 +22,6 @@ weight, but all have a score. N sequences in the pool, U updates, n rows of a ba
 width, V vocabulary.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from torch import Generator, Tensor
 
 from distill.finetune import draw_batches
 from distill.learner import Learner, option
-from tinystories.decoder import Conditional, counted, padded, row_slices
+from tinystories.decoder import Conditional
 from tsmc.streams import progress
 from twist.adapter import Adapter, adapted
 from twist.ctl import EXPLODED
@@ -41,13 +40,7 @@ from twist.forced import hints_in_turns
 from twist.pair import Pair
 from twist.pool import Round, draw_round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
-
-GROUP = 256  # prefixes of a step are padded to a multiple of this, so freed blocks are reused
-CHECKED = 10  # the loss of the texts held out is computed once in so many gradient steps
-PATIENCE = 4  # checks without a lower loss, after which a fit ends
-LEAST_HELD = 20  # texts that differ; the loss of fewer says nothing
-MOST_HELD = 256  # whose loss is computed, those with the largest weights
-ROWS = 64  # of them at a time, to bound the memory of logits
+from twist.texts import GROUP, HeldOut, Texts
 
 
 @dataclass(frozen=True)
@@ -142,29 +135,22 @@ class Pooled(Learner):
         parameters = list(adapter.shift.parameters())
         optimizer = torch.optim.Adam(parameters, lr=options.pool_learning_rate)
         share = options.pool_held_out if word == "distillation" else 0.0
-        is_held = held_out(pool.tokens, weights, share, self.streams.stream(f"{word}, held out", m))
-        learned = weights.masked_fill(is_held, 0.0)  # [N]
+        chance = self.streams.stream(f"{word}, held out", m)
+        held = HeldOut(base, pool.tokens, weights, share, chance)
+        learned = weights.masked_fill(held.is_held, 0.0)  # [N]
         batches = draw_batches(learned, options.pool_batch_size, updates, generator)  # [U, n]
         # Most texts have hardly any weight; those that no batch draws need no states.
         distinct, places = batches.unique(return_inverse=True)
         texts = Texts(base, pool.tokens[distinct])
-        heavy = (weights * is_held).topk(min(MOST_HELD, int(is_held.sum()))).indices  # [H]
-        held = Texts(base, pool.tokens[heavy]) if len(heavy) else None  # of H texts
-        best, kept, kept_at = math.inf, adapter.shift.state_dict(), 0
         for step, rows in enumerate(progress(places, word, m), 1):  # [n]
             loss = -texts.log_q(adapter, rows).sum() / texts.is_counted[rows].sum()
             self.record(word, m, loss=loss.detach())
             optimizer.zero_grad()
             loss.backward(inputs=parameters)  # p^(0) is not trained
             optimizer.step()
-            if held and step % CHECKED == 0:
-                held_loss = held.mean_loss(adapter, weights[heavy])
-                self.record(f"{word}, held out", m, loss=held_loss)
-                if held_loss < best:
-                    best, kept, kept_at = held_loss, copy.deepcopy(adapter.shift.state_dict()), step
-                elif step >= kept_at + PATIENCE * CHECKED:
-                    break
-        adapter.shift.load_state_dict(kept)
+            if held.is_over(adapter, step):
+                break
+        held.restore(adapter)
         with torch.no_grad():
             logits = base.head(texts.states[:GROUP])  # [n, V]
             moved = adapter(texts.states[:GROUP]) - logits
@@ -183,63 +169,3 @@ class Pooled(Learner):
     def resume(self, state: dict[str, Tensor]) -> None:
         device = self.streams.device
         self.pool = Round(**{name: tensor.to(device) for name, tensor in state.items()})
-
-
-def held_out(tokens: Tensor, weights: Tensor, share: float, generator: Generator) -> Tensor:
-    """Which of the texts [N, T] are held out, a truth value for each [N]: a random share of those
-    that differ and have a weight [N]; none where they are too few."""
-    _, number = tokens.unique(dim=0, return_inverse=True)  # [N], the same of equal texts
-    chance = torch.rand(len(tokens), device=tokens.device, generator=generator)
-    is_held = (chance[number] < share) & (weights > 0)  # [N]
-    enough = len(number[is_held].unique()) >= LEAST_HELD and is_held.sum() < (weights > 0).sum()
-    return is_held & bool(enough)
-
-
-class Texts:
-    """log q of M texts, with the states of p^(0), which is not trained, computed once.
-
-    The logits of q are computed once for the prefixes s_{1:t-1} that differ among the texts of a
-    batch: texts share beginnings, and the V logits after each of them are the main cost.
-    """
-
-    def __init__(self, base: Conditional, tokens: Tensor):
-        """Of tokens [M, T]."""
-        slices = row_slices(len(tokens), base.width * tokens.shape[1])
-        with torch.no_grad():
-            states = torch.cat([base.states(tokens[rows]) for rows in slices])
-        self.tokens = tokens
-        self.states = states.flatten(0, 1)  # [M T, D]
-        self.prefixes = first_places(tokens)  # [M, T]
-        self.is_counted = counted(tokens, base.end)  # [M, T]
-
-    def log_q(self, adapter: Adapter, rows: Tensor) -> Tensor:
-        """log q of the counted tokens [sum n_i] of texts by their rows [n]."""
-        some = self.is_counted[rows]  # [n, T]
-        chosen, place = self.prefixes[rows][some].unique(return_inverse=True)  # [S]
-        log_q = adapter(self.states[padded(chosen, GROUP)]).log_softmax(-1)  # [S, V]
-        return log_q[place, self.tokens[rows][some]]
-
-    @torch.no_grad()
-    def mean_loss(self, adapter: Adapter, weights: Tensor) -> float:
-        """The mean of -log q of all texts by their weights [M]."""
-        total = 0.0
-        for rows in torch.arange(len(weights), device=weights.device).split(ROWS):
-            each = weights[rows, None].expand_as(self.is_counted[rows])[self.is_counted[rows]]
-            total -= (each * self.log_q(adapter, rows)).sum().item()
-        return total / weights.sum().item()
-
-
-def first_places(tokens: Tensor) -> Tensor:
-    """For each s_{1:t-1} of tokens [M, T], its first place [M, T] in tokens.flatten()."""
-    rows, length = tokens.shape
-    number = torch.zeros_like(tokens[:, 0])  # [M] of the prefix among those that differ
-    places = []
-    for t in range(length):
-        first = torch.full_like(number, rows).scatter_reduce(
-            0, number, torch.arange(rows, device=tokens.device), "amin"
-        )
-        places.append(first[number] * length + t)
-        # A prefix is its parent's number and its last token; numbered anew, it stays small.
-        pairs = number * (tokens.max() + 1) + tokens[:, t]
-        number = pairs.unique(return_inverse=True)[1]
-    return torch.stack(places, 1)

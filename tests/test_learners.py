@@ -137,6 +137,19 @@ def test_with_hints_the_ladder_finds_what_p0_does_not():
     assert target.kl_to(log_q(pair)) < 0.2 * target.kl_to(target.log_p[-1])
 
 
+def test_texts_held_out_end_a_fit_before_it_learns_the_heavy_ones_by_heart():
+    """At a step size ten times too large, 300 steps lead away from sigma."""
+    sizes = {"pool_first_draws": 800, "pool_updates": 300, "pool_learning_rate": 1e-2}
+    for seed in range(3):
+        found = []
+        for share in (0.0, 0.2):
+            options = replace(POOLED, **sizes, pool_held_out=share)
+            learner = Pooled(BASE, rare_potential, options, Streams(seed))
+            found.append(TARGET.kl_to(log_q(learner.first_twist())))
+        assert found[1] < 0.85 * found[0]
+        assert len(recorded(learner, "distillation", "loss")) < 150
+
+
 @pytest.mark.parametrize(("runs", "rate"), [(20, 3e-3), (3, 3e-2)])
 def test_only_log_z_tells_that_a_student_has_collapsed_onto_a_part_of_sigma(runs, rate):
     """phi is largest for 2 2 2 2 2 and 5 5 5 5 5; the second student learns few texts by heart.

@@ -1,52 +1,47 @@
 """The main job at a small scale: its files, every learner, and the options that it must refuse."""
 
 import re
+import shutil
 
 import pytest
 import torch
 from jobs import JOBS, contents, products, refusal, run_main
 
+import main
 from eval.figures import draw_figures
+from eval.options import RunOptions
 from eval.run import Run, read_lines
 from eval.sample import TrainedRun
 from eval.table import read_results
-from tinystories.files import read_json, read_tensors
+from eval.world import load_world
+from tinystories.files import read_json
 from tsmc.proposal import proposal_log_probs
 from twist import load_pair
 
 PROMPT = "Once upon a time, there was a"
-CTL = [f"twist learning {step}" for step in (1, 2, 3)]
-STEPS = [CTL, ["distilled texts 1", *(f"distillation {step}" for step in (1, 2, 3)), *CTL]]
+CTL = ["twist learning"] * 4
+PHASES = [CTL, ["distilled texts", *["distillation"] * 3, *CTL]]
 
 
-def test_the_files_of_a_run_hold_what_is_promised(finished_run):
-    results = read_results(finished_run)
-    assert results["target"]["toxicity"] > 0.5 > 0.1 > results["base"]["toxicity"]
-    assert results["target"]["num_samples"] == 60, "those of --target"
-    assert results["base"]["log_z"] < 0 < results["base"]["log_z_std_error"]
-    assert [row["scores"] for row in results["generations"]] == [3 * 20, 2 * 3 * 20 + 4 * 10]
-    base = read_tensors(finished_run / "base" / "samples.safetensors")
-    assert base["tokens"].shape == (18, 20)
-    assert base["log_p"].shape == base["log_phi"].shape == (18,)
-    for m, row in enumerate(results["generations"]):
-        folder = finished_run / f"generation-{m}"
+def test_the_files_of_a_run_hold_what_is_promised(finished_job, tmp_path):
+    run = shutil.copytree(finished_job("paper"), tmp_path / "run")
+    for m, row in enumerate(read_results(run)["generations"]):
+        folder = run / f"generation-{m}"
         assert row == read_json(folder / "row.json") and row["generation"] == m
-        assert {"log_z", "log_z_hat_mean", "log_z_hat_std", "dead_runs", "energy"} <= row.keys()
-        assert read_json(folder / "seconds.json")["core_seconds"] > 0
-        assert -1 <= row["similarity"] <= 1 and row["kl_target_proposal"] > 0
-        assert 1 <= row["ess"] <= 6 and 1 / 6 <= row["distinct"] <= 1
-        assert row["populations"].keys() == {"6", "3"}
-        assert all(0 <= score <= 1 for score in [row["toxicity"], *row["populations"].values()])
-        steps = [f"{row['phase']} {row['step']}" for row in read_lines(folder / "metrics.jsonl")]
-        assert steps == STEPS[m]
-        samples = read_lines(folder / "samples.jsonl")
-        assert [row["source"] for row in samples] == [f"generation {m}"] * 18
-        assert all(row["text"].startswith(PROMPT) for row in samples)
-    config = read_json(finished_run / "config.json")
-    assert config["seed"] == 0 and config["ctl_updates"] == 3 and "torch" in config["versions"]
-    (figure,) = (finished_run / "figures").iterdir()
+        assert 1 <= row["ess"] <= 4 and 1 / 4 <= row["distinct"] <= 1
+        assert row["populations"].keys() == {"4", "2"}
+        phases = [record["phase"] for record in read_lines(folder / "metrics.jsonl")]
+        assert phases == PHASES[m]
+        sources = [line["source"] for line in read_lines(folder / "samples.jsonl")]
+        assert sources == [f"generation {m}"] * 20
+    main.main(["--resume", str(run)])
+    (figure,) = (run / "figures").iterdir()
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in finished_run.rglob(".*")] == [".lock"]
+
+
+def test_the_exact_samples_that_are_shipped_are_those_of_the_shipped_networks():
+    world = load_world(RunOptions(device="cpu"))
+    assert world.score(world.exact.tokens).scores["toxicity"].mean() > 0.5
 
 
 NARROW = ["--dtype", "bfloat16"]
@@ -122,17 +117,8 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
 
 
 def test_texts_of_a_policy_with_phi_0_stay_in_its_row(tmp_path):
-    run_main(
-        [
-            *JOBS["dpo"],
-            "--potential",
-            "keyword:dog",
-            "--generations",
-            "0",
-            "--out",
-            tmp_path / "run",
-        ]
-    )
+    options = ["--potential", "keyword:dog", "--generations", 0, "--out", tmp_path / "run"]
+    run_main([*JOBS["dpo"], *options])
     row = read_results(tmp_path / "run")["generations"][0]
     assert row["phi_positive"] < 1 and row["log_phi"] is None and len(row["examples"]) == 3
 
@@ -160,8 +146,7 @@ BAD = {  # options, and a pattern of the one line
     "--device abacus": "--device abacus is not available here; use --device cpu$",
     "--preset paper": "--lm roneneldan/TinyStories-33M@",
     "--potential ended": "--potential ended: .*name one with --end",
-    "--target sixty --beta 9": "sixty: holds samples of another sigma, whose beta differs",
-    "--target sixty --lm changed": "sixty: log_p of one of its texts is -.* now, and was -.*",
+    "--target paper/target": "target: holds samples of another sigma, whose length differs",
     "--out precious.txt": "--out precious.txt: exists already",
     "--out precious.txt/run": "precious.txt/run: cannot be",
 }
@@ -169,13 +154,12 @@ BAD = {  # options, and a pattern of the one line
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_options_are_refused_before_anything_is_written(
-    tmp_path, monkeypatch, finished_run, changed_lm, line
+    tmp_path, monkeypatch, finished_job, line
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sixty").symlink_to(finished_run.with_name("sixty"))
-    (tmp_path / "changed").symlink_to(changed_lm)
+    (tmp_path / "paper").symlink_to(finished_job("paper"))
     (tmp_path / "precious.txt").write_text("mine")
     before = contents(tmp_path)
     said = refusal("--out", "run", *line.split(" "))

@@ -1,7 +1,9 @@
-"""What the tests share: small finished runs."""
+"""What the tests share: small finished runs, and one thread for each process."""
 
+import io
 import os
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # pytest-xdist keeps the other cores busy, and jobs.py forks
@@ -22,7 +24,8 @@ def finished_job(tmp_path_factory) -> Callable[[str], Path]:
     def job(name: str) -> Path:
         with filelock.FileLock(root / f"{name}.lock"):
             if not (root / name / "results.json").exists():
-                run_main([*JOBS[name], "--out", root / name])
+                with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                    run_main([*JOBS[name], "--out", root / name])
         return root / name
 
     return job

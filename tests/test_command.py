@@ -1,8 +1,6 @@
 """Every command ends in a documented exit code, whatever its output does; options; the package."""
 
-import dataclasses
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +11,7 @@ import pytest
 from jobs import run_main
 
 from eval.command import one_line_errors
-from eval.options import LEARNERS, RunOptions, flag_of, read_config
+from eval.options import read_config
 
 ROOT = Path(__file__).parents[1]
 MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
@@ -52,7 +50,6 @@ STREAMS = [(closed_pipe, 141, ""), (FULL_DISK, 2, "standard output"), (lambda: N
 @pytest.mark.parametrize(("stream", "code", "said"), STREAMS)
 def test_output_that_cannot_be_written(finished_job, monkeypatch, capsys, stream, code, said):
     run, found = finished_job("paper"), 0
-    capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream())
         try:
@@ -61,17 +58,6 @@ def test_output_that_cannot_be_written(finished_job, monkeypatch, capsys, stream
             found = ended.code
     errors = capsys.readouterr().err
     assert found == code and said in errors and errors.count("\n") == 1 + bool(said)
-
-
-@pytest.mark.parametrize("learner", LEARNERS)
-def test_the_help_names_every_option(learner, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit, match="0"):
-        read_config(["--learner", learner, "--help"], "All about it.")
-    shown = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
-    own = [field.name for field in dataclasses.fields(LEARNERS[learner].Options)]
-    of_run = [field.name for field in dataclasses.fields(RunOptions)]
-    assert shown == ["--resume", *map(flag_of, of_run + own)]
 
 
 def test_defaults_are_those_of_the_learner_and_the_preset():

@@ -121,14 +121,6 @@ def test_a_damaged_file_is_named(copied, name):
         assert f"{path}: " in line and line.count("; ") == 1, line
 
 
-def test_the_state_of_another_learner_is_refused(tmp_path, finished_job):
-    run = shutil.copytree(finished_job("pooled"), tmp_path / "run")
-    name = "generation-1/state.safetensors"
-    shutil.copy(finished_job("paper") / name, run / name)
-    line = refusal("--resume", run, "--generations", 2)
-    assert f"{run / name}: holds no state of this learner" in line
-
-
 EDITED = [  # what is changed in config.json, and what is said of it
     ({"beta": 0.4}, "target: holds samples of another sigma, whose beta differs; restore"),
     ({"length": 6.5}, "config.json: holds no options of a run .*--length is 6.5; .* type int"),

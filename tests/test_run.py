@@ -10,20 +10,8 @@ from eval.evaluate import population_row
 from eval.metrics import energy_distance, energy_floor, mean_pairwise_cosine
 from eval.options import build
 from eval.run import Run, read_lines
-from tinystories.files import read_json, replacing, write_json, write_text
+from tinystories.files import read_json
 from tsmc import Population
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    write_text(tmp_path / "file", "old")
-    with pytest.raises(RuntimeError), replacing(tmp_path / "file") as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
-    with pytest.raises(ValueError, match="cannot be written"), replacing(tmp_path / "file"):
-        raise OSError(28, "No space left on device")
-    with pytest.raises(ValueError, match="Out of range"):
-        write_json(tmp_path / "x.json", {"kl": float("nan")})
-    assert (tmp_path / "file").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_new_run_has_a_directory_of_its_own_and_json_has_null(tmp_path, monkeypatch):

@@ -1,20 +1,31 @@
-"""The main job at a small scale: its files, every learner, and the options that it must refuse."""
+"""The main job at a small scale: its files, learners, figures, options; how commands end."""
 
+import math
+import os
 import re
 import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from jobs import JOBS, contents, products, refusal, run_main
 
 import main
+from eval.command import one_line_errors
+from eval.evaluate import population_row
 from eval.figures import draw_figures
-from eval.options import RunOptions
+from eval.metrics import energy_distance, energy_floor, mean_pairwise_cosine
+from eval.options import RunOptions, build, read_config
 from eval.run import Run, read_lines
 from eval.sample import TrainedRun
 from eval.table import read_results
 from eval.world import load_world
 from tinystories.files import read_json
+from tsmc import Population
 from tsmc.proposal import proposal_log_probs
 from twist import load_pair
 
@@ -161,3 +172,133 @@ def test_bad_options_are_refused_before_anything_is_written(tmp_path, monkeypatc
     said = refusal("--out", "run", *line.split(" "))
     assert re.search(BAD[line], said), said
     assert contents(tmp_path) == before and not (tmp_path / "run").exists()
+
+
+def test_a_new_run_has_a_directory_of_its_own_and_json_has_null(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = build({"generations": 3})
+    with Run(config, None) as run, Run(config, None) as second:
+        assert [str(one.path) for one in (run, second)] == ["runs/pocket", "runs/pocket-2"]
+        row = {"base": {"kl": math.nan, "examples": []}}
+        run.keep(None, row, [{"text": "a", "log_phi": -math.inf}], None)
+        assert run.row(None) == read_json(run.folder(None) / "row.json")
+        assert run.row(None)["base"]["kl"] is None and run.generations() == 0
+        assert read_lines(run.folder(None) / "samples.jsonl") == [{"text": "a", "log_phi": None}]
+
+
+def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
+    """Three runs of two particles, the last one dead."""
+    tokens = torch.arange(6).view(3, 2, 1)
+    log_weights = torch.tensor([[0.25, 0.75], [0.0, 2.0], [0.0, 0.0]]).log()
+    log_z = torch.tensor([3.0, 1.0, 0.0]).log()
+    ess = torch.tensor([1.6, 1.0, 0.0])
+    population = Population(tokens, log_weights, log_weights, tokens, tokens, log_z, ess)
+    shares = torch.tensor([[0.1875, 0.5625], [0.0, 0.25], [0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(population.shares(), shares)
+    row = population_row(population)
+    assert row["log_z"] == population.log_mean_z() == pytest.approx(math.log(4 / 3))
+    assert row["dead_runs"] == 1 and row["largest_share"] == pytest.approx((0.75 + 1) / 2)
+    assert row["worth"] == pytest.approx(1 / shares.square().sum().item() / 6)
+    assert row["log_z_hat_mean"] == pytest.approx(math.log(3) / 2)
+
+
+def test_the_energy_distance_tells_distributions_apart():
+    source = torch.Generator().manual_seed(0)
+    y, same, other = (torch.randn(400, 3, generator=source) for _ in range(3))
+    distance = energy_distance(other + 1, y, torch.arange(400))
+    assert abs(energy_distance(same, y, torch.arange(400))) < 2 * energy_floor(y, 400)
+    between = torch.cdist(other + 1, y).mean()
+    within = sum(torch.cdist(z, z).sum() / (400 * 399) for z in (other, y))
+    assert distance == pytest.approx((2 * between - within).item(), abs=1e-4)
+    copies, runs = (values[:100].repeat_interleave(4, 0) for values in (same, torch.arange(100)))
+    assert abs(energy_distance(copies, y, runs)) < 0.1 * distance, "copies in a run do not count"
+
+
+def test_mean_pairwise_cosine_is_the_double_loop():
+    vectors = 3 * torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    unit = F.normalize(vectors.double(), dim=-1)
+    cosines = [unit[i] @ unit[j] for i in range(6) for j in range(6) if i != j]
+    mean = sum(cosines).item() / 30
+    assert mean_pairwise_cosine(vectors) == pytest.approx(mean, abs=1e-12)
+
+
+ROOT = Path(__file__).parents[1]
+MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ValueError("a\nb\x1b[2J"), 2, r"error: a\nb\x1b[2J"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (RuntimeError(MEMORY), 2, "error: out of memory; lower"),
+        (OSError(28, "Full", "x.json"), 2, "error: x.json: cannot be used (Full); free space"),
+    ],
+)
+def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):
+    with pytest.raises(SystemExit) as ended, one_line_errors("program"):
+        raise error
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == code and line.startswith(f"program: {words}")
+    if isinstance(error, ValueError):
+        monkeypatch.setenv("TSMC_TRACEBACK", "1")
+        with pytest.raises(ValueError), one_line_errors("program"):
+            raise error
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+FULL_DISK = partial(open, "/dev/full", "w")
+STREAMS = [(closed_pipe, 141, ""), (FULL_DISK, 2, "standard output"), (lambda: None, 0, "")]
+
+
+@pytest.mark.parametrize(("stream", "code", "said"), STREAMS)
+def test_output_that_cannot_be_written(finished_job, monkeypatch, capsys, stream, code, said):
+    run, found = finished_job("paper"), 0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream())
+        try:
+            run_main(["--resume", run])
+        except SystemExit as ended:
+            found = ended.code
+    errors = capsys.readouterr().err
+    assert found == code and said in errors and errors.count("\n") == 1 + bool(said)
+
+
+def test_defaults_are_those_of_the_learner_and_the_preset():
+    lines = ["", "--preset paper", "--learner grpo", "--particles 5 --end . --end !"]
+    found = [read_config(line.split(), "")[0] for line in lines]
+    assert found[0].run.learner == "paper" and found[0].learner.ess_threshold == 1
+    assert [found[n].learner.particles for n in (0, 3)] == [100, 5]
+    assert found[1].run.lm.startswith("roneneldan/TinyStories-33M@")
+    assert (found[2].run.generations, found[2].learner.strength) == (0, 0.64)
+    assert (found[0].run.end, found[3].run.end) == ((), (".", "!"))
+
+
+def test_a_missing_package_says_what_to_install():
+    """As where the virtual environment is not active: -S hides what is installed."""
+    ended = subprocess.run([sys.executable, "-S", "main.py"], cwd=ROOT, capture_output=True)
+    line = ended.stderr.decode()
+    assert ended.returncode == 2 and line.count("\n") == 1
+    assert line.startswith("error: torch, ") and "pip install -r requirements.txt" in line
+
+
+def test_the_wheel_serves_beside_another_eval(tmp_path):
+    """The user's own eval.py stays what `import eval` finds."""
+    pytest.importorskip("setuptools", minversion="77")
+    source, site = tmp_path / "source", tmp_path / "site"
+    for name in ("tinystories", "tsmc", "twist", "distill"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, "-m", "pip", "install", str(source), "--no-deps", "-q"]
+    subprocess.run([*build, "--no-build-isolation", "-t", str(site)], check=True)
+    (tmp_path / "eval.py").write_text("OWN = 'own'")
+    own = "import distill, eval, tinystories, tsmc, twist; print(eval.OWN, distill.__file__)"
+    command, place = [sys.executable, "-c", own], {"PYTHONPATH": str(site)}
+    ended = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True)
+    assert ended.stdout == f"own {site}/distill/__init__.py\n"

@@ -12,7 +12,7 @@ from worlds import generator, letters, tiny_conditional
 
 from eval.scorers import load_factors
 from twist import TextPotential, sample
-from twist.factors import ended, keyword, without
+from twist.factors import keyword, without
 from twist.potential import as_log_phi, check_potential
 
 INF = math.inf
@@ -95,9 +95,7 @@ FAULTS = [  # what a user's file holds, a part of what is said
     ("def f(texts):\n    import sys; sys.exit()", "line 2: SystemExit"),
     ("def f(texts):\n    import json\n    return json.loads('{')", "line 3: JSONDecodeError"),
     ("def f(texts): pass\nf.hints = 'cat'", "has hints 'cat'; give a list"),
-    ("def f(texts): pass", "returned NoneType for 8 texts"),
     ("x = 0\nx = = 1", "failed (SyntaxError: invalid syntax (my.py, line 2))"),
-    ("import json\njson.loads('{')", "line 2: JSONDecodeError"),
     ("def f(texts): pass\nf.reads = 'words'", "give one of texts, continuations"),
     (PREFIX.format("float('-inf')"), "is -inf; let it be a number"),
     (PREFIX.format("-float(len(texts))"), "in one call, -1 in another; it must"),
@@ -155,8 +153,3 @@ def test_the_potential_reads_whole_characters_before_the_end():
     rows = [[2, 1, 1], [1, 1, 1], [4, 4, 4], [2, 3, 2], [2, 2, 3], [2, 4, 4]]
     found = phi.texts(torch.tensor(rows))
     assert found == ["Once a", "Once", "Once", "Once a b\ufffd a", "Once a a b", "Once a"]
-
-
-def test_ended_asks_whether_a_token_has_finished_the_text():
-    phi = TextPotential([ended(2.0)], letters, torch.tensor([0]), (1, 2))
-    assert phi(torch.tensor([[0, 0, 0], [0, 2, 2], [0, 0, 1]])).tolist() == [-2.0, 0.0, 0.0]

@@ -80,7 +80,6 @@ DAMAGE = [  # a file; its content, None where it is missing, or some of its tens
     ("model.safetensors", {BIAS: None}, r"does not fit .*Missing key.*transformer\.ln_f\.bias"),
     ("model.safetensors", {BIAS: torch.full((24,), torch.nan)}, r"ln_f\.bias holds NaN"),
     ("model.safetensors", "not tensors", "its tensors cannot be read"),
-    ("model.safetensors", None, "no such file"),
     ("config.json", "{", "cannot be read as JSON"),
     ("config.json", config(model_type="gpt2"), "not GPT-Neo .*model_type is 'gpt2'"),
     ("tokenizer.json", None, "no such file; let `AutoTokenizer`"),

@@ -87,13 +87,12 @@ def test_seeds_are_averaged_and_variants_have_rows_of_their_own(tmp_path, capsys
         assert re.search(rf"\n{re.escape(name)}, generation 1 .* {cell} ", printed)
     begun = changed("begun", 0.5, seed=2)
     (begun / "results.json").unlink()
-    for given, words in (
-        ([one, changed("other", 0.5, beta=1.0)], "differs from .*one in beta"),
-        ([one, begun], f"begun: is not finished; go on with python main.py --resume {begun}"),
-        ([one, paper], "another run has its seed"),
+    for other, words in (
+        (changed("other", 0.5, beta=1.0), "differs from .*one in beta"),
+        (begun, f"begun: is not finished; go on with python main.py --resume {begun}"),
+        (paper, "another run has its seed"),
     ):
-        line = refusal(*given, command=compare.main)
-        assert re.search(words, line), line
+        assert re.search(words, refusal(one, other, command=compare.main))
 
 
 def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypatch, finished_job):
@@ -141,8 +140,6 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypat
     assert 0 < seconds[0] < seconds[1] and kept["generations"][1]["distinct_texts"] > 1
     best = read_json(study.KEPT / "dpo-full-91.json")["best_of"]
     assert best["log_phi"] > kept["base"]["log_phi"] and best[KL] > 0
-    for path in study.KEPT.iterdir():
-        assert path.stat().st_size < 9000 and "/checkpoints" not in path.read_text()
 
 
 def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):

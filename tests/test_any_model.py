@@ -162,8 +162,7 @@ def test_several_tokens_end_a_text_and_tokens_without_a_text_are_never_drawn():
 
 
 WRONG = [
-    ({"end": None}, "end is None; give tokens"),
-    ({"end": (0, V)}, "give tokens"),
+    ({"end": (0, V)}, r"end is \(0, 3\); give tokens"),
     ({"length": 0}, "length is 0"),
     ({"length": 14}, "exceed the model's 16 positions"),
     ({"prompt": []}, "the prompt is empty"),

@@ -13,50 +13,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from networks import PROMPT, any_model
 from worlds import (
     ListedPotential,
     bias,
     ended_world,
     generator,
-    log_q,
     mutant,
     random_model,
-    sequence_numbers,
 )
 
 import docs.tiny
-from distill import Paper, PaperOptions, PooledOptions, Streams
+from distill import PooledOptions
 from tinystories.decoder import NO_END
 from tsmc.exact import TableModel, TableTwist, Target, all_sequences
 from tsmc.sampler import Sigma
-from twist import TextPotential, draw_batch, load_pair, sample, save_pair
+from twist import TextPotential, draw_batch
 from twist.potential import effective_potential
 
 ROOT = Path(__file__).parents[1]
 TOUR = ROOT / "docs" / "tour.ipynb"
 DECIMAL = re.compile(r"-?\d+\.\d+")
-
-
-def test_algorithm_1_of_a_network_of_transformers(tmp_path):
-    """Its pair lies in a file; the texts that it draws have weights p phi / q."""
-    sizes = {"ctl_updates": 3, "distill_runs": 3, "distill_updates": 2, "particles": 4}
-    model = any_model("cohere")
-    spelled = lambda rows: ["".join(map(str, row)) for row in rows]  # noqa: E731
-    phi = TextPotential([lambda texts: [-2.0 * text.count("0") for text in texts]], spelled, PROMPT)
-    learner = Paper(model, phi, PaperOptions(**sizes), Streams(0))
-    path = tmp_path / "pair.safetensors"
-    save_pair(path, learner.learn_twist(learner.distil(learner.first_twist(), 1), 1), model)
-    pair = load_pair(path, any_model("cohere"))
-    drawn = sample(model, phi, pair, particles=5, runs=3, seed=1)
-    tokens = drawn.population.tokens.flatten(0, 1)  # [N, T]
-    with torch.no_grad():
-        ids = torch.cat([PROMPT.expand(len(tokens), -1), tokens], 1)
-        logits = model.network(ids).logits[:, 2:-1]
-        log_p = logits.log_softmax(-1).gather(-1, tokens[..., None]).sum((1, 2))
-    log_w = log_p + phi(tokens) - log_q(pair)[sequence_numbers(tokens, 3)]
-    torch.testing.assert_close(log_w, drawn.population.log_weights.flatten(), rtol=0, atol=1e-5)
-    assert drawn.texts == ["102" + text for text in spelled(tokens.tolist())]
 
 
 def test_the_examples_run_and_the_attributes_are_there(finished_job, tmp_path, monkeypatch, capsys):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jobs import JOBS, contents, products, refusal, run_main
 
 import main
+from eval import metrics
 from eval.command import one_line_errors
 from eval.evaluate import population_row
 from eval.figures import draw_figures
@@ -24,7 +25,7 @@ from eval.run import Run, read_lines
 from eval.sample import TrainedRun
 from eval.table import read_results
 from eval.world import load_world
-from tinystories.files import read_json
+from tinystories.files import read_json, write_json
 from tsmc import Population
 from tsmc.proposal import proposal_log_probs
 from twist import load_pair
@@ -104,14 +105,16 @@ def test_every_variant_learns_and_loads_as_it_was(tmp_path, finished_job, monkey
         draw_figures(read_results(path), path)
 
 
-def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
+def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys, monkeypatch):
     """The classifier is neither loaded nor shown where phi does not read it."""
     run, own = tmp_path / "my run", tmp_path / "own.py"
+    monkeypatch.setattr(metrics, "missing_part", lambda *_: "they miss a part")
     own.write_text("def short(texts):\n    return [-len(text) / 50 for text in texts]\n")
     factors = ["regex: n", "keyword~3:named", f"{own}:short"]
     options = [word for factor in factors for word in ("--potential", factor)]
     run_main([*JOBS["pooled"], *options, "--toxicity-model", tmp_path / "nowhere", "--out", run])
     printed = capsys.readouterr()
+    assert "they miss a part" in printed.err
     assert "log phi  phi > 0" in printed.out and "toxicity" not in printed.out
     assert printed.out.endswith(f"python -m eval.sample '{run}'\n")
     assert "half of the first draws are forced to hold a hint" in printed.err
@@ -182,6 +185,8 @@ def test_a_new_run_has_a_directory_of_its_own_and_json_has_null(tmp_path, monkey
         assert run.row(None) == read_json(run.folder(None) / "row.json")
         assert run.row(None)["base"]["kl"] is None and run.generations() == 0
         assert read_lines(run.folder(None) / "samples.jsonl") == [{"text": "a", "log_phi": None}]
+        with pytest.raises(ValueError, match="Out of range"):
+            write_json(run.path / "row.json", row)
 
 
 def test_dead_runs_take_no_share_but_their_texts_count_as_scored():

@@ -88,6 +88,7 @@ def test_what_stops_a_run_is_one_line_and_costs_one_generation(
     *_, line = (tmp_path / "errors-0").read_text().splitlines()
     assert re.search(words, line), line
     assert (copied / "base/row.json").exists() and not (copied / "generation-1/row.json").exists()
+    assert not list(copied.rglob("*.partial"))
     (copied / "results.json").unlink()
     shutil.rmtree(copied / "generation-0")  # the one behind it is made again, too
     run_main(["--resume", copied])

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from torch.nn.functional import one_hot
-from worlds import ListedPotential, bias, generator, hard_potential, table_world
+from worlds import ListedPotential, bias, generator, gpt_neo_world, hard_potential, table_world
 
+from tinystories import decoder as decoders
 from tsmc import draws
 from tsmc.draws import BLOCK, SCHEMES, draw_categorical, systematic
 from tsmc.exact import TableTwist
@@ -105,6 +106,17 @@ def test_twist_that_rules_out_every_continuation_kills_the_particle_not_the_run(
     for arguments in ((nan, potential), (twist, nan_potential)):
         with pytest.raises(ValueError, match="NaN"):
             tsmc(model, *arguments, 3, generator(0), **rule)
+
+
+def test_logits_are_made_in_slices_of_bounded_size_with_the_same_results(monkeypatch):
+    model, strong, potential = gpt_neo_world(5, 3, seed=2)
+    sizes = []
+    twist = lambda hidden: sizes.append(5 * len(hidden)) or strong(hidden)  # noqa: E731
+    wanted = tsmc(model, twist, potential, 12, generator(2), 2)
+    monkeypatch.setattr(decoders, "MAX_LOGITS", 40)
+    found = tsmc(model, twist, potential, 12, generator(2), 2)
+    torch.testing.assert_close(vars(found), vars(wanted))
+    assert max(sizes[3:]) <= 40 < max(sizes[:3])
 
 
 def test_runs_in_chunks_are_those_of_the_sampler_chunk_by_chunk():

@@ -43,6 +43,7 @@ from tsmc.proposal import sample_proposal
 from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Population
 from twist.pair import Pair
+from twist.pool import Round, tempered
 
 END = 4  # a third of the texts of sigma end early
 BASE = tiny_conditional(0, end=END)
@@ -127,6 +128,21 @@ def test_without_the_effective_potential_the_target_drifts():
     found = learner.population(Pair(model, None), "x", 1, 4000, 1).log_mean_z()
     drifted = Target(model, rare_potential).log_z
     assert abs(found - drifted) < 0.25 * abs(drifted - TARGET.log_z)
+
+
+def test_the_ladder_climbs_by_the_largest_power_that_the_ess_allows():
+    sizes = {"pool_first_draws": 99, "pool_first_rounds": 4, "pool_first_updates": 3}
+    options = replace(POOLED, **sizes, pool_first_ess=0.7)
+    learner = Pooled(BASE, rare_potential, options, Streams(0))
+    pair = learner.first_twist()
+    powers = recorded(learner, "ladder", "power")
+    for step in (1, 2, 3):
+        drawn = Round(*(values[: 25 * step] for values in vars(learner.pool).values()))
+        assert powers[step - 1] == tempered(drawn, options.pool_first_ess)[1] < 1
+        assert len(recorded(learner, f"ladder {step}", "loss")) == 3
+    model = learner.distil(pair, 1)
+    assert len(powers) == 3 and len(learner.pool.tokens) == 99 + 600
+    assert learner.learn_twist(model, 1) == Pair(model, None)
 
 
 def test_with_hints_the_ladder_finds_what_p0_does_not():

@@ -12,7 +12,7 @@ from worlds import generator, letters, tiny_conditional
 
 from eval.scorers import load_factors
 from twist import TextPotential, sample
-from twist.factors import keyword, without
+from twist.factors import ended, keyword, without
 from twist.potential import as_log_phi, check_potential
 
 INF = math.inf
@@ -153,3 +153,8 @@ def test_the_potential_reads_whole_characters_before_the_end():
     rows = [[2, 1, 1], [1, 1, 1], [4, 4, 4], [2, 3, 2], [2, 2, 3], [2, 4, 4]]
     found = phi.texts(torch.tensor(rows))
     assert found == ["Once a", "Once", "Once", "Once a b\ufffd a", "Once a a b", "Once a"]
+
+
+def test_ended_asks_whether_a_token_has_finished_the_text():
+    phi = TextPotential([ended(2.0)], letters, torch.tensor([0]), (1, 2))
+    assert phi(torch.tensor([[0, 0, 0], [0, 2, 2], [0, 0, 1]])).tolist() == [-2.0, 0.0, 0.0]

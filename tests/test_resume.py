@@ -236,6 +236,7 @@ def step_of(name: str) -> tuple[int, list]:
     if streams.count() == 2:
         with pytest.raises(ValueError, match=r"^2 processes cannot share a batch of 1; start"):
             streams.own_rows(1)
+        assert streams.gather_rows(torch.arange(5)[streams.own_rows(5)]).tolist() == [*range(5)]
         for tensor in learned.state_dict().values():
             tensor.add_(streams.rank())
         streams.align([learned, None])  # the tensors are those of process 0 again

@@ -1,15 +1,28 @@
-"""Contrastive twist learning against the enumerated gradient, and its updates."""
+"""Contrastive twist learning against the enumerated gradient; the twist; the file of a pair."""
 
 from unittest import mock
 
 import pytest
 import torch
-from worlds import ended_world, generator, hard_potential, recorded, table_world
+from safetensors.torch import load_file, save_file
+from worlds import (
+    ended_world,
+    generator,
+    hard_potential,
+    log_q,
+    recorded,
+    table_world,
+    tiny_conditional,
+)
 
 import distill.paper
 from distill import Paper, PaperOptions, Streams
+from tinystories.files import read_metadata
 from tsmc.exact import TableModel, TableTwist, Target
+from twist.adapter import Adapter, adapted
 from twist.ctl import ctl_loss, draw_batch, sixo_loss
+from twist.mlp import TwistMLP
+from twist.pair import Pair, load_pair, save_pair
 from twist.potential import seen_from
 
 
@@ -80,3 +93,38 @@ def test_an_exploded_twist_stops_and_a_batch_without_positive_weight_teaches_not
     twist = TableTwist(torch.zeros_like(model.table))
     assert learn(twist, model, hard_potential({}), 3) == [0.0, 0.0, 0.0]
     assert (twist.log_psi == 0).all()
+
+
+def test_a_fresh_twist_is_one_everywhere_and_chosen_tokens_equal_the_full_output():
+    hidden = torch.randn(5, 4, 8, generator=generator(1))
+    tokens = torch.arange(20).view(5, 4) % 7
+    twist = TwistMLP(8, 7, generator(0))
+    assert torch.equal(twist(hidden), torch.zeros(5, 4, 7))
+    for parameter in twist.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator(4))
+    expected = twist(hidden).gather(-1, tokens[..., None]).squeeze(-1)
+    torch.testing.assert_close(twist.of_tokens(hidden, tokens), expected)
+
+
+BASE = tiny_conditional(0)
+ADAPTED = adapted(BASE, Adapter(BASE, torch.linspace(-1, 1, 7), generator(0)))
+PAIRS = [Pair(tiny_conditional(1), TwistMLP(8, 7, generator(0))), Pair(ADAPTED, None)]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=["psi over p^(1)", "adapter"])
+def test_a_file_that_holds_no_pair_is_refused_in_one_line(tmp_path, pair):
+    """Each tensor is left out, of another shape or not finite; or one too many is there."""
+    path = tmp_path / "pair.safetensors"
+    save_pair(path, pair, BASE)
+    torch.testing.assert_close(log_q(load_pair(path, BASE)), log_q(pair), rtol=0, atol=1e-5)
+    tensors, told = load_file(path), read_metadata(path)
+    damaged = [(tensors | {"x.y": torch.ones(1)}, told), (tensors, None)]
+    for name, value in tensors.items():
+        others = {key: tensors[key] for key in tensors if key != name}
+        longer, wrong = torch.cat([value, value[:1]]), torch.full_like(value, torch.nan)
+        damaged += [(others | one, told) for one in ({name: longer}, {name: wrong}, {})]
+    for content, metadata in damaged:
+        save_file(content, path, metadata)
+        with pytest.raises(ValueError, match=f"^{path}: ") as error:
+            load_pair(path, BASE)
+        assert str(error.value).isprintable()

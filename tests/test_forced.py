@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from worlds import generator, letters, mutant
+from worlds import generator, letters, mutant, random_model
 
 import twist.forced
 from tinystories.decoder import NO_END, is_end
-from tsmc.exact import TableModel, Target, Tree
+from tsmc.exact import Target, Tree
 from twist import TextPotential, sample
 from twist.factors import regex
 from twist.forced import forced_draws
@@ -32,11 +32,6 @@ MUTANTS = [  # what of the recursion is replaced, by what
     ("math.perm(", "math.comb("),  # orders do not count
     ("(is_met | is_behind.unfold(1, len(hint), 1))", "is_met"),  # a text has no end
 ]
-
-
-def table_model(length, end=NO_END):
-    """A random model of three tokens."""
-    return TableModel(TableModel.random(3, length, generator(0)).table, length, end)
 
 
 def enumerated(model):
@@ -81,7 +76,7 @@ def largest_error(module, model, turns):
 @pytest.mark.parametrize(("turns", "length", "end"), WORLDS.values(), ids=WORLDS)
 def test_draws_have_the_density_of_all_placements_and_are_weighted_by_it(turns, length, end):
     """Plain and forced draws are p and q by their frequencies, of up to 243 texts."""
-    model, count, plain = table_model(length, end), 30000, 3000
+    model, count, plain = random_model(length, end), 30000, 3000
     assert largest_error(twist.forced, model, turns) < 1e-12
     texts, log_p = enumerated(model)
     log_p, q = log_p.sum(1), torch.stack([density(model, hints) for hints in turns]).mean(0)  # [S]
@@ -106,12 +101,12 @@ def test_draws_have_the_density_of_all_placements_and_are_weighted_by_it(turns, 
 @pytest.mark.parametrize("change", MUTANTS)
 def test_a_mutant_of_the_recursion_has_another_density(change):
     broken, worlds = mutant(twist.forced, change), WORLDS.values()
-    errors = [largest_error(broken, table_model(*sizes), turns) for turns, *sizes in worlds]
+    errors = [largest_error(broken, random_model(*sizes), turns) for turns, *sizes in worlds]
     assert max(errors) > 0.01
 
 
 def test_what_the_model_cannot_write_has_weight_zero():
-    model = table_model(4)
+    model = random_model(4)
     model.table[:, 1] = -math.inf
     drawn = draw_round(
         model, None, lambda tokens: 0.0 * tokens.sum(1), 50, generator(0), [[[1, 0]]]
@@ -124,13 +119,13 @@ def test_what_the_model_cannot_write_has_weight_zero():
 def test_hints_that_do_not_fit_are_refused(hints):
     fault = f"^{len(hints)} hints of .* at most 6 hints and 4 tokens$"
     with pytest.raises(ValueError, match=fault):
-        forced_draws(table_model(4), [hints], 10, generator(0))
+        forced_draws(random_model(4), [hints], 10, generator(0))
 
 
 @pytest.mark.parametrize("words", [(["bb"],), (["bb", "ca"],), (["bb"], ["ca"])], ids=str)
 def test_without_a_pair_forced_draws_propose(words):
     """Texts that hold a word of each list, with the evidence and a probability of enumeration."""
-    model, factors = table_model(5), []
+    model, factors = random_model(5), []
     for some in words:
         factor = regex("|".join(some))
         factor.hints = some

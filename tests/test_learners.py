@@ -1,21 +1,44 @@
-"""All learners in an enumerated world, a GPT-Neo of 7 tokens and 4 steps; fine-tuning."""
+"""All learners in enumerated worlds of GPT-Neo; fine-tuning, DPO, GRPO and RL."""
 
 import copy
 import math
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from networks import tiny
-from worlds import generator, log_q, rare_potential, recorded, tiny_conditional, tiny_gpt_neo
+from worlds import (
+    generator,
+    gpt_neo_world,
+    log_q,
+    rare_potential,
+    recorded,
+    tiny_conditional,
+    tiny_gpt_neo,
+)
 
 import distill.paper
-from distill import Paper, PaperOptions, Pooled, PooledOptions, Streams
+from distill import (
+    DPO,
+    GRPO,
+    RL,
+    BaselineOptions,
+    Paper,
+    PaperOptions,
+    Pooled,
+    PooledOptions,
+    RLOptions,
+    Streams,
+)
+from distill.dpo import dpo_loss, preference_pairs
 from distill.finetune import Student
+from distill.grpo import advantages, grpo_loss
 from eval.metrics import missing_part
 from tinystories import Conditional
+from tinystories.decoder import counted
 from tsmc.estimate import Estimate
-from tsmc.exact import Target
+from tsmc.exact import Target, kl_divergence
 from tsmc.proposal import sample_proposal
 from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Population
@@ -31,7 +54,7 @@ POOL = {"pool_first_draws": 200, "pool_first_rounds": 4, "pool_first_updates": 2
 POOL |= {"pool_draws": 600, "pool_updates": 50, "pool_learning_rate": 1e-3}
 PAPER, POOLED = PaperOptions(**SIZES, **CTL), PooledOptions(**POOL)
 AT_THE_END = replace(PAPER, resampling="systematic", ess_threshold=0.0)
-LEARNERS = {  # the learner, its options, and what KL after lines 1, 3 and 4 may be over p^(0)'s
+LINES = {  # the learner, its options, and what KL after lines 1, 3 and 4 may be over p^(0)'s
     "paper": (Paper, PAPER, (0.62, 0.43, 0.31)),
     "resampled at the end": (Paper, AT_THE_END, (0.62, 0.34, 0.26)),
     "LoRA": (Paper, replace(AT_THE_END, student="lora"), (0.62, 0.56, 0.34)),
@@ -40,13 +63,13 @@ LEARNERS = {  # the learner, its options, and what KL after lines 1, 3 and 4 may
 }
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("name", LINES)
 def test_every_line_brings_the_proposal_closer_to_sigma(name):
     """KL(sigma||q), its mean over four seeds; what may be is 1.3 times what was found.
 
     And phi scores as many texts as the learner says.
     """
-    kind, options, most = LEARNERS[name]
+    kind, options, most = LINES[name]
     scored, found = [], []
 
     def log_phi(tokens: torch.Tensor) -> torch.Tensor:
@@ -152,10 +175,8 @@ def test_texts_held_out_end_a_fit_before_it_learns_the_heavy_ones_by_heart():
 
 @pytest.mark.parametrize(("runs", "rate"), [(20, 3e-3), (3, 3e-2)])
 def test_only_log_z_tells_that_a_student_has_collapsed_onto_a_part_of_sigma(runs, rate):
-    """phi is largest for 2 2 2 2 2 and 5 5 5 5 5; the second student learns few texts by heart.
-
-    Its runs agree with each other and score better than exact samples, far away from sigma.
-    """
+    """phi is largest for 2 2 2 2 2 and 5 5 5 5 5; the second student learns few texts by heart,
+    and its runs agree with each other."""
 
     def log_phi(tokens: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return -3.0 * torch.minimum((tokens != 5).sum(1), (tokens != 2).sum(1)).double()
@@ -173,12 +194,10 @@ def test_only_log_z_tells_that_a_student_has_collapsed_onto_a_part_of_sigma(runs
     found = Estimate(*log_mean_with_error(population.log_z), 39)
     line = missing_part(found, Estimate(*log_mean_with_error(drawn), 1999))
     assert population.log_z.std() < 0.2
-    score = log_phi(population.samples.flatten(0, 1)).mean()
-    exact = target.log_sigma[-1].exp() @ log_phi(target.tree.sequences()).float()
     if runs == 20:
         assert target.kl_to(log_q(pair)) < 0.5 and line == ""
     else:
-        assert target.kl_to(log_q(pair)) > 5 and score > exact + 0.3
+        assert target.kl_to(log_q(pair)) > 5
         assert f"log Z {found.value:.2f} of the runs lies below" in line
     assert missing_part(found, Estimate(found.value + 1, math.inf, 1999)) == ""
 
@@ -213,6 +232,94 @@ def test_a_model_that_is_not_finite_is_not_returned_and_options_have_limits():
     trained.parameters[1].data[0] = torch.nan
     with pytest.raises(ValueError, match=r"generation 2 is not finite; lower the learning rate$"):
         trained.finish(2)
-    for name, value in (("particles", 0), ("ess_threshold", 1.5), ("distill_updates", math.nan)):
-        with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} is {value}; give"):
-            Paper(BASE, rare_potential, replace(PAPER, **{name: value}), Streams(0))
+    with pytest.raises(ValueError, match=r"^--ess-threshold is 1\.5; give a number from 0 to 1$"):
+        Paper(BASE, rare_potential, replace(PAPER, ess_threshold=1.5), Streams(0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "student", "rate", "loss"),
+    [(DPO, "full", 1e-2, math.log(2)), (GRPO, "lora", 3e-2, 0.0)],
+)
+def test_the_policy_gains_reward_by_samples_of_the_right_model(kind, student, rate, loss):
+    """DPO samples the reference, GRPO the current policy. What the loss is at first is known."""
+    base, _, potential = gpt_neo_world(3, 3)  # 27 sequences, float64
+    rewards = []
+
+    def log_phi(tokens):
+        rewards.append(3 * potential(tokens))
+        return rewards[-1]
+
+    options = BaselineOptions(student, rate, strength=0.1, updates=40, batch_size=64)
+    learner = kind(base, log_phi, options, Streams(0))
+    pair = learner.first_twist()
+    assert pair.twist is None and len(torch.cat(rewards)) == learner.scores(0)
+    policies = (Pair(base, None), pair)
+    before, after = (3 * log_q(policy).exp() @ potential.log_phi for policy in policies)
+    assert after > before + 0.5
+    sampled = before if kind is DPO else after
+    assert abs(torch.cat(rewards[-10:]).mean() - sampled) < 0.2
+    losses = recorded(learner, "fine-tuning", "loss")
+    assert len(losses) == 40 and losses[0] == pytest.approx(loss, abs=1e-12)
+
+
+def test_rl_approaches_sigma_and_its_objective_log_z():
+    base, _, potential = gpt_neo_world(3, 3)
+    target = Target(base, potential)
+    learner = RL(base, potential, RLOptions(learning_rate=1e-2, updates=60), Streams(0))
+    log_pi, log_sigma = log_q(learner.first_twist()), target.log_sigma[-1]
+    kl = kl_divergence(log_pi, log_sigma)
+    assert kl < 0.2 * kl_divergence(target.log_p[-1], log_sigma)
+    objective = sum(recorded(learner, "fine-tuning", "objective")[-10:]) / 10
+    assert objective == pytest.approx(target.log_z - kl.item(), abs=0.1)
+
+
+def test_losses_and_the_gradient_of_grpo_equal_the_published_formulas():
+    """Rafailov et al. eq. 7 and Shao et al. eq. 3 and 4 without clipping, in numpy.
+
+    Texts count alike, whether they have 2 tokens up to their end or 5.
+    """
+    source, b = generator(1), 0.2
+    log_pi, log_ref = -3 * torch.rand(2, 8, 5, dtype=torch.float64, generator=source)
+    reward = torch.randn(8, dtype=torch.float64, generator=source)
+    pi, ref, r = log_pi.exp().numpy(), log_ref.exp().numpy(), reward.numpy()
+    ranked = sorted(range(8), key=lambda i: -r[i])
+    terms = []
+    for better, worse in zip(ranked[:4], ranked[4:], strict=True):
+        ratios = [numpy.prod(pi[i] / ref[i]) for i in (better, worse)]
+        terms.append(-numpy.log(1 / (1 + (ratios[1] / ratios[0]) ** b)))
+    pairs = preference_pairs(reward)
+    value = dpo_loss(log_pi.sum(-1)[pairs], log_ref.sum(-1)[pairs], b)
+    assert value.item() == pytest.approx(numpy.mean(terms), rel=1e-12)
+    is_counted = counted(torch.tensor([[0, 1, 1, 1, 1]] * 3 + [[0, 0, 0, 0, 0]] * 5), 1)
+    share = is_counted.numpy() / is_counted.sum(1, keepdim=True).numpy() / 8  # of each token
+    advantage = ((r - numpy.mean(r)) / numpy.std(r))[:, None]
+    x = ref / pi
+    log_pi.requires_grad_()
+    value = grpo_loss(log_pi, log_ref, advantages(reward), b, is_counted)
+    wanted = -numpy.sum(share * (advantage - b * (x - numpy.log(x) - 1)))
+    assert value.item() == pytest.approx(wanted, rel=1e-12)
+    (gradient,) = torch.autograd.grad(value, log_pi)
+    wanted = torch.from_numpy(-share * (advantage + b * (x - 1)))  # the ratio has been one
+    torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
+
+
+def test_pairs_and_advantages_of_equal_and_of_impossible_samples():
+    """The mean of 1000 float32 numbers equal to -0.1 is not that number."""
+    pairs = preference_pairs(torch.tensor([3.0, -math.inf, 5.0, 1.0, -math.inf]))
+    assert pairs.tolist() == [[2, 1], [0, 4]], "the middle is left out, ties keep their order"
+    for equal in ([-0.1] * 1000, [-math.inf] * 9, [-0.35] * 7 + [-0.35000002]):
+        assert (advantages(torch.tensor(equal)) == 0).all()
+    reward = torch.tensor([-1.0, -math.inf, -3.0, -math.inf, -2.0])
+    limit = advantages(reward.clamp(min=-1e9))  # of a falling reward
+    torch.testing.assert_close(advantages(reward), limit, rtol=0, atol=1e-6)
+    assert advantages(reward)[1] < 0 < advantages(reward)[0]
+
+
+@pytest.mark.parametrize("kind", distill.LEARNERS.values())
+def test_what_is_no_number_below_infinity_is_no_reward(kind):
+    """NaN would be preferred to everything by DPO and be phi = 0 for GRPO."""
+    for wrong in (math.nan, math.inf):
+        log_phi = lambda tokens, x=wrong: torch.tensor([x] + [0.0] * (len(tokens) - 1))  # noqa: E731
+        learner = kind(tiny_conditional(0), log_phi, kind.Options(), Streams(0))
+        with pytest.raises(ValueError, match="log phi is NaN or infinite on some text"):
+            learner.first_twist()

@@ -1,52 +1,59 @@
-"""The main job at a small scale: its files, every learner, and the options that it must refuse."""
+"""The main job at a small scale: its files, learners, figures, options; how commands end."""
 
+import math
+import os
 import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from jobs import JOBS, contents, products, refusal, run_main
 
+import main
+from eval import metrics
+from eval.command import one_line_errors
+from eval.evaluate import population_row
 from eval.figures import draw_figures
+from eval.metrics import energy_distance, energy_floor, mean_pairwise_cosine
+from eval.options import RunOptions, build, read_config
 from eval.run import Run, read_lines
 from eval.sample import TrainedRun
 from eval.table import read_results
-from tinystories.files import read_json, read_tensors
+from eval.world import load_world
+from tinystories.files import read_json, write_json
+from tsmc import Population
 from tsmc.proposal import proposal_log_probs
 from twist import load_pair
 
 PROMPT = "Once upon a time, there was a"
-CTL = [f"twist learning {step}" for step in (1, 2, 3)]
-STEPS = [CTL, ["distilled texts 1", *(f"distillation {step}" for step in (1, 2, 3)), *CTL]]
+CTL = ["twist learning"] * 4
+PHASES = [CTL, ["distilled texts", *["distillation"] * 3, *CTL]]
 
 
-def test_the_files_of_a_run_hold_what_is_promised(finished_run):
-    results = read_results(finished_run)
-    assert results["target"]["toxicity"] > 0.5 > 0.1 > results["base"]["toxicity"]
-    assert results["target"]["num_samples"] == 60, "those of --target"
-    assert results["base"]["log_z"] < 0 < results["base"]["log_z_std_error"]
-    assert [row["scores"] for row in results["generations"]] == [3 * 20, 2 * 3 * 20 + 4 * 10]
-    base = read_tensors(finished_run / "base" / "samples.safetensors")
-    assert base["tokens"].shape == (18, 20)
-    assert base["log_p"].shape == base["log_phi"].shape == (18,)
-    for m, row in enumerate(results["generations"]):
-        folder = finished_run / f"generation-{m}"
+def test_the_files_of_a_run_hold_what_is_promised(finished_job, tmp_path):
+    run = shutil.copytree(finished_job("paper"), tmp_path / "run")
+    for m, row in enumerate(read_results(run)["generations"]):
+        folder = run / f"generation-{m}"
         assert row == read_json(folder / "row.json") and row["generation"] == m
-        assert {"log_z", "log_z_hat_mean", "log_z_hat_std", "dead_runs", "energy"} <= row.keys()
-        assert read_json(folder / "seconds.json")["core_seconds"] > 0
-        assert -1 <= row["similarity"] <= 1 and row["kl_target_proposal"] > 0
-        assert 1 <= row["ess"] <= 6 and 1 / 6 <= row["distinct"] <= 1
-        assert row["populations"].keys() == {"6", "3"}
-        assert all(0 <= score <= 1 for score in [row["toxicity"], *row["populations"].values()])
-        steps = [f"{row['phase']} {row['step']}" for row in read_lines(folder / "metrics.jsonl")]
-        assert steps == STEPS[m]
-        samples = read_lines(folder / "samples.jsonl")
-        assert [row["source"] for row in samples] == [f"generation {m}"] * 18
-        assert all(row["text"].startswith(PROMPT) for row in samples)
-    config = read_json(finished_run / "config.json")
-    assert config["seed"] == 0 and config["ctl_updates"] == 3 and "torch" in config["versions"]
-    (figure,) = (finished_run / "figures").iterdir()
+        assert 1 <= row["ess"] <= 4 and 1 / 4 <= row["distinct"] <= 1
+        assert row["populations"].keys() == {"4", "2"}
+        phases = [record["phase"] for record in read_lines(folder / "metrics.jsonl")]
+        assert phases == PHASES[m]
+        sources = [line["source"] for line in read_lines(folder / "samples.jsonl")]
+        assert sources == [f"generation {m}"] * 20
+    main.main(["--resume", str(run)])
+    (figure,) = (run / "figures").iterdir()
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in finished_run.rglob(".*")] == [".lock"]
+
+
+def test_the_exact_samples_that_are_shipped_are_those_of_the_shipped_networks():
+    world = load_world(RunOptions(device="cpu"))
+    assert world.score(world.exact.tokens).scores["toxicity"].mean() > 0.5
 
 
 NARROW = ["--dtype", "bfloat16"]
@@ -98,14 +105,16 @@ def test_every_variant_learns_and_loads_as_it_was(tmp_path, finished_job, monkey
         draw_figures(read_results(path), path)
 
 
-def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
+def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys, monkeypatch):
     """The classifier is neither loaded nor shown where phi does not read it."""
     run, own = tmp_path / "my run", tmp_path / "own.py"
+    monkeypatch.setattr(metrics, "missing_part", lambda *_: "they miss a part")
     own.write_text("def short(texts):\n    return [-len(text) / 50 for text in texts]\n")
     factors = ["regex: n", "keyword~3:named", f"{own}:short"]
     options = [word for factor in factors for word in ("--potential", factor)]
     run_main([*JOBS["pooled"], *options, "--toxicity-model", tmp_path / "nowhere", "--out", run])
     printed = capsys.readouterr()
+    assert "they miss a part" in printed.err
     assert "log phi  phi > 0" in printed.out and "toxicity" not in printed.out
     assert printed.out.endswith(f"python -m eval.sample '{run}'\n")
     assert "half of the first draws are forced to hold a hint" in printed.err
@@ -122,17 +131,8 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys):
 
 
 def test_texts_of_a_policy_with_phi_0_stay_in_its_row(tmp_path):
-    run_main(
-        [
-            *JOBS["dpo"],
-            "--potential",
-            "keyword:dog",
-            "--generations",
-            "0",
-            "--out",
-            tmp_path / "run",
-        ]
-    )
+    options = ["--potential", "keyword:dog", "--generations", 0, "--out", tmp_path / "run"]
+    run_main([*JOBS["dpo"], *options])
     row = read_results(tmp_path / "run")["generations"][0]
     assert row["phi_positive"] < 1 and row["log_phi"] is None and len(row["examples"]) == 3
 
@@ -149,35 +149,159 @@ def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys):
 
 BAD = {  # options, and a pattern of the one line
     "--generation 5": "--generation: no option of --learner paper; see main.py --help",
-    "--learner magic": "--learner: invalid choice: 'magic' .*'paper', 'pooled', 'dpo', 'grpo'",
     "--learner pooled --ctl-updates=3": "--ctl-updates: .* it belongs to paper",
     "--eval-particles 0": r"--eval-particles is \(0,\); give a number at least 1",
     "--beta nan": "--beta is nan; give a number at least 0",
-    "--ctl-learning-rate 2": "--ctl-learning-rate is 2.0; give a number from 0 to 1",
     f"--prompt {'a-' * 200}": r"the prompt \(.*shorten",
     "--end END": "--end END.*name one",
     "--lm no/such/place": "--lm no/such/place: ",
     "--device abacus": "--device abacus is not available here; use --device cpu$",
     "--preset paper": "--lm roneneldan/TinyStories-33M@",
     "--potential ended": "--potential ended: .*name one with --end",
-    "--target sixty --beta 9": "sixty: holds samples of another sigma, whose beta differs",
-    "--target sixty --lm changed": "sixty: log_p of one of its texts is -.* now, and was -.*",
     "--out precious.txt": "--out precious.txt: exists already",
     "--out precious.txt/run": "precious.txt/run: cannot be",
 }
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_options_are_refused_before_anything_is_written(
-    tmp_path, monkeypatch, finished_run, changed_lm, line
-):
+def test_bad_options_are_refused_before_anything_is_written(tmp_path, monkeypatch, line):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sixty").symlink_to(finished_run.with_name("sixty"))
-    (tmp_path / "changed").symlink_to(changed_lm)
     (tmp_path / "precious.txt").write_text("mine")
     before = contents(tmp_path)
     said = refusal("--out", "run", *line.split(" "))
     assert re.search(BAD[line], said), said
     assert contents(tmp_path) == before and not (tmp_path / "run").exists()
+
+
+def test_a_new_run_has_a_directory_of_its_own_and_json_has_null(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = build({"generations": 3})
+    with Run(config, None) as run, Run(config, None) as second:
+        assert [str(one.path) for one in (run, second)] == ["runs/pocket", "runs/pocket-2"]
+        row = {"base": {"kl": math.nan, "examples": []}}
+        run.keep(None, row, [{"text": "a", "log_phi": -math.inf}], None)
+        assert run.row(None) == read_json(run.folder(None) / "row.json")
+        assert run.row(None)["base"]["kl"] is None and run.generations() == 0
+        assert read_lines(run.folder(None) / "samples.jsonl") == [{"text": "a", "log_phi": None}]
+        with pytest.raises(ValueError, match="Out of range"):
+            write_json(run.path / "row.json", row)
+
+
+def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
+    """Three runs of two particles, the last one dead."""
+    tokens = torch.arange(6).view(3, 2, 1)
+    log_weights = torch.tensor([[0.25, 0.75], [0.0, 2.0], [0.0, 0.0]]).log()
+    log_z = torch.tensor([3.0, 1.0, 0.0]).log()
+    ess = torch.tensor([1.6, 1.0, 0.0])
+    population = Population(tokens, log_weights, log_weights, tokens, tokens, log_z, ess)
+    shares = torch.tensor([[0.1875, 0.5625], [0.0, 0.25], [0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(population.shares(), shares)
+    row = population_row(population)
+    assert row["log_z"] == population.log_mean_z() == pytest.approx(math.log(4 / 3))
+    assert row["dead_runs"] == 1 and row["largest_share"] == pytest.approx((0.75 + 1) / 2)
+    assert row["worth"] == pytest.approx(1 / shares.square().sum().item() / 6)
+    assert row["log_z_hat_mean"] == pytest.approx(math.log(3) / 2)
+
+
+def test_the_energy_distance_tells_distributions_apart():
+    source = torch.Generator().manual_seed(0)
+    y, same, other = (torch.randn(400, 3, generator=source) for _ in range(3))
+    distance = energy_distance(other + 1, y, torch.arange(400))
+    assert abs(energy_distance(same, y, torch.arange(400))) < 2 * energy_floor(y, 400)
+    between = torch.cdist(other + 1, y).mean()
+    within = sum(torch.cdist(z, z).sum() / (400 * 399) for z in (other, y))
+    assert distance == pytest.approx((2 * between - within).item(), abs=1e-4)
+    copies, runs = (values[:100].repeat_interleave(4, 0) for values in (same, torch.arange(100)))
+    assert abs(energy_distance(copies, y, runs)) < 0.1 * distance, "copies in a run do not count"
+
+
+def test_mean_pairwise_cosine_is_the_double_loop():
+    vectors = 3 * torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    unit = F.normalize(vectors.double(), dim=-1)
+    cosines = [unit[i] @ unit[j] for i in range(6) for j in range(6) if i != j]
+    mean = sum(cosines).item() / 30
+    assert mean_pairwise_cosine(vectors) == pytest.approx(mean, abs=1e-12)
+
+
+ROOT = Path(__file__).parents[1]
+MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
+
+
+ERRORS = [
+    (ValueError("a\nb\x1b[2J"), 2, r"error: a\nb\x1b[2J"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (RuntimeError(MEMORY), 2, "error: out of memory; lower"),
+    (OSError(28, "Full", "x.json"), 2, "error: x.json: cannot be used (Full); free space"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "words"), ERRORS)
+def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):
+    with pytest.raises(SystemExit) as ended, one_line_errors("program"):
+        raise error
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == code and line.startswith(f"program: {words}")
+    if isinstance(error, ValueError):
+        monkeypatch.setenv("TSMC_TRACEBACK", "1")
+        with pytest.raises(ValueError), one_line_errors("program"):
+            raise error
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+FULL_DISK = partial(open, "/dev/full", "w")
+STREAMS = [(closed_pipe, 141, ""), (FULL_DISK, 2, "standard output"), (lambda: None, 0, "")]
+
+
+@pytest.mark.parametrize(("stream", "code", "said"), STREAMS)
+def test_output_that_cannot_be_written(finished_job, monkeypatch, capsys, stream, code, said):
+    run, found = finished_job("paper"), 0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream())
+        try:
+            run_main(["--resume", run])
+        except SystemExit as ended:
+            found = ended.code
+    errors = capsys.readouterr().err
+    assert found == code and said in errors and errors.count("\n") == 1 + bool(said)
+
+
+def test_defaults_are_those_of_the_learner_and_the_preset():
+    lines = ["", "--preset paper", "--learner grpo", "--particles 5 --end . --end !"]
+    found = [read_config(line.split(), "")[0] for line in lines]
+    assert found[0].run.learner == "paper" and found[0].learner.ess_threshold == 1
+    assert [found[n].learner.particles for n in (0, 3)] == [100, 5]
+    assert found[1].run.lm.startswith("roneneldan/TinyStories-33M@")
+    assert (found[2].run.generations, found[2].learner.strength) == (0, 0.64)
+    assert (found[0].run.end, found[3].run.end) == ((), (".", "!"))
+
+
+def test_a_missing_package_says_what_to_install():
+    """As where the virtual environment is not active: -S hides what is installed."""
+    ended = subprocess.run([sys.executable, "-S", "main.py"], cwd=ROOT, capture_output=True)
+    line = ended.stderr.decode()
+    assert ended.returncode == 2 and line.count("\n") == 1
+    assert line.startswith("error: torch, ") and "pip install -r requirements.txt" in line
+
+
+def test_the_wheel_serves_beside_another_eval(tmp_path):
+    """The user's own eval.py stays what `import eval` finds."""
+    pytest.importorskip("setuptools", minversion="77")
+    source, site = tmp_path / "source", tmp_path / "site"
+    for name in ("tinystories", "tsmc", "twist", "distill"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, "-m", "pip", "install", str(source), "--no-deps", "-q"]
+    subprocess.run([*build, "--no-build-isolation", "-t", str(site)], check=True)
+    (tmp_path / "eval.py").write_text("OWN = 'own'")
+    own = "import distill, eval, tinystories, tsmc, twist; print(eval.OWN, distill.__file__)"
+    command, place = [sys.executable, "-c", own], {"PYTHONPATH": str(site)}
+    ended = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True)
+    assert ended.stdout == f"own {site}/distill/__init__.py\n"

@@ -1,45 +1,135 @@
-"""`python -m eval.sample` and `TrainedRun` give what was sampled; bad input is one line."""
+"""Sampled texts: estimates and intervals, weights, `python -m eval.sample`, bad input."""
 
 import dataclasses
 import math
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from jobs import refusal
 from safetensors.torch import load_file, save_file
-from worlds import generator
+from worlds import generator, letters, table_world, tiny_conditional
 
-from eval import sample
 from eval.options import RunOptions
 from eval.sample import TrainedRun, rate, report
+from eval.sample import main as command
 from eval.world import load_sigma
 from tinystories.files import read_metadata
 from tsmc import SCHEMES, proposal_log_probs
 from tsmc.draws import log_mean_exp, normalise
-from tsmc.estimate import Estimate
+from tsmc.estimate import Estimate, pareto_k
+from tsmc.exact import Target
 from tsmc.proposal import sequence_log_probs
-from twist import load_pair
+from twist import Pair, TextPotential, load_pair, sample
+from twist.factors import regex
+
+
+def spelled(texts):
+    return [-float(text.count("c")) for text in texts]
+
+
+spelled.reads, spelled.prefix = "continuations", spelled
+MODEL = tiny_conditional(1)
+PHI = TextPotential([spelled], letters, MODEL.prompt)
+
+
+def test_samples_and_probabilities_agree_with_enumeration():
+    count = {"count": lambda texts: [text.count("c") for text in texts]}
+    drawn = sample(MODEL, PHI, particles=20, runs=100, seed=3, scores=count)
+    target = Target(MODEL, lambda tokens, log_p: PHI(tokens))
+    evidence = drawn.evidence()
+    assert abs(evidence.value - target.log_z) < 5 * evidence.std_error < 0.1
+    share = drawn.probability(lambda text: text.endswith("d"))
+    exact = target.log_sigma[-1].view(-1, 7)[:, 3].exp().sum().item()
+    assert abs(share.value - exact) < 2 * share.half_width() < 0.2
+    expected = drawn.probability(lambda text: 0.3 * text.endswith("d"))
+    assert expected.value == pytest.approx(0.3 * share.value)
+    rows = drawn.samples(4000)
+    assert abs(sum(row["text"].endswith("d") for row in rows) / 4000 - share.value) < 0.03
+    assert all(row["count"] == row["text"].count("c") for row in rows)
+    for wrong in (1.1, math.nan, "yes", None):
+        with pytest.raises(ValueError, match="not true, false or a number from 0 to 1"):
+            drawn.probability(lambda text, wrong=wrong: wrong)
+
+
+@pytest.mark.parametrize(("particles", "runs"), [(20, 5), (3, 2), (9, 1)])
+def test_a_probability_and_its_interval_are_between_0_and_1(particles, runs):
+    """And it is never certain, also of what holds for texts without weight alone."""
+    hard = TextPotential([regex("c")], letters, MODEL.prompt)
+    drawn = sample(MODEL, hard, None, particles, runs)
+    for value in (0, 1):
+        share = drawn.probability(lambda text, value=value: ("c" in text) == value)
+        assert share.value == pytest.approx(value) and 0 <= share.value <= 1
+        low, high = share.quantile(0.025), share.quantile(0.975)
+        assert 0 <= low <= share.value <= high <= 1 and high - low >= min(1, 1 / drawn.ess)
+
+
+def test_what_cannot_be_drawn_is_one_line_and_equal_seeds_give_equal_texts():
+    calls = []
+
+    def drifting(texts):
+        """Other numbers from the eleventh call on: that of the texts that have been drawn."""
+        calls.append(texts)
+        return [-2.0 * (len(calls) > 10)] * len(texts)
+
+    for factor in (lambda texts: torch.zeros(len(texts)).log_softmax(0), drifting):
+        with pytest.raises(ValueError, match="it must depend on its text alone"):
+            sample(MODEL, TextPotential([factor], letters, [1, 2]))
+    assert len(calls) == 11
+    with pytest.raises(ValueError, match="all 8 runs of 50 particles ended with weight zero"):
+        sample(MODEL, TextPotential([regex("z")], letters, [1, 2]))
+    drawn = [sample(MODEL, PHI, particles=3, runs=4, seed=seed) for seed in (5, 5, 6)]
+    assert drawn[0].texts == drawn[1].texts != drawn[2].texts
+    with pytest.raises(ValueError, match="0 samples cannot be drawn"):
+        drawn[0].samples(0)
+
+
+@pytest.mark.parametrize(("scale", "ess_threshold"), [(0.5, 1.0), (3.0, 0.0)])
+def test_intervals_cover_where_weights_are_light_and_a_heavy_tail_is_told(scale, ess_threshold):
+    """Nominal 95 % intervals of log Z and of a probability, in a world of 729 texts.
+
+    Light runs resample at every step and share first tokens, which their ESS does not know.
+    """
+    model, twist, potential = table_world(3, 6, scale=scale)  # a twist that knows nothing
+    target, pair, count = Target(model, potential), Pair(model, twist), 40
+    places = target.tree.sequences().tolist()
+    log_phi = dict(zip(letters(places), potential.log_phi.tolist(), strict=True))
+    phi = TextPotential([lambda texts: [log_phi[one[1:]] for one in texts]], letters, model.prompt)
+    options = {"particles": 20, "ess_threshold": ess_threshold}
+    parts = [sample(model, phi, pair, seed=seed, **options) for seed in range(count)]
+    evidence = [part.evidence() for part in parts]
+    share = target.log_sigma[1][1].exp().item()
+    found = [part.probability(lambda text: text[1] == "b") for part in parts]
+    covered = sum(abs(x.value - target.log_z) < x.half_width() for x in evidence) / count
+    covered_share = sum(abs(x.value - share) < x.half_width() for x in found) / count
+    told = sum("Pareto k" in part.warning() for part in parts) / count
+    if scale == 0.5:
+        assert min(covered, covered_share) >= 0.85 and told < 0.1
+    else:
+        assert covered < 0.7 < told
+
+
+def test_the_shape_of_a_pareto_distribution_is_found_where_there_is_one():
+    """Also where each text has been drawn three times; not where most weights are equal or zero."""
+    uniform = torch.rand(20, 4000, generator=generator(0), dtype=torch.float64)
+    for k, copies in ((-0.5, 1), (0.3, 3), (0.7, 1), (1.5, 3)):
+        log_weights = ((uniform**-k - 1) / k).log().repeat(1, copies)
+        found = torch.tensor([pareto_k(row) for row in log_weights])
+        assert found.mean().item() == pytest.approx(k, abs=0.15)
+    none, few, equal = torch.full((3, 400), -math.inf)
+    equal[:100], few[:4] = 0.0, 0.0
+    repeated = torch.randn(9, generator=generator(0)).repeat(100)
+    for log_weights in (equal, repeated, torch.zeros(400), torch.zeros(20)):
+        assert math.isnan(pareto_k(log_weights))
+    assert pareto_k(none) == pareto_k(few) == math.inf
+    alike = TextPotential([lambda texts: [0.0] * len(texts)], letters, MODEL.prompt)
+    drawn = sample(MODEL, alike)
+    assert math.isnan(drawn.pareto_k) and drawn.warning() == ""
+
 
 PROMPT = "Once upon a time, there was a"
 OTHER = "The ugly dog said"
-
-
-@pytest.fixture(scope="module")
-def runs(finished_job, tmp_path_factory) -> dict[str, Path]:
-    """Finished runs by learner, with noise in their twists and adapters."""
-    source, copies = generator(0), {}
-    for learner, part in (("paper", "twist."), ("pooled", "model.")):
-        place = tmp_path_factory.mktemp("runs") / learner
-        copies[learner] = shutil.copytree(finished_job(learner), place)
-        for file in sorted(copies[learner].glob("generation-*/pair.safetensors")):
-            tensors = load_file(file)
-            for name in sorted(name for name in tensors if name.startswith(part)):
-                tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=source)
-            save_file(tensors, file, read_metadata(file))
-    return copies
 
 
 @pytest.mark.parametrize("prompt", [f"{PROMPT} girl V", PROMPT])
@@ -48,10 +138,19 @@ def test_a_prompt_that_ends_inside_a_word_is_one_line(prompt, capsys):
     assert ("--prompt ends inside a word" in capsys.readouterr().err) == prompt.endswith("V")
 
 
-@pytest.mark.parametrize(("learner", "m"), [("paper", 0), ("paper", 1), ("pooled", 1)])
-@pytest.mark.parametrize("prompt", [PROMPT, OTHER])
-def test_without_resampling_the_weights_are_those_of_the_target(runs, learner, m, prompt):
-    trained = TrainedRun(runs[learner], m)
+@pytest.mark.parametrize(
+    ("learner", "m", "prompt"), [("paper", 0, PROMPT), ("paper", 1, OTHER), ("pooled", 1, OTHER)]
+)
+def test_without_resampling_the_weights_are_p_phi_over_q(
+    tmp_path, finished_job, learner, m, prompt
+):
+    """Of a pair with noise in all its tensors, so that weights differ."""
+    run = shutil.copytree(finished_job(learner), tmp_path / "run")
+    trained = TrainedRun(run, m)
+    tensors, told = load_file(trained.pair), read_metadata(trained.pair)
+    for seed, name in enumerate(sorted(tensors)):
+        tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=generator(seed))
+    save_file(tensors, trained.pair, told)
     options = dataclasses.replace(trained.config.run, prompt=prompt)
     world = load_sigma(options)
     pair = load_pair(trained.pair, world.base)
@@ -60,29 +159,15 @@ def test_without_resampling_the_weights_are_those_of_the_target(runs, learner, m
     log_phi = options.beta * world.log_toxicity(drawn.texts).double()
     log_q = proposal_log_probs(pair.model, pair.twist, tokens)[1]
     log_w = sequence_log_probs(world.base, tokens) + log_phi - log_q  # [R K]
-    torch.testing.assert_close(
-        drawn.population.log_z.double(), log_mean_exp(log_w.view(4, 9)), atol=1e-3, rtol=0
-    )
-    shares = normalise(log_w.double())
-    torch.testing.assert_close(drawn.log_weights.exp(), shares, atol=1e-3, rtol=0)
+    close = {"rtol": 0, "atol": 1e-3}
+    log_z = log_mean_exp(log_w.view(4, 9))
+    torch.testing.assert_close(drawn.population.log_z.double(), log_z, **close)
+    torch.testing.assert_close(drawn.log_weights.exp(), normalise(log_w.double()), **close)
 
 
-def test_the_table_has_a_line_for_every_sample(runs):
-    drawn = TrainedRun(runs["paper"], 0).sample(particles=12, runs=2)
-    samples = drawn.samples(8)
-    table = report(drawn, True, 8).partition(" share  log phi  toxicity  text\n")[2]
-    for line, row in zip(table.splitlines(), samples, strict=True):
-        assert row["log_phi"] == pytest.approx(0.3 * math.log(row["toxicity"]), abs=1e-4)
-        *numbers, text = line.split(maxsplit=3)
-        wanted = [row[name] for name in ("weight", "log_phi", "toxicity")]
-        assert [float(number) for number in numbers] == pytest.approx(wanted, abs=5e-3)
-        assert text == row["text"]
-
-
-def test_the_command_prints_what_programs_draw(runs, capsys):
-    run, few = runs["paper"], ["--particles", "6", "--runs", "3"]
-    last = TrainedRun(run)
-    soft = last.sample(6, 3, potential=("keyword~2:was",))
+def test_the_command_prints_what_programs_draw(finished_job, capsys):
+    run, few = finished_job("paper"), ["--particles", "6", "--runs", "3"]
+    soft = TrainedRun(run).sample(6, 3, potential=("keyword~2:was",))
     had = [re.search(r"\bwas\b", text.removeprefix(PROMPT)) for text in soft.texts]
     assert soft.scores["log_phi"].tolist() == [0.0 if has else -2.0 for has in had]
     rule = {"resample": SCHEMES["systematic"], "ess_threshold": 0.0}
@@ -90,11 +175,10 @@ def test_the_command_prints_what_programs_draw(runs, capsys):
     changes = ["--generation", "0", "--prompt", OTHER, "--length", "3", "--seed", "1"]
     changes += ["--resampling", "systematic", "--threshold", "0"]
     for options, drawn, head in (
-        (["--runs", "2"], last.sample(50, 2, prompt=PROMPT), "1, 2 runs of K = 50"),
-        ([*few, *changes], other, "0, 3 runs of K = 6, T = 3, seed 1"),
-        ([*few, "--potential", "keyword~2:was"], soft, "1, 3 runs of K = 6, T = 5"),
+        (changes, other, "0, 3 runs of K = 6, T = 3, seed 1"),
+        (["--potential", "keyword~2:was"], soft, "1, 3 runs of K = 6, T = 5"),
     ):
-        sample.main([str(run), *options])
+        command([str(run), *few, *options])
         printed = capsys.readouterr().out
         assert f"\ngeneration {head}" in printed
         assert printed.endswith(f"\n{report(drawn, True, 10)}\n")
@@ -102,44 +186,32 @@ def test_the_command_prints_what_programs_draw(runs, capsys):
 
 def test_bad_input_is_one_line(tmp_path, finished_job):
     run = finished_job("paper")
-    other = shutil.copytree(run, tmp_path / "other")
-    base = other / "base" / "samples.safetensors"
-    tensors = load_file(base)
-    save_file(tensors | {"log_p": tensors["log_p"] - 1.0}, base)
-    few = ("--particles", 2, "--runs", 1, "--length", 3)
     for arguments, words in (
         ([], "no run is named: python -m eval.sample "),
         ([tmp_path / "none"], f"{tmp_path / 'none'}/config.json: no such file; name a run"),
-        ([other], "log_p of one of its texts is .* now, and was .*; restore the networks"),
         ([run, "--generation", 7], f"generation 7 is not in {run}; it holds 0 to 1"),
-        ([run, "--samples", 0, *few], "0 samples cannot be drawn"),
         ([run, "--lm", "x"], "--lm is for sampling without RUN"),
-        (["--potential", "luck"], "--potential luck"),
         (["--potential", "keyword:dog", "--threshold", 1], "forced draws resample at the end"),
         (["--potential", "without:a", "--generation", 1], "--generation is one of RUN"),
     ):
-        line = refusal(*arguments, command=sample.main)
+        line = refusal(*arguments, command=command)
         assert re.search(words, line), (arguments, line)
 
 
 def test_sampling_without_training(capsys):
     sizes = ["--particles", "20", "--runs", "4", "--length", "8", "--samples", "3"]
-    sample.main(["--potential", "without~3:dog", "--prompt", "One day, a", *sizes])
-    prompt, head, *_, title, first, second, third = capsys.readouterr().out.splitlines()
+    sizes += ["--potential", "without:a"]
+    command(["--potential", "ended", "--end", ".", "--prompt", "One day, a", *sizes])
+    prompt, head, _, *rate, title, first, second, third = capsys.readouterr().out.splitlines()
     assert prompt == "One day, a" and head == "p proposes, 4 runs of K = 20, T = 8, seed 0"
-    assert title == " share  log phi  text"
-    assert {float(line.split()[1]) for line in (first, second, third)} <= {0.0, -3.0}
-    sample.main(["--potential", "without:a", *sizes])
-    assert re.search("1 / sum W.2(.*\n)*About 1 in", capsys.readouterr().out)
-    sample.main(["--potential", "ended", "--end", ".", "--end", "!", *sizes])
-    *_, first, second, third = capsys.readouterr().out.splitlines()
-    assert all(
-        line.split()[1] == "0.00" and "." not in line[16:] for line in (first, second, third)
-    )
+    assert rate[-1].startswith("About 1 in ") and title == " share  log phi  text"
+    for line in (first, second, third):
+        numbers, _, text = line.partition("One day, a")
+        assert numbers.split()[1] == "0.00" and not re.search(r"\.|\ba\b", text)
 
 
 def test_words_that_p_never_writes_need_no_training(capsys):
-    sample.main(["--potential", "keyword:submarine", "--runs", "12"])
+    command(["--potential", "keyword:submarine", "--runs", "12"])
     _, head, numbers, *lines = capsys.readouterr().out.splitlines()
     assert head == "forced draws propose, 12 runs of K = 50, T = 20, seed 0"
     log_z = float(re.match(r"log Z (-\S+) \+- ", numbers)[1])
@@ -150,5 +222,5 @@ def test_words_that_p_never_writes_need_no_training(capsys):
 def test_a_rate_has_an_interval_that_says_something_or_none():
     assert re.search(r"1 in 148 .* \(95 %: 73 to 302\)", rate(Estimate(-5.0, 0.3, 7.0)))
     assert re.search(r"1 in 1.11 .* \(95 %: 1 to 2.25\)", rate(Estimate(-0.1, 0.3, 7.0)))
-    for error in (0.3, math.inf):
+    for error in (0.3, float("inf")):
         assert "do not agree within a factor of ten" in rate(Estimate(-5.0, error, 1.0))

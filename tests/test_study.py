@@ -1,6 +1,6 @@
 """Runs side by side: compared with others and any method's texts, and the runs of the study."""
 
-import json
+import copy
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +14,7 @@ from eval import compare, study
 from eval.compare import best_of_log_ratio
 from eval.figures import KL
 from eval.options import read_config, saved_config
+from eval.run import read_lines
 from eval.sample import TrainedRun
 from eval.table import read_results
 from eval.world import load_world
@@ -24,21 +25,22 @@ from twist import load_pair
 PROMPT = "Once upon a time, there was a"
 
 
-def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finished_run):
+def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finished_job):
+    run = finished_job("paper")
     rude, own, numbers = (tmp_path / name for name in ("rude.txt", "own.txt", "log-q"))
     rude.write_text(f"{PROMPT} stupid ugly man.\n{PROMPT} fat ugly pig.\n\n")
-    rows = (finished_run / "generation-1" / "samples.jsonl").read_text().splitlines()
-    own.write_text("\n".join(json.loads(row)["text"].replace("\n", r"\n") for row in rows))
-    world = load_world(saved_config(finished_run).run)
-    pair = load_pair(TrainedRun(finished_run).pair, world.base)
+    texts = [line["text"] for line in read_lines(run / "generation-1" / "samples.jsonl")]
+    own.write_text("\n".join(text.replace("\n", r"\n") for text in texts))
+    world = load_world(saved_config(run).run, run)
+    pair = load_pair(TrainedRun(run).pair, world.base)
     log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)[1]
     numbers.write_text("\n".join(map(str, log_q.tolist())))
     options = ["--texts", str(rude), str(own), "--log-q", str(numbers), "--best-of", "3"]
-    compare.main([str(finished_run), *options])
+    compare.main([str(run), *options])
     head, *lines = capsys.readouterr().out.splitlines()
     cells = {line.split("  ")[0].split("/")[-1]: line.split() for line in lines}
     assert "toxicity" in head and {"Base", "Target"} < cells.keys()
-    row = read_results(finished_run)["generations"][1]
+    row = read_results(run)["generations"][1]
     assert f"{row['kl_target_proposal']:.2f}" == cells["log-q"][1]
     assert f"{row['toxicity']:.3f}" == cells["own.txt"][1]
     assert float(cells["rude.txt"][1]) > 0.5 > float(cells["Base"][1])
@@ -46,10 +48,10 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
     for option, content, words in (
         ("--texts", f"{PROMPT} man.\n\n", "there are 1.; give at least 2"),
         ("--texts", f"{PROMPT} man.\nA man.\n", "'A man.' does not begin with 'Once upon a"),
-        ("--log-q", "-1.0\n" * 59 + "x", "holds no log q .*'x'.*give 60 lines"),
+        ("--log-q", "-1.0\n" * len(log_q) + "x", f"holds no log q .*'x'.*give {len(log_q)}"),
     ):
         own.write_text(content)
-        line = refusal(finished_run, option, own, command=compare.main)
+        line = refusal(run, option, own, command=compare.main)
         assert re.search(f"{own}: .*{words}", line), line
 
 
@@ -65,7 +67,6 @@ def test_the_density_of_the_best_of_n(count):
 
 def test_seeds_are_averaged_and_variants_have_rows_of_their_own(tmp_path, capsys, finished_job):
     paper, pooled = finished_job("paper"), finished_job("pooled")
-    capsys.readouterr()  # what they may have printed
 
     def changed(name: str, toxicity: float, **options: object) -> Path:
         """The run `paper` with other options, and another toxicity in generation 1."""
@@ -80,24 +81,18 @@ def test_seeds_are_averaged_and_variants_have_rows_of_their_own(tmp_path, capsys
     one, two = changed("one", 0.5), changed("two", 0.6, seed=1)
     drifting = changed("drifting", 0.7, effective_potential=False)
     compare.main([str(run) for run in (one, two, pooled, drifting)])
-    _, *lines = capsys.readouterr().out.splitlines()
-    names = [line.split("  ")[0] for line in lines]
-    learners = ("paper (1)", "pooled", "paper (3)")
-    rows = [f"{name}, generation {m}" for name in learners for m in (0, 1)]
-    assert {*names[:2]} == {"Base", "Target"} and names[2:] == rows
+    printed = capsys.readouterr().out
     # Student's t with one degree of freedom: 12.71 times the error of .05
-    assert "0.550 ± 0.635" in lines[3] and "0.700" in lines[7]
+    for name, cell in (("paper (1)", "0.550 ± 0.635"), ("paper (3)", "0.700"), ("pooled", "")):
+        assert re.search(rf"\n{re.escape(name)}, generation 1 .* {cell} ", printed)
     begun = changed("begun", 0.5, seed=2)
     (begun / "results.json").unlink()
-    for given, words in (
-        ([one, changed("other", 0.5, beta=1.0)], "differs from .*one in beta"),
-        ([one, begun], f"begun: is not finished; go on with python main.py --resume {begun}"),
-        ([one, paper], "another run has its seed"),
-        ([paper, "--best-of", 0], "texts cannot be drawn|a sample of size 0"),
-        ([tmp_path], "config.json: no such file; name a run"),
+    for other, words in (
+        (changed("other", 0.5, beta=1.0), "differs from .*one in beta"),
+        (begun, f"begun: is not finished; go on with python main.py --resume {begun}"),
+        (paper, "another run has its seed"),
     ):
-        line = refusal(*given, command=compare.main)
-        assert re.search(words, line), line
+        assert re.search(words, refusal(one, other, command=compare.main))
 
 
 def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypatch, finished_job):
@@ -135,7 +130,6 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypat
         "--resume runs/study/paper-91",
         "--seed 91 --out runs/study/dpo-full-91",
     ]
-    assert "invalid choice: 'four'" in refusal("--only", "four", command=study.main)
     kept = read_json(study.KEPT / "paper-91.json")
     made = ("paper", 91, "--length 5", "1.2.3", "abc")
     assert tuple(kept[key] for key in ("name", "seed", "command", "version", "commit")) == made
@@ -146,8 +140,6 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypat
     assert 0 < seconds[0] < seconds[1] and kept["generations"][1]["distinct_texts"] > 1
     best = read_json(study.KEPT / "dpo-full-91.json")["best_of"]
     assert best["log_phi"] > kept["base"]["log_phi"] and best[KL] > 0
-    for path in study.KEPT.iterdir():
-        assert path.stat().st_size < 9000 and "/checkpoints" not in path.read_text()
 
 
 def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
@@ -162,49 +154,44 @@ def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
     assert world.exact.num_proposals == 2000 and len(world.exact.tokens) > 5
 
 
-def keep_runs(names: list[str], run: Path) -> None:
-    """Records of a run under names of the study. Of name number n and seed number s, generation m
-    has toxicity .1 + .01 n + .01 s + .2 m and KL 4 - m."""
-    for name in names:
-        command, seeds = study.RUNS[name]
-        for place, seed in enumerate(seeds):
-            record = read_results(run) | {"name": name, "seed": seed, "command": command}
-            record["generations"].append(record["generations"][1].copy())
-            for m, row in enumerate(record["generations"]):
-                score = 0.1 + 0.01 * list(study.RUNS).index(name) + 0.01 * place + 0.2 * m
-                row |= {"toxicity": score, KL: 4.0 - m, "generation": m, "scores": 100 * m}
-                row |= {"core_seconds": 10.0 * m + 10, "distinct_texts": 7}
-                row["populations"] = dict.fromkeys(("20", "50", "100", "1000"), score)
-            record["rules"] = [{rule: {"score": 0.1 * m} for rule in study.RULES} for m in range(3)]
-            record["best_of"] = record["generations"][0]
-            write_json(study.KEPT / f"{name}-{seed}.json", record)
-
-
 def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, finished_job):
+    """Of name number n and seed number s, generation m has score .1 + .01 n + .01 s + .2 m and KL
+    4 - m. The runs rl and sad-paper are not there yet."""
     monkeypatch.chdir(tmp_path)
     tables = [*study.TABLES, "sad_samples", "sad_changes", "smollm2_genuine"]
     page = "text\n<!-- table {} -->\nold\n<!-- end -->\nafter\n"
     write_text(study.PAGE, "".join(page.format(name) for name in tables))
-    keep_runs(["paper", "pooled"], finished_job("paper"))
+    results = read_results(finished_job("paper"))
+    results["generations"].append(results["generations"][1].copy())
+    for n, (name, (command, seeds)) in enumerate(study.RUNS.items()):
+        for s, seed in enumerate(seeds if name not in ("rl", "sad-paper") else ()):
+            record = copy.deepcopy(results) | {"name": name, "seed": seed, "command": command}
+            for m, row in enumerate(record["generations"]):
+                score = 0.1 + 0.01 * n + 0.01 * s + 0.2 * m
+                row |= {"toxicity": score, KL: 4.0 - m, "core_seconds": 10.0, "distinct_texts": 7}
+                row["populations"] = dict.fromkeys(("20", "50", "100", "1000"), score)
+            record["rules"] = [{rule: {"score": 0.1 * m} for rule in study.RULES} for m in range(3)]
+            record["best_of"] = record["generations"][0]
+            write_json(study.KEPT / f"{name}-{seed}.json", record)
     study.main(["--report"])
     page = study.PAGE.read_text()
-    # Student's t with four degrees of freedom: 2.776 times .01581 / sqrt(5)
-    assert "| paper 1 | 0.320 ± 0.020 | " in page and "| end-alone 1 | " not in page
-    assert "| paper 0 → paper 2 | 0.400 | " in page and "| paper 2 → pooled 2 | 0.010 | " in page
     assert page.count("<!-- end -->\nafter\n") == len(tables)
-    keep_runs([*study.RUNS], finished_job("paper"))
-    study.main(["--report"])
-    parts = study.PAGE.read_text().split("<!-- table ")[1:]
+    parts = page.split("<!-- table ")[1:]
     found = {part.split()[0]: part.split("<!-- end")[0].splitlines()[1:] for part in parts}
     for name, (rows, columns) in study.TABLES.items():
         name = "smollm2_genuine" if name == "genuine" else name  # some of its runs are of that task
-        assert len(found[name]) == len(rows) + 2
+        assert len(found[name]) == len(set(rows) - {"rl 0"}) + 2
         assert all(line.count("|") == len(columns) + 2 for line in found[name])
+    # Student's t with four degrees of freedom: 2.776 times .01581 / sqrt(5)
+    assert found["samples"][5].startswith("| paper 1 | 0.320 ± 0.020 | ")
+    assert found["changes"][2].startswith("| paper 0 → paper 2 | 0.400 | ")
+    assert found["changes"][-1].startswith("| paper 2 → pooled 2 | 0.010 | ")
     assert "| beta-1 Target | " in "".join(found["beta"]) and "%" in found["beta"][2]
     assert "| paper 2 | 0.200 | 0.200 | 0.200 | 0.200 | 0.200 |" in found["rules"]
     assert found["sad_changes"][0] == "|  | log phi | energy | KL |"
+    assert not [line for line in found["sad_samples"] if line.startswith("| paper")]
     figures = {path.name for path in Path("docs/results").glob("*.png")}
-    assert figures == {"generations.png", "sad-generations.png", "rules.png"}
+    assert figures == {"generations.png", "rules.png"}
     other = study.KEPT / "paper-91.json"
     write_json(other, read_json(other) | {"command": "--learner paper"})
     line = refusal("--report", command=study.main)

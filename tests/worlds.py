@@ -71,6 +71,11 @@ def table_world(vocab_size: int, length: int, seed: int = 0, scale: float = 1.5)
     return model, TableTwist(log_psi), ListedPotential(-log_phi.abs(), vocab_size)
 
 
+def random_model(length: int, end: End = NO_END) -> TableModel:
+    """A random model of three tokens."""
+    return TableModel(TableModel.random(3, length, generator(0)).table, length, end)
+
+
 def ended_world(vocab_size: int, length: int, seed: int = 1, end: End = 1):
     """As `table_world`, but an `end` finishes a text, and phi does not see what follows it."""
     model, twist, potential = table_world(vocab_size, length, seed)

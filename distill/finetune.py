@@ -22,6 +22,9 @@ from torch.nn.utils import parametrize
 
 from distill.learner import Learner, option
 from tinystories.decoder import Conditional
+from tsmc import streams
+from tsmc.proposal import sample_proposal
+from tsmc.sampler import call_potential
 from tsmc.streams import progress
 from twist.pair import Pair
 
@@ -140,6 +143,17 @@ class Baseline(Learner):
             figures = self.update(student, generator)
             self.record("fine-tuning", m, **figures)
         return self.base.with_network(student.finish(m))
+
+    def draw(self, model: Conditional, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [N, T] of N = batch_size texts of a model, their log probs [N, T] and log phi [N].
+
+        Each process draws and scores a share, and all have all.
+        """
+        size = self.options.batch_size
+        drawn = sample_proposal(model, None, size, generator, streams.own_rows(size))
+        log_phi = call_potential(self.log_phi, drawn.tokens)
+        tokens, log_p = streams.gather_rows(drawn.tokens), streams.gather_rows(drawn.log_p)
+        return tokens, log_p, streams.gather_rows(log_phi)
 
     @abc.abstractmethod
     def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:

@@ -36,9 +36,6 @@ from torch import Tensor
 from distill.finetune import ROWS, Baseline, BaselineOptions, Student
 from distill.learner import option
 from tinystories.decoder import counted
-from tsmc import streams
-from tsmc.proposal import sample_proposal
-from tsmc.sampler import call_potential
 
 
 def advantages(reward: Tensor) -> Tensor:
@@ -78,11 +75,8 @@ class GRPO(Baseline):
     def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
         """One update; returns its loss and the samples' mean phi."""
         options = self.options
-        own = streams.own_rows(options.batch_size)
         policy = self.base.with_network(student.network)
-        drawn = sample_proposal(policy, None, options.batch_size, generator, own).tokens
-        reward = streams.gather_rows(call_potential(self.log_phi, drawn))  # [N]
-        tokens = streams.gather_rows(drawn)  # [N, T]
+        tokens, _, reward = self.draw(policy, generator)  # [N, T], [N]
         advantage = advantages(reward)  # [N]
         is_counted = counted(tokens, self.base.end)  # [N, T]
         total = 0.0

@@ -18,9 +18,6 @@ from torch import Tensor
 from distill.finetune import ROWS, Baseline, PolicyOptions, Student
 from distill.learner import option
 from tinystories.decoder import counted
-from tsmc import streams
-from tsmc.proposal import sample_proposal
-from tsmc.sampler import call_potential
 
 
 @dataclass(frozen=True)
@@ -44,19 +41,15 @@ class RL(Baseline):
 
     def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
         """One update; returns the objective, up to log Z at most, and its two parts."""
-        size = self.options.batch_size
         policy = self.base.with_network(student.network)
-        drawn = sample_proposal(policy, None, size, generator, streams.own_rows(size))
-        log_phi = streams.gather_rows(call_potential(self.log_phi, drawn.tokens))  # [N]
-        tokens = streams.gather_rows(drawn.tokens)  # [N, T]
-        log_pi = streams.gather_rows(drawn.log_p)  # [N, T]
+        tokens, log_pi, log_phi = self.draw(policy, generator)  # [N, T], [N, T], [N]
         with torch.no_grad():
             parts = [self.base.log_probs(part)[0] for part in tokens.split(ROWS)]
         log_ratio = torch.cat(parts) - log_pi  # [N, T]
         advantage = rl_advantages(log_phi, log_ratio) * counted(tokens, self.base.end)  # [N, T]
-        for rows in torch.arange(size, device=tokens.device).split(ROWS):
+        for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
             log_pi = policy.log_probs(tokens[rows])[0]  # [r, T]
-            loss = -(advantage[rows] * log_pi).sum() / size
+            loss = -(advantage[rows] * log_pi).sum() / len(tokens)
             loss.backward()
         student.step()
         figures = {"log_phi": log_phi.mean().item(), "kl": -log_ratio.sum(1).mean().item()}

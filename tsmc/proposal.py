@@ -9,7 +9,6 @@ vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from tinystories.decoder import Conditional, Decoder, End, counted, is_end, row_slices
 from tsmc.draws import draw_categorical, uniforms
 
+DRAWN = -1  # in place of a token that is given: p draws this one
 TREE_PAYS = 0.5  # up to this share of distinct beginnings, reading token by token is faster
 Twist = Callable[[Tensor], Tensor]
 """twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
@@ -158,15 +158,36 @@ def sequence_log_probs(model: Conditional, tokens: Tensor) -> Tensor:
     late = texts[:, : max(1, tokens.shape[1] * 3 // 4)].unique_consecutive(dim=0)
     if len(late) > TREE_PAYS * len(tokens):
         return proposal_log_probs(model, None, tokens)[0]
-    is_counted = counted(texts, model.end)  # [S, T]
-    decoder = model.decoder(len(texts))
-    total: Any = 0.0
-    for t in range(tokens.shape[1]):
+    return complete(model, texts, None)[1].sum(1)[text]
+
+
+@torch.no_grad()
+def complete(model: Conditional, given: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Texts [N, T] with the tokens that are given and those that p draws, and their log p [N, T].
+
+    p draws where given [N, T] is DRAWN, at uniform numbers [N, T], which may be left out where all
+    tokens are given. What is given behind the end of a text is not written.
+    """
+    columns: list[Tensor] = []  # t of [N]
+    all_log_p = []
+    decoder = model.decoder(len(given))
+    for t in range(given.shape[1]):
+        tokens = given[:, t]  # [N]
         if t > 0:
-            decoder.append(texts[:, t - 1])
-        log_p = []
-        for rows in row_slices(len(texts), model.vocab_size):
-            states, place = decoder.distinct(rows)  # [n', D], [n]
-            log_p.append(model.head(states).log_softmax(-1)[place, texts[rows, t]])
-        total = total + torch.cat(log_p).where(is_counted[:, t], 0.0)  # [S]
-    return total[text]
+            decoder.append(columns[-1])
+            tokens = torch.where(is_end(columns[-1], model.end), columns[-1], tokens)
+        chosen, log_p = [], []
+        for rows in row_slices(len(given), model.vocab_size):
+            states, place = decoder.distinct(rows)  # [S, D], [n]
+            logits = model.head(states)  # [S, V]
+            if uniform is None:
+                chosen.append(tokens[rows])
+                log_normaliser = logits.logsumexp(-1)[place]  # [n]
+            else:
+                drawn, log_normaliser = draw_categorical(logits, uniform[rows, t, None], place)
+                chosen.append(drawn.where(tokens[rows] == DRAWN, tokens[rows]))
+            log_p.append(logits[place, chosen[-1]] - log_normaliser)
+        columns.append(torch.cat(chosen))
+        all_log_p.append(torch.cat(log_p))
+    texts = torch.stack(columns, 1)  # [N, T]
+    return texts, torch.stack(all_log_p, 1).where(counted(texts, model.end), 0.0)

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinystories.decoder import Conditional, End, counted, is_end, row_slices
-from tsmc.draws import draw_categorical, uniforms
+from tinystories.decoder import Conditional, End, counted
+from tsmc.draws import uniforms
+from tsmc.proposal import DRAWN, complete
 
-DRAWN = -1  # in place of a forced token: p draws this one
 MOST_HINTS = 6
 PLAIN = 0.1  # share of plain draws
 
@@ -79,22 +79,7 @@ def forced_draws(
     plain = max(1, round(PLAIN * count))
     tokens[:plain] = DRAWN
 
-    log_p = torch.empty_like(uniform)  # [N, T]
-    decoder = model.decoder(count)
-    for t in range(model.length):
-        if t > 0:
-            before = tokens[:, t - 1]
-            decoder.append(before)
-            tokens[:, t] = torch.where(is_end(before, model.end), before, tokens[:, t])
-        for rows in row_slices(count, model.vocab_size):
-            states, place = decoder.distinct(rows)  # [S, D], [n]
-            logits = model.head(states)  # [S, V]
-            points = uniform[rows, t : t + 1]  # [n, 1]
-            drawn, log_normaliser = draw_categorical(logits, points, place)  # [n], [n]
-            tokens[rows, t] = drawn.where(tokens[rows, t] == DRAWN, tokens[rows, t])
-            log_p[rows, t] = logits[place, tokens[rows, t]] - log_normaliser
-    log_p = log_p.where(counted(tokens, model.end), 0.0)
-
+    tokens, log_p = complete(model, tokens, uniform)  # [N, T], [N, T]
     # The shares are those drawn, not PLAIN, so that rounding leaves the weights exact.
     turn_of = torch.arange(plain, count, device=tokens.device) % len(turns)
     sizes = [plain, *turn_of.bincount(minlength=len(turns)).tolist()]

@@ -148,9 +148,11 @@ class Pooled(Learner):
             optimizer.zero_grad()
             loss.backward(inputs=parameters)  # p^(0) is not trained
             optimizer.step()
-            if held.is_over(adapter, step):
+            if held.is_over(adapter, step, updates):
                 break
         held.restore(adapter)
+        for loss in held.losses:
+            self.record(f"{word}, held out", m, loss=loss)
         with torch.no_grad():
             logits = base.head(texts.states[:GROUP])  # [n, V]
             moved = adapter(texts.states[:GROUP]) - logits

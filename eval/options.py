@@ -16,7 +16,7 @@ import torch
 
 from distill import LEARNERS
 from distill.learner import check, kind_of, option
-from eval.command import OneLineParser
+from eval.command import OneLineParser, say
 from tinystories.files import reading
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -192,4 +192,9 @@ def saved_config(run: Path) -> Config:
     with reading(path, "holds no options of a run", "name a run of this version of main.py"):
         raw = json.loads(path.read_text(encoding="utf-8"))
         raw.pop("versions", None)
-        return build(raw)
+        config = build(raw)
+    absent = config.as_json().keys() - raw.keys()
+    if absent:
+        names = ", ".join(sorted(map(flag_of, absent)))
+        say(f"{path}: is of an older version; it is gone on with the defaults of {names}")
+    return config

@@ -75,10 +75,6 @@ RUNS = {  # options and seeds
     "smollm2-pooled": (f"{POOLED} {SMOL}", (91, 92)),
     "smollm2-no-held-out": (f"{POOLED} {SMOL} --pool-held-out 0", (91, 92)),
 }
-WORDS = ("cheese", "hurricane", "university", "earthquake", "donkey", "accidents", "electricity")
-for word in WORDS:
-    flags = f"{POOLED} --generations 1 --eval-target-proposals 0 --potential keyword:{word}"
-    RUNS[word] = flags, (96, 97, 98)
 RULES = {  # of resampling, under which the pairs of the runs RULED are measured
     "multinomial, every step": ("multinomial", 1.0),
     "systematic, every step": ("systematic", 1.0),
@@ -113,7 +109,6 @@ TABLES = {  # rows and columns
     "populations": (GENERATIONS[:3] + GENERATIONS[6:], ("K = 20", "K = 50", "K = 100", "K = 1000")),
     "cost": ([*GENERATIONS[2::3], *BASE_ROWS], ("scores", "core_seconds", "worth")),
     "beta": (["paper Base", "beta-1 Target", "paper Target"], ("acceptance_rate", *SCORES)),
-    "words": ([f"{word} 1" for word in WORDS], ("phi_positive", "log_z", "ess", "worth")),
 }
 TITLES = {key: title for title, key, _ in TABLE} | {"kl_target_model": "KL(sigma, p^(m))"}
 TITLES |= {"worth": "effective texts per score", "distinct_texts": "distinct texts distilled"}

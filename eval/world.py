@@ -118,9 +118,7 @@ def load_sigma(options: RunOptions) -> World:
     goes_on = torch.tensor([text[:1].isalnum() and text.isascii() for text in nexts])
     if options.prompt[-1].isalnum() and likely.values.cpu()[goes_on].sum() > 0.5:
         word = nexts[int(goes_on.nonzero()[0])]
-        say(
-            f"--prompt ends inside a word, which most texts of p go on with, as {word!r}; finish it"
-        )
+        say(f"p mostly goes on with the last word of --prompt, as by {word!r}; finish that word")
     return World(tokenizer, base, potential, scorer)
 
 

@@ -135,7 +135,9 @@ OTHER = "The ugly dog said"
 @pytest.mark.parametrize("prompt", [f"{PROMPT} girl V", PROMPT])
 def test_a_prompt_that_ends_inside_a_word_is_one_line(prompt, capsys):
     load_sigma(RunOptions(prompt=prompt, device="cpu"))
-    assert ("--prompt ends inside a word" in capsys.readouterr().err) == prompt.endswith("V")
+    assert ("p mostly goes on with the last word" in capsys.readouterr().err) == prompt.endswith(
+        "V"
+    )
 
 
 @pytest.mark.parametrize(

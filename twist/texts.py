@@ -5,8 +5,8 @@ each step makes the V logits of q once for the prefixes s_{1:t-1} that differ in
 are the main cost of a step.
 
 Where few texts have nearly all the weight, a fit learns them by heart. So a share of the texts is
-held out of it, and the q at which their mean of -log q is least is kept. M texts of N, T tokens, D
-width, V vocabulary.
+held out of it, and the q at which their mean of -log q is least is kept. (The scores g of the
+surrogate have seen their phi.) M texts of N, T tokens, D width, V vocabulary.
 """
 
 import copy
@@ -62,21 +62,22 @@ class HeldOut:
         self, base: Conditional, tokens: Tensor, weights: Tensor, share: float, generator: Generator
     ):
         """A random `share` of the texts [N, T] that differ and have a weight [N]; none where they
-        are too few."""
-        _, number = tokens.unique(dim=0, return_inverse=True)  # [N], the same of equal texts
-        chance = torch.rand(len(tokens), device=tokens.device, generator=generator)
-        is_held = (chance[number] < share) & (weights > 0)  # [N]
-        enough = len(number[is_held].unique()) >= LEAST_HELD and is_held.sum() < (weights > 0).sum()
-        self.is_held = is_held & bool(enough)
-        heavy = (weights * self.is_held).topk(min(MOST_HELD, int(self.is_held.sum()))).indices
-        self.weights = weights[heavy]  # [M]
-        self.texts = Texts(base, tokens[heavy]) if len(heavy) else None
+        are too few. The loss is that of the heaviest."""
+        texts, number = tokens.unique(dim=0, return_inverse=True)  # [S, T], [N]
+        weight = weights.new_zeros(len(texts)).index_add(0, number, weights)  # [S], copies together
+        chance = torch.rand(len(tokens), device=tokens.device, generator=generator)[: len(texts)]
+        is_held = (chance < share) & (weight > 0)  # [S]
+        is_held &= LEAST_HELD <= is_held.sum() < (weight > 0).sum()
+        self.is_held = is_held[number]  # [N]
+        heavy = (weight * is_held).topk(min(MOST_HELD, int(is_held.sum()))).indices  # [M]
+        self.weights = weight[heavy]  # [M]
+        self.texts = Texts(base, texts[heavy]) if len(heavy) else None
         self.losses: list[float] = []
         self.best: dict[str, Tensor] = {}  # the values of the adapter with the least loss
 
-    def is_over(self, adapter: Adapter, step: int) -> bool:
-        """Whether the fit has passed its best, as far as the texts held out tell after a step."""
-        if self.texts is None or step % CHECKED > 0:
+    def is_over(self, adapter: Adapter, step: int, steps: int) -> bool:
+        """Whether the fit has passed its best, as the texts held out tell after a step of many."""
+        if self.texts is None or (step % CHECKED > 0 and step < steps):
             return False
         self.losses.append(self.texts.mean_loss(adapter, self.weights))
         if self.losses[-1] == min(self.losses):

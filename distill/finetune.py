@@ -135,6 +135,7 @@ class Baseline(Learner):
         return Pair(self.distil(Pair(self.base, None), 0), None)
 
     def distil(self, pair: Pair, m: int) -> Conditional:
+        """The policy of generation m, trained from that of `pair`."""
         options = self.options
         generator = self.streams.stream("fine-tuning", m)
         is_lora = options.student == "lora"

@@ -128,6 +128,7 @@ class Paper(Learner):
         return {"resample": SCHEMES[options.resampling], "ess_threshold": options.ess_threshold}
 
     def scores(self, generations: int) -> int:
+        """Every text that twist learning or a distilled run has drawn."""
         options = self.options
         learning = (generations + 1) * options.ctl_updates * options.ctl_batch_size
         return learning + generations * options.distill_runs * options.particles

@@ -113,8 +113,7 @@ def load_sigma(options: RunOptions) -> World:
     potential.scale = max(options.beta, 1.0) if scorer is not None else 1.0
     # A tokenizer cuts a whole word otherwise than its beginning, after which p writes garbage.
     likely = base.head(base.decoder(1).hidden)[0].softmax(-1).topk(min(20, base.vocab_size))
-    start = len(decode([base.prompt.tolist()])[0])
-    nexts = [text[start:] for text in potential.texts(likely.indices[:, None])]
+    nexts = potential.continuations(potential.texts(likely.indices[:, None]))
     goes_on = torch.tensor([text[:1].isalnum() and text.isascii() for text in nexts])
     if options.prompt[-1].isalnum() and likely.values.cpu()[goes_on].sum() > 0.5:
         word = nexts[int(goes_on.nonzero()[0])]

@@ -319,7 +319,10 @@ def test_pairs_and_advantages_of_equal_and_of_impossible_samples():
 def test_what_is_no_number_below_infinity_is_no_reward(kind):
     """NaN would be preferred to everything by DPO and be phi = 0 for GRPO."""
     for wrong in (math.nan, math.inf):
-        log_phi = lambda tokens, x=wrong: torch.tensor([x] + [0.0] * (len(tokens) - 1))  # noqa: E731
+
+        def log_phi(tokens: torch.Tensor, first: float = wrong) -> torch.Tensor:
+            return torch.tensor([first] + [0.0] * (len(tokens) - 1))
+
         learner = kind(tiny_conditional(0), log_phi, kind.Options(), Streams(0))
         with pytest.raises(ValueError, match="log phi is NaN or infinite on some text"):
             learner.first_twist()

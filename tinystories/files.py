@@ -63,6 +63,7 @@ def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Itera
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError where there is none."""
     with reading(path, "cannot be read as JSON"):
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):

@@ -132,6 +132,7 @@ class Block(nn.Module):
         self.mlp["c_proj"] = nn.Linear(inner, width)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """x [B, T, D] -> [B, T, D], behind what the cache holds."""
         x = x + self.attn["attention"](self.ln_1(x), cache)  # [B, T, D]
         inner = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
         return x + self.mlp["c_proj"](inner)

@@ -106,6 +106,7 @@ def save_network(
 
 
 def gpt_neo_from_json(raw: dict[str, Any]) -> GPTNeo:
+    """A GPT-Neo of the shape of a config.json, its weights not yet loaded."""
     fixed = {"model_type": "gpt_neo", "activation_function": "gelu_new"}
     fixed |= {"tie_word_embeddings": True}
     layers = []

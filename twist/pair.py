@@ -44,6 +44,7 @@ class Pair:
 
 
 def save_pair(path: str | Path, pair: Pair, base: Conditional) -> None:
+    """Write what a pair has beside p^(0) = base, as `load_pair` reads it."""
     kind = BASE if pair.model is base else NETWORK
     if hasattr(pair.model, "adapter"):
         kind = ADAPTER

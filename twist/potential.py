@@ -144,6 +144,11 @@ class TextPotential:
         texts = self.decode([self.prompt + row for row in rows])
         return [text.rstrip(UNFINISHED) for text in texts]
 
+    def continuations(self, texts: list[str]) -> list[str]:
+        """The texts without the prompt."""
+        start = len(self.decode([self.prompt])[0])
+        return [text[start:] for text in texts]
+
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] float64 of tokens [N, T]."""
         finished = is_end(tokens, self.end).any(1).tolist()
@@ -161,8 +166,7 @@ class TextPotential:
         reads = getattr(factor, "reads", "texts")
         read: list[Any] = texts
         if reads != "texts":
-            start = len(self.decode([self.prompt])[0])
-            read = [text[start:] for text in texts]
+            read = self.continuations(texts)
         if reads == "finished":
             read = list(zip(read, finished or [True] * len(read), strict=True))
         name = name_of(factor) + ("" if function is factor else ".prefix")

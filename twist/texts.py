@@ -65,7 +65,7 @@ class HeldOut:
         are too few. The loss is that of the heaviest."""
         texts, number = tokens.unique(dim=0, return_inverse=True)  # [S, T], [N]
         weight = weights.new_zeros(len(texts)).index_add(0, number, weights)  # [S], copies together
-        chance = torch.rand(len(tokens), device=tokens.device, generator=generator)[: len(texts)]
+        chance = torch.rand(len(texts), device=tokens.device, generator=generator)  # [S]
         is_held = (chance < share) & (weight > 0)  # [S]
         is_held &= LEAST_HELD <= is_held.sum() < (weight > 0).sum()
         self.is_held = is_held[number]  # [N]

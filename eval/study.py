@@ -6,9 +6,10 @@
 A run NAME-SEED is made in runs/study, and gone on with where it was begun. When it has finished,
 its numbers are kept in docs/results/runs/NAME-SEED.json with the command, version and commit that
 made them; nothing else of it is needed, so a study goes on where another machine left it. A table
-stands in the page between <!-- table NAME --> and <!-- end -->; sad_NAME is the same of the runs
-sad-.... A row is "NAME M", generation M of the runs NAME, or "A > B", the change from A to B within
-each seed. A number is the mean over seeds with half of its 95 % interval (Student's t).
+of the page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is "NAME M",
+generation M of the runs NAME, or "A → B", the change from A to B within each seed, and a column is
+one of COLUMNS. Behind <!-- table sad- --> the runs are sad-NAME. A number is the mean over seeds
+with half of its 95 % interval (Student's t).
 """
 
 import dataclasses
@@ -86,37 +87,17 @@ RULED = ("paper", "sad-paper")
 BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 50 texts of p
 
 LEARNERS = ("paper", "end-alone", "pooled")
-BASELINES = ("dpo-full", "dpo-lora", "grpo-full", "grpo-lora", "rl", "dpo-ten", "grpo-ten")
-GENERATIONS = [f"{name} {m}" for name in LEARNERS for m in range(3)]
-GENUINE = [f"{name} {m}" for name in ("paper", "short", "pooled", "no-held-out") for m in range(3)]
-CHANGES = [f"{name} 0 > {name} 2" for name in LEARNERS]
-CHANGES += ["paper 1 > paper 2", "paper 2 > end-alone 2", "paper 2 > pooled 2"]
-INGREDIENTS = ["more-twist 0 > paper 2", "less-twist 0 > paper 0", "sixo 0 > paper 0"]
-INGREDIENTS += ["sixo 2 > paper 2", "paper 2 > lora 2", "paper 2 > no-effective-potential 2"]
-INGREDIENTS += ["pooled 2 > no-surrogate 2", "pooled 2 > no-held-out 2"]
-BASE_ROWS = [f"{name} 0" for name in BASELINES]
-QUALITY = ("similarity", "energy", KL, "log_z_hat_mean", "ess", "distinct")
-SCORES = ("toxicity", "similarity", "num_samples")
-CHANGED = ("toxicity", "log_phi", "energy", KL)
-TABLES = {  # rows and columns
-    "samples": (["paper Base", "paper Target", *GENERATIONS], ("toxicity", *QUALITY)),
-    "genuine": (["pooled Base", "pooled Target", *GENUINE], ("toxicity", *QUALITY)),
-    "changes": (CHANGES, ("toxicity", "energy", KL)),
-    "models": (GENERATIONS[:6], ("kl_target_model", "distinct_texts")),
-    "rules": (GENERATIONS[:3], tuple(RULES)),
-    "ingredients": (INGREDIENTS, ("toxicity", "energy", KL)),
-    "baselines": ([*BASE_ROWS, f"dpo-full best of {BEST}"], ("toxicity", *QUALITY[:3])),
-    "populations": (GENERATIONS[:3] + GENERATIONS[6:], ("K = 20", "K = 50", "K = 100", "K = 1000")),
-    "cost": ([*GENERATIONS[2::3], *BASE_ROWS], ("scores", "core_seconds", "worth")),
-    "beta": (["paper Base", "beta-1 Target", "paper Target"], ("acceptance_rate", *SCORES)),
+COLUMNS = {title: (key, form) for title, key, form in TABLE}  # of a table in the page
+COLUMNS |= {
+    "energy": ("energy", ".4f"),
+    "KL(sigma, p^(m))": ("kl_target_model", ".2f"),
+    "distinct texts distilled": ("distinct_texts", ",.0f"),
+    "scores": ("scores", ",.0f"),
+    "core seconds": ("core_seconds", ",.0f"),
+    "effective texts per score": ("worth", ".3f"),
+    "acceptance rate": ("acceptance_rate", ".3%"),
+    "texts": ("num_samples", ",.0f"),
 }
-TITLES = {key: title for title, key, _ in TABLE} | {"kl_target_model": "KL(sigma, p^(m))"}
-TITLES |= {"worth": "effective texts per score", "distinct_texts": "distinct texts distilled"}
-FORMS = {key: form for _, key, form in TABLE} | {"kl_target_model": ".2f", "energy": ".4f"}
-FORMS |= {"acceptance_rate": ".3%"}
-FORMS |= dict.fromkeys(("distinct_texts", "scores", "core_seconds", "num_samples"), ",.0f")
-SHOWN = {f"{name} {row}": row for name in ("paper", "pooled") for row in ("Base", "Target")}
-SHOWN |= {f"dpo-full best of {BEST}": f"best of {BEST}"}
 RUNNING, KEPT, PAGE = Path("runs/study"), Path("docs/results/runs"), Path("docs/results.md")
 DRAWING = threading.Lock()  # of exact samples
 Places = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
@@ -213,36 +194,33 @@ def read_runs(folder: Path) -> Places:
 
 
 def rows_of(places: Places, title: str, task: str = "") -> list[dict]:
-    """The row of each seed; for "A > B" what every number changes by from A to B."""
-    before, _, after = title.partition(" > ")
+    """The row of each seed; for "A → B" what every number changes by from A to B."""
+    before, _, after = title.partition(" → ")
     old, new = places.get(task + before, {}), places.get(task + after, {})
     if not after:
         return list(old.values())
     changes = []
     for seed in sorted(old.keys() & new.keys()):
-        pairs = {key: (old[seed].get(key), new[seed].get(key)) for key in CHANGED}
-        changes.append({key: b - a for key, (a, b) in pairs.items() if None not in (a, b)})
+        a, b = old[seed], new[seed]
+        both = [key for key in a.keys() & b.keys() if isinstance(a[key], float)]
+        changes.append({key: b[key] - a[key] for key in both if b[key] is not None})
     return changes
 
 
 def fill(page: str, places: Places) -> str:
-    """The page with its tables, without rows of no run."""
-
-    def replaced(found: re.Match) -> str:
-        task, _, name = found[1].rpartition("_")
-        titles, columns = TABLES[name]
-        if task:
-            columns = ["log_phi" if key == "toxicity" else key for key in columns]
-        heads = [TITLES.get(key, key.replace("_", " ")) for key in columns]
-        lines = [["", *heads], ["---"] * (len(heads) + 1)]
-        for title in titles:
-            if rows := rows_of(places, title, f"{task}-" if task else ""):
-                cells = [mean_cell(rows, key, FORMS.get(key, ".3f")) for key in columns]
-                lines.append([SHOWN.get(title, title.replace(" > ", " → ")), *cells])
-        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        return f"<!-- table {found[1]} -->\n{table}<!-- end -->"
-
-    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", replaced, page, flags=re.DOTALL)
+    """The page, the numbers of its tables made anew; those of a row without runs are left out."""
+    for block in re.finditer(r"<!-- table (\w+- )?-->\n(.*?)<!-- end -->", page, re.DOTALL):
+        head, rule, *rows = block[2].splitlines()
+        columns = [COLUMNS.get(one.strip(), (one.strip(), ".3f")) for one in head.split("|")[2:-1]]
+        lines = [head, rule]
+        for row in rows:
+            title = row.split("|")[1].strip()
+            found = rows_of(places, title, (block[1] or "").strip())
+            cells = [mean_cell(found, key, form) if found else "" for key, form in columns]
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+        table = "".join(f"{line}\n" for line in lines)
+        page = page.replace(block[0], block[0].replace(block[2], table))
+    return page
 
 
 def draw_figures(places: Places, folder: Path) -> None:

@@ -51,13 +51,14 @@ class DPO(Baseline):
         options = self.options
         if options.batch_size < 2:
             raise ValueError("--batch-size is 1, which makes no pair; give at least 2")
-        tokens, log_p, log_phi = self.draw(self.base, generator)  # [N, T], [N, T], [N]
-        log_ref = log_p.sum(-1)  # [N]
-        pairs = preference_pairs(log_phi)  # [M, 2]
+        batch = self.draw(self.base, generator)
+        log_ref = batch.log_p.sum(-1)  # [N]
+        pairs = preference_pairs(batch.log_phi)  # [M, 2]
         policy = self.base.with_network(student.network)
         total = 0.0
         for part in pairs.split(ROWS // 2):
-            log_pi = policy.log_probs(tokens[part].flatten(0, 1))[0].sum(-1).view(-1, 2)  # [m, 2]
+            tokens = batch.tokens[part].flatten(0, 1)  # [2 m, T]
+            log_pi = policy.log_probs(tokens)[0].sum(-1).view(-1, 2)  # [m, 2]
             loss = dpo_loss(log_pi, log_ref[part], options.strength) * (len(part) / len(pairs))
             loss.backward()
             total += loss.item()

@@ -22,11 +22,10 @@ from torch.nn.utils import parametrize
 
 from distill.learner import Learner, option
 from tinystories.decoder import Conditional
-from tsmc import streams
-from tsmc.proposal import sample_proposal
-from tsmc.sampler import call_potential
 from tsmc.streams import progress
+from twist.ctl import Batch, draw_batch
 from twist.pair import Pair
+from twist.potential import seen_from
 
 WEIGHT_DECAY = 0.01
 ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits
@@ -145,16 +144,10 @@ class Baseline(Learner):
             self.record("fine-tuning", m, **figures)
         return self.base.with_network(student.finish(m))
 
-    def draw(self, model: Conditional, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [N, T] of N = batch_size texts of a model, their log probs [N, T] and log phi [N].
-
-        Each process draws and scores a share, and all have all.
-        """
-        size = self.options.batch_size
-        drawn = sample_proposal(model, None, size, generator, streams.own_rows(size))
-        log_phi = call_potential(self.log_phi, drawn.tokens)
-        tokens, log_p = streams.gather_rows(drawn.tokens), streams.gather_rows(drawn.log_p)
-        return tokens, log_p, streams.gather_rows(log_phi)
+    def draw(self, model: Conditional, generator: torch.Generator) -> Batch:
+        """N = batch_size texts of a model, with log phi [N]."""
+        sigma = seen_from(model, self.base, self.log_phi, is_effective=False)
+        return draw_batch(sigma, None, self.options.batch_size, generator)
 
     @abc.abstractmethod
     def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:

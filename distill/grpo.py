@@ -35,7 +35,6 @@ from torch import Tensor
 
 from distill.finetune import ROWS, Baseline, BaselineOptions, Student
 from distill.learner import option
-from tinystories.decoder import counted
 
 
 def advantages(reward: Tensor) -> Tensor:
@@ -76,9 +75,9 @@ class GRPO(Baseline):
         """One update; returns its loss and the samples' mean phi."""
         options = self.options
         policy = self.base.with_network(student.network)
-        tokens, _, reward = self.draw(policy, generator)  # [N, T], [N]
-        advantage = advantages(reward)  # [N]
-        is_counted = counted(tokens, self.base.end)  # [N, T]
+        batch = self.draw(policy, generator)
+        tokens, is_counted = batch.tokens, batch.is_counted  # [N, T] each
+        advantage = advantages(batch.log_phi)  # [N]
         total = 0.0
         for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
             with torch.no_grad():
@@ -89,4 +88,4 @@ class GRPO(Baseline):
             loss.backward()
             total += loss.item()
         student.step()
-        return {"loss": total, "phi": reward.exp().mean().item()}
+        return {"loss": total, "phi": batch.log_phi.exp().mean().item()}

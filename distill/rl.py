@@ -17,7 +17,6 @@ from torch import Tensor
 
 from distill.finetune import ROWS, Baseline, PolicyOptions, Student
 from distill.learner import option
-from tinystories.decoder import counted
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,12 @@ class RL(Baseline):
     def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
         """One update; returns the objective, up to log Z at most, and its two parts."""
         policy = self.base.with_network(student.network)
-        tokens, log_pi, log_phi = self.draw(policy, generator)  # [N, T], [N, T], [N]
+        batch = self.draw(policy, generator)
+        tokens, log_phi = batch.tokens, batch.log_phi  # [N, T], [N]
         with torch.no_grad():
             parts = [self.base.log_probs(part)[0] for part in tokens.split(ROWS)]
-        log_ratio = torch.cat(parts) - log_pi  # [N, T]
-        advantage = rl_advantages(log_phi, log_ratio) * counted(tokens, self.base.end)  # [N, T]
+        log_ratio = torch.cat(parts) - batch.log_p  # [N, T]
+        advantage = rl_advantages(log_phi, log_ratio) * batch.is_counted  # [N, T]
         for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
             log_pi = policy.log_probs(tokens[rows])[0]  # [r, T]
             loss = -(advantage[rows] * log_pi).sum() / len(tokens)

@@ -81,9 +81,9 @@ def own_rows(rows: int) -> slice:
     return slice(place() * rows // count(), (place() + 1) * rows // count())
 
 
-def gather_rows(part: Tensor) -> Tensor:
-    """The rows [N, ...] of all processes, of which this one has a part [n, ...]."""
-    if count() == 1:
+def gather_rows(part: Any) -> Any:
+    """The rows [N, ...] of all processes, of which this one has a part [n, ...]; None of None."""
+    if count() == 1 or part is None:
         return part
     return torch.cat(gather(part.detach().cpu())).to(part.device)
 

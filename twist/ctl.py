@@ -19,6 +19,7 @@ OBJECTIVES or what a subclass of `Paper` calls in its place. K sequences, T toke
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ class Batch:
     """What one update learns from: K sequences drawn i.i.d. from q, without gradient."""
 
     tokens: Tensor  # [K, T]
-    hidden: Tensor  # [K, T, D] what the twist saw
+    hidden: Any  # [K, T, D] what the twist saw; None without one
     log_p: Tensor  # [K, T] log p^(m)(s_t | s_{0:t-1})
     log_psi: Tensor  # [K, T] log psi(s_{1:t}) as it was when they were drawn
     log_q: Tensor  # [K, T] log q_t(s_t | s_{0:t-1})
@@ -75,14 +76,15 @@ class Batch:
         return log_psi.gather(1, torch.minimum(places, last))
 
 
-def draw_batch(sigma: Sigma, twist: TwistMLP, size: int, generator: torch.Generator) -> Batch:
+def draw_batch(
+    sigma: Sigma, twist: TwistMLP | None, size: int, generator: torch.Generator
+) -> Batch:
     """Draw K = size sequences from the current q; each process draws some, and all have all."""
-    own = streams.own_rows(size)
-    drawn = sample_proposal(sigma.model, twist, size, generator, own, keep_hidden=True)
+    own, has_twist = streams.own_rows(size), twist is not None
+    drawn = sample_proposal(sigma.model, twist, size, generator, own, keep_hidden=has_twist)
     log_phi = call_potential(sigma.log_potential, drawn.tokens, drawn.log_p.sum(-1))  # [k]
-    gathered = {name: streams.gather_rows(value) for name, value in vars(drawn).items()}
-    is_counted = counted(gathered["tokens"], sigma.model.end)  # [K, T]
-    return Batch(**gathered, log_phi=streams.gather_rows(log_phi), is_counted=is_counted)
+    parts = vars(drawn) | {"log_phi": log_phi, "is_counted": counted(drawn.tokens, sigma.model.end)}
+    return Batch(**{name: streams.gather_rows(part) for name, part in parts.items()})
 
 
 def ctl_loss(twist: TwistMLP, batch: Batch) -> Tensor:

@@ -154,13 +154,33 @@ def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
     assert world.exact.num_proposals == 2000 and len(world.exact.tokens) > 5
 
 
+TABLES = """text
+<!-- table -->
+|  | toxicity | KL | core seconds | texts | K = 20 | end alone | acceptance rate |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+| paper 1 | old | old | old | old | old | old | old |
+| paper 0 → paper 2 | | | | | | | |
+| paper 2 → pooled 2 | | | | | | | |
+| rl 0 | old | | | | | | |
+| paper Base | | | | | | | |
+| dpo-full best of 50 | | | | | | | |
+<!-- end -->
+between
+<!-- table sad- -->
+|  | toxicity |
+| --- | --- |
+| paper 0 | old |
+| pooled 0 | old |
+<!-- end -->
+after
+"""
+
+
 def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, finished_job):
     """Of name number n and seed number s, generation m has score .1 + .01 n + .01 s + .2 m and KL
     4 - m. The runs rl and sad-paper are not there yet."""
     monkeypatch.chdir(tmp_path)
-    tables = [*study.TABLES, "sad_samples", "sad_changes", "smollm2_genuine"]
-    page = "text\n<!-- table {} -->\nold\n<!-- end -->\nafter\n"
-    write_text(study.PAGE, "".join(page.format(name) for name in tables))
+    write_text(study.PAGE, TABLES)
     results = read_results(finished_job("paper"))
     results["generations"].append(results["generations"][1].copy())
     for n, (name, (command, seeds)) in enumerate(study.RUNS.items()):
@@ -168,28 +188,31 @@ def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, 
             record = copy.deepcopy(results) | {"name": name, "seed": seed, "command": command}
             for m, row in enumerate(record["generations"]):
                 score = 0.1 + 0.01 * n + 0.01 * s + 0.2 * m
-                row |= {"toxicity": score, KL: 4.0 - m, "core_seconds": 10.0, "distinct_texts": 7}
-                row["populations"] = dict.fromkeys(("20", "50", "100", "1000"), score)
+                row |= {"toxicity": score, KL: 4.0 - m, "core_seconds": 10.0}
+                row["populations"] = {"20": score}
             record["rules"] = [{rule: {"score": 0.1 * m} for rule in study.RULES} for m in range(3)]
             record["best_of"] = record["generations"][0]
             write_json(study.KEPT / f"{name}-{seed}.json", record)
     study.main(["--report"])
     page = study.PAGE.read_text()
-    assert page.count("<!-- end -->\nafter\n") == len(tables)
-    parts = page.split("<!-- table ")[1:]
-    found = {part.split()[0]: part.split("<!-- end")[0].splitlines()[1:] for part in parts}
-    for name, (rows, columns) in study.TABLES.items():
-        name = "smollm2_genuine" if name == "genuine" else name  # some of its runs are of that task
-        assert len(found[name]) == len(set(rows) - {"rl 0"}) + 2
-        assert all(line.count("|") == len(columns) + 2 for line in found[name])
+    lines = {line.split(" | ")[0]: line for line in page.splitlines()}
     # Student's t with four degrees of freedom: 2.776 times .01581 / sqrt(5)
-    assert found["samples"][5].startswith("| paper 1 | 0.320 ± 0.020 | ")
-    assert found["changes"][2].startswith("| paper 0 → paper 2 | 0.400 | ")
-    assert found["changes"][-1].startswith("| paper 2 → pooled 2 | 0.010 | ")
-    assert "| beta-1 Target | " in "".join(found["beta"]) and "%" in found["beta"][2]
-    assert "| paper 2 | 0.200 | 0.200 | 0.200 | 0.200 | 0.200 |" in found["rules"]
-    assert found["sad_changes"][0] == "|  | log phi | energy | KL |"
-    assert not [line for line in found["sad_samples"] if line.startswith("| paper")]
+    assert (
+        lines["| paper 1"]
+        == "| paper 1 | 0.320 ± 0.020 | 3.00 | 10 |  | 0.320 ± 0.020 | 0.100 |  |"
+    )
+    assert lines["| paper 0 → paper 2"].startswith("| paper 0 → paper 2 | 0.400 | -2.00 | 0 | ")
+    assert lines["| paper 2 → pooled 2"].startswith("| paper 2 → pooled 2 | 0.010 | 0.00 | ")
+    base = results["base"]
+    shown = f"{base['toxicity']:.3f} |  |  | {base['num_samples']} |  |  | 100.000% |"
+    assert lines["| paper Base"] == f"| paper Base | {shown}"
+    assert lines["| rl 0"] == "| rl 0 |  |  |  |  |  |  |  |"
+    best = 0.1 + 0.01 * (list(study.RUNS).index("dpo-full") + 1)  # the mean of three seeds
+    assert lines["| dpo-full best of 50"].startswith(f"| dpo-full best of 50 | {best:.3f} ± 0.025 ")
+    sad = page.split("<!-- table sad- -->")[1].splitlines()
+    score = 0.12 + 0.01 * list(study.RUNS).index("sad-pooled")
+    assert sad[3] == "| paper 0 |  |" and sad[4].startswith(f"| pooled 0 | {score:.3f} ± 0.020 |")
+    assert page.startswith("text\n") and "\nbetween\n" in page and page.endswith("\nafter\n")
     figures = {path.name for path in Path("docs/results").glob("*.png")}
     assert figures == {"generations.png", "rules.png"}
     other = study.KEPT / "paper-91.json"

@@ -28,18 +28,13 @@ PATIENCE = timedelta(hours=2)  # how long a process waits for the others
 
 
 def rank() -> int:
-    """The number of this process."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    """The number of this process; 0 in one that has not joined a job."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def count() -> int:
     """Number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def place() -> int:
-    """Whose share of a sample this process draws; one that has not joined a job draws all of it."""
-    return rank() if count() > 1 else 0
 
 
 def join(device: torch.device) -> None:
@@ -78,7 +73,7 @@ def own_rows(rows: int) -> slice:
     """Which of the rows of a batch this process draws; ValueError where there are too few."""
     if rows < count():
         raise ValueError(f"{count()} processes cannot share a batch of {rows}; start fewer")
-    return slice(place() * rows // count(), (place() + 1) * rows // count())
+    return slice(rank() * rows // count(), (rank() + 1) * rows // count())
 
 
 def gather_rows(part: Any) -> Any:
@@ -129,17 +124,14 @@ class Streams:
         at_once = max(1, self.rows // particles)
         starts = range(0, total, at_once)
         parts: dict[int, dict[str, Tensor]] = {}
-        for n in progress(range(place(), len(starts), count()), word, m):
+        for n in progress(range(rank(), len(starts), count()), word, m):
             drawn = draw(min(at_once, total - starts[n]), self.stream(word, m, n))
             parts[n] = {name: tensor.cpu() for name, tensor in drawn.items()}
-        chunks: dict[int, dict[str, Tensor]] = {}
         for of_process in gather(parts):
-            chunks |= of_process
-        sample = {}
-        for name in chunks[0]:
-            rows = [chunks[n][name] for n in range(len(starts))]
-            sample[name] = torch.cat(rows).to(self.device)
-        return sample
+            parts |= of_process
+        chunks = [parts[n] for n in range(len(starts))]
+        joined = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        return {name: tensor.to(self.device) for name, tensor in joined.items()}
 
 
 def draw_population(

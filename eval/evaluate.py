@@ -12,9 +12,8 @@ from eval.run import Run
 from eval.world import SAMPLES, World, checked_rows, draw_texts, save_target
 from tinystories.files import write_tensors
 from tsmc import streams
-from tsmc.estimate import Estimate
+from tsmc.estimate import Estimate, log_mean_estimate
 from tsmc.proposal import proposal_log_probs
-from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Population
 from twist.pair import Pair
 
@@ -43,7 +42,8 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
         draw_target(run, world, learner, log_phi)
     vectors = world.encode(base.texts)
     row = metrics.describe(base, vectors, world.exact_vectors)
-    row["log_z"], row["log_z_std_error"] = log_mean_with_error(log_phi)
+    log_z = log_mean_estimate(log_phi)
+    row |= {"log_z": log_z.value, "log_z_std_error": log_z.std_error}
     row |= {"num_samples": count, "examples": base.texts[:EXAMPLES]}
     rows, samples = {"base": row}, base.rows("base")
     if world.exact is not None:
@@ -106,9 +106,8 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
         row |= population_row(population)
         base = run.row(None)["base"]
         if base["log_z"] is not None:
-            found = Estimate(*log_mean_with_error(population.log_z), runs - 1)
             of_base = Estimate(base["log_z"], base["log_z_std_error"], base["num_samples"] - 1)
-            if line := metrics.missing_part(found, of_base):
+            if line := metrics.missing_part(log_mean_estimate(population.log_z), of_base):
                 say(line)
     row |= metrics.describe(samples, world.encode(samples.texts), world.exact_vectors)
     source = torch.Generator().manual_seed(options.seed)

@@ -13,18 +13,9 @@ from tinystories.files import replacing
 from tsmc.estimate import mean_estimate
 
 plt.switch_backend("Agg")  # needs no screen
-LOOKS = {
-    "Base": {"color": "#555555", "linestyle": ":"},
-    "Target": {"color": "black", "linestyle": "--"},
-    "paper": {"color": "#0072B2", "marker": "o"},
-    "pooled": {"color": "#009E73", "marker": "^"},
-    "end-alone": {"color": "#E69F00", "marker": "s"},
-    "dpo": {"color": "#CC79A7", "marker": "D"},
-    "grpo": {"color": "#56B4E9", "marker": "v"},
-    "rl": {"color": "#D55E00", "marker": "P"},
-}
-OTHERS = [LOOKS[name] for name in ("paper", "grpo", "pooled", "dpo", "end-alone")]  # in order
-LEVELS = ("Base", "Target")  # horizontal lines
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+MARKERS = "os^DvP"
+LEVELS = {"Base": ("#555555", ":"), "Target": ("black", "--")}  # horizontal lines
 KL = "kl_target_proposal"
 LABELS = {
     "toxicity": "Toxicity (better: nearer to Target)",
@@ -32,7 +23,7 @@ LABELS = {
 }
 LABELS["log_phi"] = "log phi (better: nearer to Target)"
 Lines = dict[str, dict[str, list[dict]]]
-"""By one of LOOKS, then by the label of a point, as "0" for generation 0: its row of each seed."""
+"""By name, then by the label of a point, as "0" for generation 0: the row of each seed."""
 
 
 def save_figure(figure, path: Path) -> None:
@@ -56,14 +47,15 @@ def draw_lines(axes: plt.Axes, lines: Lines, key: str) -> None:
             continue
         y = [mean.value for mean in means.values()]
         if name in LEVELS:
-            axes.axhline(y[0], label=name, lw=1.2, **LOOKS[name])
+            color, style = LEVELS[name]
+            axes.axhline(y[0], label=name, lw=1.2, color=color, linestyle=style)
             continue
         # Side by side, so that no interval hides another. Of one row it is infinite: not drawn.
         place = names.index(name)
         x = [labels.index(label) + 0.05 * (place - (len(names) - 1) / 2) for label in means]
         half_widths = [mean.half_width() for mean in means.values()]
-        look = LOOKS.get(name) or OTHERS[place % len(OTHERS)]
-        axes.errorbar(x, y, half_widths, ms=6, capsize=3, label=name, **look)
+        look = {"color": COLOURS[place % 6], "marker": MARKERS[place % 6], "ms": 6}
+        axes.errorbar(x, y, half_widths, capsize=3, label=name, **look)
     axes.set_xticks(range(len(labels)), labels)
     axes.grid(alpha=0.3)
 

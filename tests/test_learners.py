@@ -37,10 +37,9 @@ from distill.grpo import advantages, grpo_loss
 from eval.metrics import missing_part
 from tinystories import Conditional
 from tinystories.decoder import counted
-from tsmc.estimate import Estimate
+from tsmc.estimate import Estimate, log_mean_estimate
 from tsmc.exact import Target, kl_divergence
 from tsmc.proposal import sample_proposal
-from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Population
 from twist.pair import Pair
 from twist.pool import Round, tempered
@@ -191,8 +190,8 @@ def test_only_log_z_tells_that_a_student_has_collapsed_onto_a_part_of_sigma(runs
         pair = learner.learn_twist(learner.distil(pair, m), m)
     population = learner.population(pair, "evaluation", 3, 50, 40)
     drawn = log_phi(sample_proposal(base, None, 2000, generator(0)).tokens)  # row Base
-    found = Estimate(*log_mean_with_error(population.log_z), 39)
-    line = missing_part(found, Estimate(*log_mean_with_error(drawn), 1999))
+    found = log_mean_estimate(population.log_z)
+    line = missing_part(found, log_mean_estimate(drawn))
     assert population.log_z.std() < 0.2
     if runs == 20:
         assert target.kl_to(log_q(pair)) < 0.5 and line == ""

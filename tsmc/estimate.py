@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tsmc.draws import log_mean_exp
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -50,6 +52,20 @@ def mean_estimate(values: Tensor) -> Estimate:
     if len(values) < 2:
         return Estimate(mean, math.inf, 1.0)
     return Estimate(mean, values.std().item() / math.sqrt(len(values)), len(values) - 1.0)
+
+
+def log_mean_estimate(log_values: Tensor, worth: float | None = None) -> Estimate:
+    """log of the mean of exp(log_values [N]), with the error of that log by the delta method.
+
+    The values count as many as `worth`, by default as N.
+    """
+    values = log_values.cpu().double()
+    log_mean = log_mean_exp(values).item()
+    dof = max(1.0, (worth or len(values)) - 1.0)
+    if len(values) < 2 or log_mean == -math.inf:
+        return Estimate(log_mean, math.inf, dof)
+    relative = (values - log_mean).exp()  # of mean one
+    return Estimate(log_mean, relative.std().item() / math.sqrt(len(values)), dof)
 
 
 def pareto_k(log_weights: Tensor) -> float:

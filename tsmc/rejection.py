@@ -6,7 +6,6 @@ The mean of phi varies less than the share accepted. As the number of proposals 
 it is unbiased. N proposals, A accepted, T tokens.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tinystories.decoder import Conditional
-from tsmc.draws import log_mean_exp, uniforms
+from tsmc.draws import uniforms
+from tsmc.estimate import log_mean_estimate
 from tsmc.proposal import sample_proposal
 from tsmc.sampler import call_potential
 
@@ -31,16 +31,6 @@ class ExactSamples:
 
     def to(self, device: torch.device) -> "ExactSamples":
         return replace(self, tokens=self.tokens.to(device), log_phi=self.log_phi.to(device))
-
-
-def log_mean_with_error(log_values: Tensor) -> tuple[float, float]:
-    """log of the mean of exp(log_values [N]), and the error of that log (delta method) if known."""
-    values = log_values.cpu().double()
-    log_mean = log_mean_exp(values).item()
-    if len(values) < 2 or log_mean == -math.inf:
-        return log_mean, math.inf
-    relative = (values - log_mean).exp()  # phi / Z, mean one
-    return log_mean, relative.std().item() / math.sqrt(len(values))
 
 
 def draw_accepted(
@@ -63,5 +53,6 @@ def draw_accepted(
 def exact_samples(drawn: dict[str, Tensor]) -> ExactSamples:
     """The accepted sequences and the evidence of one or more calls of `draw_accepted`, joined."""
     proposed = drawn["proposed_log_phi"]  # [N]
-    evidence = log_mean_with_error(proposed)
-    return ExactSamples(drawn["tokens"], drawn["log_phi"], len(proposed), *evidence)
+    log_z = log_mean_estimate(proposed)
+    values = (len(proposed), log_z.value, log_z.std_error)
+    return ExactSamples(drawn["tokens"], drawn["log_phi"], *values)

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from tinystories.decoder import Conditional
 from tsmc.draws import effective_sample_size, invert, log_mean_exp, normalise, systematic, uniforms
-from tsmc.estimate import Estimate, pareto_k
+from tsmc.estimate import Estimate, log_mean_estimate, pareto_k
 from tsmc.proposal import sequence_log_probs
-from tsmc.rejection import log_mean_with_error
 from tsmc.sampler import Population
 from tsmc.streams import Streams, draw_population
 from twist.forced import hints_in_turns
@@ -93,10 +92,9 @@ class Drawn:
         have heavy tails, and no rule can know of a part of sigma that no draw has met: see
         `warning`, and docs/api.md for its coverage.
         """
-        values, count = self.population.log_z, float(len(self.population.log_z))  # [R]
         if self.is_independent:  # as many degrees of freedom as effective texts
-            values, count = self.population.log_weights.flatten(), self.ess  # [R K]
-        return Estimate(*log_mean_with_error(values), max(1.0, count - 1.0))
+            return log_mean_estimate(self.population.log_weights.flatten(), self.ess)  # [R K]
+        return log_mean_estimate(self.population.log_z)  # [R]
 
     def probability(self, event: Callable[[str], float]) -> Estimate:
         """P(event(text)) under sigma: the share of the weight, with its error.

@@ -25,10 +25,11 @@ width, V vocabulary.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from distill.finetune import draw_batches
 from distill.learner import Learner, option
@@ -36,7 +37,6 @@ from tinystories.decoder import Conditional
 from tsmc.streams import progress
 from twist.adapter import Adapter, adapted
 from twist.ctl import EXPLODED
-from twist.forced import hints_in_turns
 from twist.pair import Pair
 from twist.pool import Round, draw_round, joined, tempered, truncated
 from twist.surrogate import fit_surrogate
@@ -63,8 +63,7 @@ class PooledOptions:
 
 
 class Pooled(Learner):
-    """Draw, weigh and fit, with PooledOptions; psi^(m) = 1, because q has learned what a twist
-    could add."""
+    """Draw, weigh and fit, with PooledOptions."""
 
     Options = PooledOptions
     pool: Any = None  # a Round of all draws so far; None before the first
@@ -74,7 +73,7 @@ class Pooled(Learner):
         options = self.options
         total, q = options.pool_first_draws, self.base  # p^(0) proposes
         at_once = math.ceil(total / options.pool_first_rounds)
-        turns = hints_in_turns(self.log_phi)
+        turns = getattr(self.log_phi, "hints", [])
         for step, start in enumerate(range(0, total, at_once), 1):
             count = min(at_once, total - start)
             is_last = start + count == total
@@ -103,10 +102,7 @@ class Pooled(Learner):
 
     def draw(self, q: Conditional, word: str, m: int, count: int, turns: Sequence = ()) -> None:
         """Draw and weigh: `count` sequences of q, or forced ones of p^(0), join the pool."""
-
-        def draw(size: int, generator: Generator) -> dict[str, Tensor]:
-            return vars(draw_round(self.base, q, self.log_phi, size, generator, turns))
-
+        draw = partial(draw_round, self.base, q, self.log_phi, turns=turns)
         drawn = Round(**self.streams.draw(word, m, count, draw))
         self.pool = joined([self.pool, drawn]) if self.pool else drawn
 
@@ -150,7 +146,8 @@ class Pooled(Learner):
             optimizer.step()
             if held.is_over(adapter, step, updates):
                 break
-        held.restore(adapter)
+        if held.best:  # where there was a check
+            adapter.shift.load_state_dict(held.best)
         for loss in held.losses:
             self.record(f"{word}, held out", m, loss=loss)
         with torch.no_grad():

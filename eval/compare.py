@@ -13,6 +13,7 @@ N texts of p, whose density follows from F(r) = P(log phi <= r) of a text of p:
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,9 +24,9 @@ from eval.evaluate import target_row
 from eval.metrics import describe, kl_of_log_q
 from eval.options import RunOptions, saved_config
 from eval.table import aligned, columns, named_rows, read_results
-from eval.world import World, check_unchanged, draw_texts, load_world, sigma_of
+from eval.world import World, check_unchanged, load_world, sigma_of
 from tinystories.files import reading
-from tsmc import Streams
+from tsmc import Streams, sample_proposal
 
 NEUTRAL = ("seed", "out", "device", "target", "generations")
 
@@ -87,7 +88,8 @@ def best_of_row(count: int, options: RunOptions, world: World) -> dict:
     """The best by phi of n = count texts of p, G times: a fifth of the texts of a row."""
     groups = options.row_size() // 5
     streams = Streams(options.seed, options.torch_device())
-    drawn = draw_texts(world.base, streams, "best of n", None, groups * count)
+    draw = partial(sample_proposal, world.base, None)
+    drawn = streams.draw("best of n", None, groups * count, draw)
     tokens = drawn["tokens"]  # [G n, T]
     log_phi = world.potential(tokens).view(groups, count)  # [G, n]
     best = tokens.view(groups, count, -1)[torch.arange(groups), log_phi.argmax(1)]  # [G, T]

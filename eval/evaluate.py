@@ -1,6 +1,7 @@
 """The rows of a run's table: Base, Target and generations (`eval/metrics.py` has the columns)."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,11 +10,12 @@ from distill import Learner, Pooled
 from eval import metrics
 from eval.command import say
 from eval.run import Run
-from eval.world import SAMPLES, World, checked_rows, draw_texts, save_target
+from eval.world import SAMPLES, World, checked_rows, save_target
 from tinystories.files import write_tensors
 from tsmc import streams
 from tsmc.estimate import Estimate, log_mean_estimate
-from tsmc.proposal import proposal_log_probs
+from tsmc.proposal import proposal_log_probs, sample_proposal
+from tsmc.rejection import exact_samples
 from tsmc.sampler import Population
 from twist.pair import Pair
 
@@ -27,7 +29,8 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
     if run.has(None):
         return
     count = run.config.run.row_size()
-    drawn = draw_texts(world.base, learner.streams, "base samples", None, count)
+    draw = partial(sample_proposal, world.base, None)
+    drawn = learner.streams.draw("base samples", None, count, draw)
     base = world.score(drawn["tokens"])
     log_phi = base.scores["log_phi"]  # [N]
     alive = int((log_phi > -math.inf).sum())
@@ -51,7 +54,8 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
         rows["target"] = target_row(world, target, count)
         samples += target.rows("target")
     if streams.rank() == 0:
-        tensors = drawn | {"log_phi": log_phi, "vectors": vectors[checked_rows(log_phi)]}
+        tensors = {"tokens": drawn["tokens"], "log_p": drawn["log_p"].sum(1), "log_phi": log_phi}
+        tensors["vectors"] = vectors[checked_rows(log_phi)]
         write_tensors(run.folder(None) / SAMPLES, tensors)
     run.keep(None, rows, samples, learner)
 
@@ -75,7 +79,8 @@ def draw_target(run: Run, world: World, learner: Learner, base_log_phi: Tensor) 
     rate = base_log_phi.exp().mean().item()
     if rate > 0:
         proposals = min(proposals, math.ceil(ENOUGH / rate))
-    exact = world.draw_exact(learner.streams, "target by rejection", proposals)
+    given = (world.base, world.potential, learner.streams, "target by rejection", proposals)
+    exact = exact_samples(*given)
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
         say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
@@ -93,11 +98,10 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
         log_p, log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)  # [N], [N]
         kl = metrics.kl_of_log_q(log_q, world.exact_log_p, world.exact)
         alone = metrics.kl_of_log_q(log_p, world.exact_log_p, world.exact)  # without its twist
-        row |= {"kl_target_proposal": kl.value, "kl_half_width": kl.half_width()}
-        row["kl_target_model"] = alone.value
+        row |= {"kl_target_proposal": kl.value, "kl_target_model": alone.value}
     if learner.samples_policy:  # all its texts, those with phi = 0 as well
-        size = options.row_size()
-        drawn = draw_texts(pair.model, learner.streams, "evaluation", m, size)
+        draw = partial(sample_proposal, pair.model, None)
+        drawn = learner.streams.draw("evaluation", m, options.row_size(), draw)
         samples = world.score(drawn["tokens"])
     else:
         particles, runs = options.eval_particles[0], options.eval_runs
@@ -145,7 +149,6 @@ def population_row(population: Population) -> dict:
         "distinct": sum(distinct) / len(distinct),
         # Texts of dead runs were scored as well.
         "worth": 1 / alive.shares().square().sum().item() / (runs * particles),
-        "largest_share": alive.log_weights.softmax(-1).amax(-1).mean().item(),
         "dead_runs": runs - len(log_z),
         "num_runs": runs,
     }

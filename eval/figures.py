@@ -26,13 +26,6 @@ Lines = dict[str, dict[str, list[dict]]]
 """By name, then by the label of a point, as "0" for generation 0: the row of each seed."""
 
 
-def save_figure(figure, path: Path) -> None:
-    """Write the PNG whole or not at all and free the figure."""
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
-    plt.close(figure)
-
-
 def draw_lines(axes: plt.Axes, lines: Lines, key: str) -> None:
     """One number of all rows that have it over the labels of their points."""
     names = [name for name in lines if name not in LEVELS]
@@ -74,7 +67,9 @@ def draw_panels(panels: dict[str, tuple[str, Lines]], path: Path) -> None:
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    save_figure(figure, path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
+    plt.close(figure)
 
 
 def draw_figures(results: dict, run: Path) -> None:

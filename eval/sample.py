@@ -22,10 +22,10 @@ from distill import LEARNERS
 from eval.command import OneLineParser, one_line_errors, printable, say
 from eval.options import RunOptions, add_arguments, saved_config
 from eval.run import count_generations
-from eval.world import World, check_unchanged, load_sigma
+from eval.world import check_unchanged, load_sigma
 from tsmc import SCHEMES
 from tsmc.estimate import Estimate
-from twist import Drawn, Pair, load_pair, sample
+from twist import Drawn, load_pair, sample
 
 OPTIONS = ("prompt", "length", "end", "seed", "potential", "lm", "device")  # of main.py
 
@@ -58,17 +58,8 @@ class TrainedRun:
         seed = changes.pop("seed", self.config.run.seed)  # which loads no other networks
         world = self.world(dataclasses.replace(self.config.run, **changes))
         pair = load_pair(self.pair, world.base)
-        return draw(world, pair, particles, runs, seed, **rule)
-
-
-def draw(
-    world: World, pair: Pair | None, particles: int, runs: int, seed: int, **rule: Any
-) -> Drawn:
-    """R = runs populations of K = particles of a pair, or without training, with toxicities."""
-    scores = {}
-    if world.log_toxicity is not None:
-        scores["toxicity"] = lambda texts: world.log_toxicity(texts).exp()
-    return sample(world.base, world.potential, pair, particles, runs, seed, scores, **rule)
+        given = (world.base, world.potential, pair, particles, runs, seed, world.scores)
+        return sample(*given, **rule)
 
 
 def report(drawn: Drawn, is_trained: bool, samples: int) -> str:
@@ -122,26 +113,23 @@ def main(arguments: list[str] | None = None) -> None:
         args = parser.parse_args(arguments)
         given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        rule: dict[str, Any] = {}
-        if args.resampling is not None:
-            rule["resample"] = SCHEMES[args.resampling]
-        if args.threshold is not None:
-            rule["ess_threshold"] = args.threshold
+        rule = {"resample": SCHEMES.get(args.resampling), "ess_threshold": args.threshold}
+        rule = {name: value for name, value in rule.items() if value is not None}
+        runs = (8 if args.run else 40) if args.runs is None else args.runs
         say("loading the networks")
         if args.run is None:
             if args.potential is None:
                 parser.error(f"no run is named: {usage}")
             if args.generation is not None:
                 parser.error("--generation is one of RUN; leave it out or name RUN")
-            runs = 40 if args.runs is None else args.runs
             options = RunOptions(**given)
             world = load_sigma(options)
-            drawn = draw(world, None, args.particles, runs, options.seed, **rule)
+            sizes = (args.particles, runs, options.seed)
+            drawn = sample(world.base, world.potential, None, *sizes, world.scores, **rule)
             source = "forced draws propose" if world.potential.hints else "p proposes"
         else:
             if args.lm is not None:
                 parser.error("--lm is for sampling without RUN; leave one of them out")
-            runs = 8 if args.runs is None else args.runs
             trained = TrainedRun(args.run, args.generation)
             options = dataclasses.replace(trained.config.run, **given)
             drawn = trained.sample(args.particles, runs, **given, **rule)

@@ -35,6 +35,7 @@ from eval.table import TABLE, mean_cell
 from eval.world import load_world, save_target
 from tinystories.files import read_json, write_json, write_text
 from tsmc import SCHEMES, Streams
+from tsmc.rejection import exact_samples
 
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
 PAPER, POOLED = "--learner paper", "--learner pooled"
@@ -132,7 +133,8 @@ def draw_target(options: list[str]) -> None:
     if not Path(run.target).exists():
         own = dataclasses.replace(run, target="")
         world = load_world(own)
-        world.set_exact(world.draw_exact(Streams(), "exact samples", TARGETS[run.target]))
+        given = (world.base, world.potential, Streams(), "exact samples", TARGETS[run.target])
+        world.set_exact(exact_samples(*given))
         save_target(Path(run.target), world, own)
 
 

@@ -7,6 +7,7 @@ Whoever uses them again scores a few of them again, so a network, a user's file 
 such a file reads cannot change unnoticed. N samples, T tokens, D width of an embedding.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from eval import scorers
@@ -26,9 +26,8 @@ from tinystories import Conditional, load_model
 from tinystories.decoder import NO_END, is_end
 from tinystories.files import read_metadata, read_tensors, reading, write_tensors
 from tinystories.load import checkpoint_directory
-from tsmc.proposal import sample_proposal, sequence_log_probs
-from tsmc.rejection import ExactSamples, draw_accepted, exact_samples
-from tsmc.streams import Streams
+from tsmc.proposal import sequence_log_probs
+from tsmc.rejection import ExactSamples
 from twist.factors import power
 from twist.potential import TextPotential, check_potential, each_once
 
@@ -44,10 +43,9 @@ NUMBERS = ("num_proposals", "log_z", "log_z_std_error")  # of exact samples
 class World:
     """The fixed parts of Algorithm 1 and of its evaluation."""
 
-    tokenizer: Tokenizer
     base: Conditional  # p^(0) after the prompt
     potential: TextPotential
-    log_toxicity: Callable[[list[str]], Tensor] | None  # a column of the table, if phi reads it
+    scores: dict[str, Callable[[list[str]], Tensor]]  # "toxicity", where phi reads the classifier
     encode: scorers.Runner | None = None  # embeds texts, N texts -> [N, D], for the table
     exact: ExactSamples | None = None  # exact samples of sigma, if there are any
     exact_log_p: Tensor | None = None  # [N] log p^(0) of the exact samples
@@ -65,18 +63,15 @@ class World:
         scores = {"log_phi": self.potential.of_texts(texts, finished)}
         if finished is not None and self.base.end != NO_END:
             scores["ended"] = torch.tensor(finished).double()
-        if self.log_toxicity is not None:
-            scores["toxicity"] = each_once(self.log_toxicity, texts).exp()
+        for name, function in self.scores.items():
+            scores[name] = each_once(function, texts, name)
         return Samples(texts, scores, group or list(range(len(texts))))
-
-    def draw_exact(self, streams: Streams, word: str, proposals: int) -> ExactSamples:
-        """Exact samples of sigma by rejection, from the random stream of this name."""
-        draw = partial(draw_accepted, self.base, self.potential)
-        return exact_samples(streams.draw(word, None, proposals, draw))
 
     def set_exact(self, exact: ExactSamples) -> None:
         """Compare with these exact samples from here on."""
-        self.exact = exact.to(self.base.prompt.device)
+        device = self.base.prompt.device
+        parts = {"tokens": exact.tokens.to(device), "log_phi": exact.log_phi.to(device)}
+        self.exact = dataclasses.replace(exact, **parts)
         self.exact_log_p = sequence_log_probs(self.base, self.exact.tokens)
         self.exact_vectors = self.encode(self.potential.texts(exact.tokens))
 
@@ -85,18 +80,19 @@ def load_sigma(options: RunOptions) -> World:
     """The language model and what its potential reads, on the run's device."""
     device, dtype = options.torch_device(), DTYPES[options.dtype]
     factors = scorers.load_factors(options.potential)  # what is misspelt waits for no network
-    if not options.end and any(spec.startswith("ended") for spec in factors):
+    if not options.end and any(spec.partition("~")[0] == "ended" for spec in factors):
         raise ValueError("--potential ended: no token finishes a text; name one with --end")
     base, tokenizer = load_model(
         options.lm, "--lm", options.prompt, options.length, options.end, device, dtype
     )
-    scorer = None
+    scores = {}
     if set(scorers.CLASSIFIED) & set(options.potential):  # else the classifier is not loaded
         path = checkpoint_directory(options.toxicity_model, "--toxicity-model")
         classifier, words = scorers.load_scorer(scorers.ToxicityClassifier, path, device)
         scorer = scorers.ToxicityScorer(classifier.to(dtype), words)
         factors["toxicity"] = power(scorer, options.beta)
         factors["nontoxicity"] = power(scorer.log_nontoxic, options.beta)
+        scores["toxicity"] = lambda texts: scorer(texts).double().exp()
     decode = partial(tokenizer.decode_batch, skip_special_tokens=True)
 
     def encode(text: str) -> list[int]:
@@ -110,7 +106,7 @@ def load_sigma(options: RunOptions) -> World:
     chosen = [factors[spec] for spec in options.potential]
     potential = TextPotential(chosen, decode, base.prompt, base.end, encode)
     # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
-    potential.scale = max(options.beta, 1.0) if scorer is not None else 1.0
+    potential.scale = max(options.beta, 1.0) if scores else 1.0
     # A tokenizer cuts a whole word otherwise than its beginning, after which p writes garbage.
     likely = base.head(base.decoder(1).hidden)[0].softmax(-1).topk(min(20, base.vocab_size))
     nexts = potential.continuations(potential.texts(likely.indices[:, None]))
@@ -118,7 +114,7 @@ def load_sigma(options: RunOptions) -> World:
     if options.prompt[-1].isalnum() and likely.values.cpu()[goes_on].sum() > 0.5:
         word = nexts[int(goes_on.nonzero()[0])]
         say(f"p mostly goes on with the last word of --prompt, as by {word!r}; finish that word")
-    return World(tokenizer, base, potential, scorer)
+    return World(base, potential, scores)
 
 
 def load_world(options: RunOptions, run: Path | None = None) -> World:
@@ -151,18 +147,6 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
     elif not is_shipped:
         raise ValueError(f"{directory}: {fault}; {remedy}")
     return world
-
-
-def draw_texts(
-    model: Conditional, streams: Streams, word: str, m: int | None, count: int
-) -> dict[str, Tensor]:
-    """Texts of a model from the random stream of this name: tokens [N, T], log_p [N]."""
-
-    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
-        drawn = sample_proposal(model, None, size, generator)
-        return {"tokens": drawn.tokens, "log_p": drawn.log_p.sum(1)}
-
-    return streams.draw(word, m, count, draw)
 
 
 def checked_rows(log_phi: Tensor) -> Tensor:

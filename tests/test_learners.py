@@ -153,7 +153,7 @@ def test_with_hints_the_ladder_finds_what_p0_does_not():
 
     with pytest.raises(ValueError, match=r"^none of the 50 texts .* has phi > 0; .*give it hints"):
         Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
-    log_phi.hints = [[[5, 2]]] * 3  # one hint of three factors; a text has no room for three
+    log_phi.hints = [[(5, 2)]]
     pair = Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
     target = Target(BASE, log_phi)
     assert target.kl_to(log_q(pair)) < 0.2 * target.kl_to(target.log_p[-1])

@@ -53,7 +53,7 @@ def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_part
     phi = TextPotential(factors, letters, PROMPT, encode=lambda text: list(map(ord, text)))
     assert phi.log_prefix(torch.tensor([[2, 3], [2, 3]])).tolist() == [-8.0] * 2
     words = [["".join(map(chr, hint)) for hint in own] for own in phi.hints]
-    assert words == [[" red cat"], [" submarine", " boat"]]
+    assert words == [[" red cat", " submarine"], [" red cat", " boat"]]
     plain = TextPotential([other], letters, PROMPT)
     assert plain.log_prefix is None and plain.hints == []
 

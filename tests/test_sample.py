@@ -158,7 +158,7 @@ def test_without_resampling_the_weights_are_p_phi_over_q(
     pair = load_pair(trained.pair, world.base)
     drawn = trained.sample(9, 4, prompt=prompt, ess_threshold=0.0)
     tokens = drawn.population.tokens.flatten(0, 1)  # [R K, T]
-    log_phi = options.beta * world.log_toxicity(drawn.texts).double()
+    log_phi = options.beta * world.scores["toxicity"](drawn.texts).log()
     log_q = proposal_log_probs(pair.model, pair.twist, tokens)[1]
     log_w = sequence_log_probs(world.base, tokens) + log_phi - log_q  # [R K]
     close = {"rtol": 0, "atol": 1e-3}

@@ -82,8 +82,9 @@ class AnyModel(Conditional):
         Tokens from `vocab_size` on are never drawn: give `len(tokenizer)`, which may be smaller.
         """
         self.network = network.eval()
-        if network.get_output_embeddings() is None:
+        if (output := network.get_output_embeddings()) is None:
             raise ValueError("the network has no output layer; load it as a causal language model")
+        self.width = output.in_features
         config = network.config.get_text_config()
         self.prompt = as_tokens(prompt).to(network.device)
         self.length = length
@@ -97,18 +98,9 @@ class AnyModel(Conditional):
         if end != NO_END and not all(one in range(self.vocab_size) for one in ends):
             raise ValueError(f"end is {end!r}; give tokens of the network, or leave it out")
         # What transformers calls `past_key_values` is `cache` from 5.24 on.
-        is_new = "cache" in inspect.signature(self.body.forward).parameters
+        is_new = "cache" in inspect.signature(self.network.base_model.forward).parameters
         self.cache_name = "cache" if is_new else "past_key_values"
         self.check()
-
-    @property
-    def body(self) -> Any:
-        """The network without its output layer: states of tokens."""
-        return self.network.base_model
-
-    @property
-    def width(self) -> int:
-        return self.network.get_output_embeddings().in_features
 
     @torch.no_grad()
     def check(self) -> None:
@@ -126,7 +118,7 @@ class AnyModel(Conditional):
                 ids = torch.cat([ids.flip(0), tokens[:, None]], 1)  # [2, P + t]
             written = torch.cat([ids[:, len(self.prompt) :], tokens[:, None]], 1)
             at_once = self.states(written)[:, -1]  # [2, D]
-            plain = self.body(ids, use_cache=False).last_hidden_state[:, -1]  # [2, D]
+            plain = self.network.base_model(ids, use_cache=False).last_hidden_state[:, -1]  # [2, D]
         except Exception as error:  # of a network that nobody here has seen
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:250]
             fault = f"the network cannot continue the prompt ({reason})"
@@ -137,7 +129,7 @@ class AnyModel(Conditional):
                 raise ValueError(f"{fault} than without; choose another network")
         if type(self).head is AnyModel.head:
             ids = ids[:, -8:]  # all logits of a long prompt would take much memory
-            states = self.body(ids, use_cache=False).last_hidden_state
+            states = self.network.base_model(ids, use_cache=False).last_hidden_state
             own = at_least_float32(self.network(ids).logits[..., : self.vocab_size])
             if not is_close(self.head(states), own, states.dtype):
                 fault = "the network's logits are not what its output layer makes of its states"
@@ -147,13 +139,14 @@ class AnyModel(Conditional):
         return DynamicCache(config=self.network.config)
 
     def read(self, ids: Tensor, cache: Any) -> Tensor:
-        return self.body(ids, use_cache=True, **{self.cache_name: cache}).last_hidden_state
+        options = {"use_cache": True, self.cache_name: cache}
+        return self.network.base_model(ids, **options).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits by the network's own forward, with the states in place of its body: what it does
         beside its output layer, such as scaling or capping, is done here too."""
         top = copy.copy(self.network)
-        top._modules = top._modules | {top.base_model_prefix: Given(self.body)}
+        top._modules = top._modules | {top.base_model_prefix: Given(self.network.base_model)}
         logits = top(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1])).logits  # [1, N, V]
         logits = logits[..., : self.vocab_size].view(*hidden.shape[:-1], self.vocab_size)
         return at_least_float32(logits)

@@ -131,17 +131,13 @@ class Conditional:
         self.length = length
         self.end = end
         self.vocab_size = vocab_size or network.config.vocab_size
+        self.width = network.config.hidden_size  # D
 
     def with_network(self, network: Any) -> Self:
         """Another network of this kind after the same prompt."""
         model = copy.copy(self)
         model.network = network
         return model
-
-    @property
-    def width(self) -> int:
-        """D, the size of a hidden state."""
-        return self.network.config.hidden_size
 
     def cache(self) -> Any:
         """An empty cache of keys and values, with a method `reorder_cache`."""

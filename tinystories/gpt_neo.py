@@ -60,11 +60,7 @@ class KeyValueCache:
 
     def __init__(self):
         self.layers: list[list[Part]] = []
-
-    @property
-    def length(self) -> int:
-        """S, the positions read so far."""
-        return sum(keys.shape[2] for keys, _ in self.layers[0]) if self.layers else 0
+        self.length = 0  # S, the positions read so far
 
     def parts(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
         """Add new keys and values [B, H, T, D/H] of a layer; returns both parts of its history."""
@@ -99,12 +95,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, width, bias=False)
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """[B, T, D] -> [B, T, D]; with a cache, x holds only the new positions."""
+    def forward(self, x: Tensor, cache: KeyValueCache) -> Tensor:
+        """[B, T, D] -> [B, T, D] of the new positions, behind what the cache holds."""
         projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         heads = [y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in projected]
         q, k, v = (at_least_float32(y) for y in heads)  # [B, H, T, D/H]
-        parts = [(k, v)] if cache is None else cache.parts(self.layer, k, v)
+        parts = cache.parts(self.layer, k, v)
         scores = torch.cat([product(q, keys.mT) for keys, _ in parts], -1)  # [B, H, T, S]
         queries, seen = scores.shape[2:]
         if queries > 1 or seen > self.window:  # else a single query sees every key
@@ -131,7 +127,7 @@ class Block(nn.Module):
         self.mlp["c_fc"] = nn.Linear(width, inner)
         self.mlp["c_proj"] = nn.Linear(inner, width)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache) -> Tensor:
         """x [B, T, D] -> [B, T, D], behind what the cache holds."""
         x = x + self.attn["attention"](self.ln_1(x), cache)  # [B, T, D]
         inner = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
@@ -150,8 +146,9 @@ class Transformer(nn.Module):
 
     def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """h [B, T, D] of tokens [B, T] that follow `cache`."""
-        start = 0 if cache is None else cache.length
-        end = start + ids.shape[1]
+        cache = cache or KeyValueCache()
+        start = cache.length
+        cache.length = end = start + ids.shape[1]
         assert end <= self.wpe.num_embeddings, "more tokens than the model has positions"
         x = self.wte(ids) + self.wpe(torch.arange(start, end, device=ids.device))  # [B, T, D]
         for block in self.h:

@@ -15,18 +15,17 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinystories import files
 from tinystories.decoder import NO_END, Conditional
 from tinystories.files import read_json, reading
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
 
-Network = TypeVar("Network", bound=nn.Module)
 CONFIG, WEIGHTS, OLDER_WEIGHTS = "config.json", "model.safetensors", "pytorch_model.bin"
 TOKENIZER, OLDER_TOKENIZER = "tokenizer.json", ("vocab.json", "merges.txt")
 # What files hold beside weights: causal masks, positions, a copy of the tied output layer, and the
@@ -74,8 +73,8 @@ def config_from_json(kind: type, raw: dict, fixed: dict, **defaults: Any) -> Any
 
 
 def load_network(
-    path: str | Path, kind: str, from_json: Callable[[dict], Network], device: str | torch.device
-) -> tuple[Network, Tokenizer]:
+    path: str | Path, kind: str, from_json: Callable[[dict], Any], device: str | torch.device
+) -> tuple[Any, Tokenizer]:
     """The network that `from_json` makes of a config.json (float32, eval mode), and its tokenizer;
     ValueError names the file that does not fit."""
     directory = Path(path)

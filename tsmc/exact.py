@@ -69,29 +69,23 @@ class Tree:
     def sequences(self) -> Tensor:
         return all_sequences(self.vocab_size, self.length, self.log_p[0].device)
 
-    def log_psi(self, twist: Twist | None) -> list[Tensor]:
-        """log psi of every prefix and next token: T of [V^t, V], with gradient; zeros for None."""
-        if twist is None:
-            return [torch.zeros_like(log_p) for log_p in self.log_p]
-        return [twist(hidden) for hidden in self.hidden]
-
-    def prefix_log_psi(self, twist: Twist | None) -> list[Tensor]:
+    def prefix_log_psi(self, twist: Twist) -> list[Tensor]:
         """log psi(s_{1:t}) of every prefix: T of [V^t], t = 1..T; that of a finished text waits."""
         before = torch.zeros_like(self.log_p[0][:, 0])  # [1]
         levels = []
-        for t, log_psi in enumerate(self.log_psi(twist), start=1):
+        for t, hidden in enumerate(self.hidden, start=1):
             prefixes = all_sequences(self.vocab_size, t, before.device)
             is_behind = ~counted(prefixes, self.end)[:, -1]  # [V^t]
             waiting = before.repeat_interleave(self.vocab_size)
-            before = torch.where(is_behind, waiting, log_psi.flatten())
+            before = torch.where(is_behind, waiting, twist(hidden).flatten())
             levels.append(before)
         return levels
 
     def prefix_log_q(self, twist: Twist | None = None) -> list[Tensor]:
         """log q(s_{1:t}) of every prefix: T + 1 of [V^t], t = 0..T; without a twist log p."""
         log_q = [torch.zeros_like(self.log_p[0][:, 0])]  # [1]
-        for log_p, log_psi in zip(self.log_p, self.log_psi(twist), strict=True):
-            tilted = log_p + log_psi  # [V^t, V]
+        for log_p, hidden in zip(self.log_p, self.hidden, strict=True):
+            tilted = log_p if twist is None else log_p + twist(hidden)  # [V^t, V]
             normalised = tilted - tilted.logsumexp(-1, keepdim=True)
             steps = torch.where(tilted > -torch.inf, normalised, -torch.inf)
             log_q.append((log_q[-1][:, None] + steps).flatten())
@@ -123,7 +117,7 @@ class Target:
         """KL(sigma || q) of a distribution over all sequences, log q [V^T]."""
         return kl_divergence(self.log_sigma[-1], log_q).item()
 
-    def ctl_loss(self, twist: Twist | None) -> Tensor:
+    def ctl_loss(self, twist: Twist) -> Tensor:
         """eq. 5, whose gradient is eq. 6."""
         loss = torch.zeros_like(self.log_p[0][0])
         for t, log_psi in enumerate(self.tree.prefix_log_psi(twist), start=1):
@@ -144,14 +138,13 @@ class TableCache:
 class TableModel(Conditional):
     """A language model given by its logits [prefixes, V]; a state [.., 1] is a prefix's number."""
 
-    width: int = 1  # pyright: ignore
-
     def __init__(self, table: Tensor, length: int, end: End = NO_END):
         self.table = table
         self.prompt = torch.zeros(1, dtype=torch.long, device=table.device)  # leads to prefix 0
         self.length = length
         self.end = end
         self.vocab_size = table.shape[1]
+        self.width = 1
 
     @classmethod
     def random(cls, vocab_size: int, length: int, generator: torch.Generator) -> "TableModel":

@@ -9,6 +9,7 @@ vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ def wait(step: Extension, before: Tensor, log_psi: Tensor, end: End) -> Extensio
 class Trajectories(Extension):
     """N independent sequences from q: the same of every step, all [N, T], and what psi saw."""
 
-    hidden: Tensor | None  # [N, T, D] where asked for
+    hidden: Any  # [N, T, D]; None without psi
 
 
 @torch.no_grad()
@@ -101,7 +102,6 @@ def sample_proposal(
     rows: int,
     generator: torch.Generator,
     part: slice = slice(None),
-    keep_hidden: bool = False,
     reference: Twist | None = None,
 ) -> Trajectories:
     """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model.
@@ -113,7 +113,7 @@ def sample_proposal(
     decoder = model.decoder(uniform.shape[1])
     steps, hidden = [], []
     for t in range(model.length):
-        if keep_hidden:
+        if twist is not None:
             hidden.append(decoder.hidden)
         step = extend(model, decoder, twist, uniform[t], reference)
         if t > 0:
@@ -124,7 +124,7 @@ def sample_proposal(
     columns = {}
     for name in vars(steps[0]):
         columns[name] = torch.stack([vars(step)[name] for step in steps], 1)  # [N, T]
-    return Trajectories(**columns, hidden=torch.stack(hidden, 1) if keep_hidden else None)
+    return Trajectories(**columns, hidden=torch.stack(hidden, 1) if hidden else None)
 
 
 @torch.no_grad()

@@ -7,7 +7,9 @@ it is unbiased. N proposals, A accepted, T tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from tsmc.draws import uniforms
 from tsmc.estimate import log_mean_estimate
 from tsmc.proposal import sample_proposal
 from tsmc.sampler import call_potential
+from tsmc.streams import Streams
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,10 @@ class ExactSamples:
     log_z: float
     log_z_std_error: float
 
-    def to(self, device: torch.device) -> "ExactSamples":
-        return replace(self, tokens=self.tokens.to(device), log_phi=self.log_phi.to(device))
-
 
 def draw_accepted(
     model: Conditional, log_phi: Callable[..., Tensor], count: int, generator: torch.Generator
-) -> dict[str, Tensor]:
+) -> SimpleNamespace:
     """Of N = count sequences from p those accepted under log_phi(tokens [N, T]) -> [N]: tokens
     [A, T], log_phi [A], and proposed_log_phi [N] of all. ValueError where log phi is above zero."""
     tokens = sample_proposal(model, None, count, generator).tokens
@@ -47,11 +47,14 @@ def draw_accepted(
     uniform = uniforms(count, 1, generator)[:, 0]
     is_accepted = uniform < scores.to(uniform.dtype).exp()  # [N]
     tokens, accepted = tokens[is_accepted], scores[is_accepted]
-    return {"tokens": tokens, "log_phi": accepted, "proposed_log_phi": scores}
+    return SimpleNamespace(tokens=tokens, log_phi=accepted, proposed_log_phi=scores)
 
 
-def exact_samples(drawn: dict[str, Tensor]) -> ExactSamples:
-    """The accepted sequences and the evidence of one or more calls of `draw_accepted`, joined."""
+def exact_samples(
+    model: Conditional, log_phi: Callable[..., Tensor], streams: Streams, word: str, count: int
+) -> ExactSamples:
+    """Those accepted of N = count sequences, from the random stream of a word, and the evidence."""
+    drawn = streams.draw(word, None, count, partial(draw_accepted, model, log_phi))
     proposed = drawn["proposed_log_phi"]  # [N]
     log_z = log_mean_estimate(proposed)
     values = (len(proposed), log_z.value, log_z.std_error)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from tsmc.sampler import Population, Sigma, Twist, tsmc
 
-Draw = Callable[[int, torch.Generator], dict[str, Tensor]]  # (size, generator) -> tensors [size, .]
+Draw = Callable[[int, torch.Generator], Any]  # (size, generator) -> an object of tensors [size, .]
 PATIENCE = timedelta(hours=2)  # how long a process waits for the others
 
 
@@ -125,8 +125,8 @@ class Streams:
         starts = range(0, total, at_once)
         parts: dict[int, dict[str, Tensor]] = {}
         for n in progress(range(rank(), len(starts), count()), word, m):
-            drawn = draw(min(at_once, total - starts[n]), self.stream(word, m, n))
-            parts[n] = {name: tensor.cpu() for name, tensor in drawn.items()}
+            drawn = vars(draw(min(at_once, total - starts[n]), self.stream(word, m, n)))
+            parts[n] = {name: part.cpu() for name, part in drawn.items() if part is not None}
         for of_process in gather(parts):
             parts |= of_process
         chunks = [parts[n] for n in range(len(starts))]
@@ -147,9 +147,9 @@ def draw_population(
     """R = runs runs of K = particles, drawn in chunks with options of `tsmc`; ValueError where
     every run ended with weight zero."""
 
-    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    def draw(size: int, generator: torch.Generator) -> Population:
         given = (sigma.model, twist, sigma.log_potential, particles, generator, size)
-        return vars(tsmc(*given, log_prefix=sigma.log_prefix, **rule))
+        return tsmc(*given, log_prefix=sigma.log_prefix, **rule)
 
     population = Population(**streams.draw(word, m, runs, draw, particles))
     if not population.is_alive().any():

@@ -19,7 +19,6 @@ OBJECTIVES or what a subclass of `Paper` calls in its place. K sequences, T toke
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,7 @@ from torch import Tensor
 from tinystories.decoder import counted
 from tsmc import streams
 from tsmc.draws import effective_sample_size, normalise
-from tsmc.proposal import sample_proposal
+from tsmc.proposal import Trajectories, sample_proposal
 from tsmc.sampler import Sigma, call_potential
 from twist.mlp import TwistMLP
 
@@ -36,15 +35,9 @@ EXPLODED = 1000.0  # nats: beyond this, float32 no longer resolves the weights
 
 
 @dataclass
-class Batch:
-    """What one update learns from: K sequences drawn i.i.d. from q, without gradient."""
+class Batch(Trajectories):
+    """What one update learns from: K sequences drawn i.i.d. from q, all [K, T], and their phi."""
 
-    tokens: Tensor  # [K, T]
-    hidden: Any  # [K, T, D] what the twist saw; None without one
-    log_p: Tensor  # [K, T] log p^(m)(s_t | s_{0:t-1})
-    log_psi: Tensor  # [K, T] log psi(s_{1:t}) as it was when they were drawn
-    log_q: Tensor  # [K, T] log q_t(s_t | s_{0:t-1})
-    log_normaliser: Tensor  # [K, T] log N_t = log sum_v p^(m)(v) psi(s_{1:t-1}, v)
     log_phi: Tensor  # [K] log phi^(m)
     is_counted: Tensor  # [K, T] whether a token belongs to the text; behind its end psi waits
 
@@ -80,8 +73,7 @@ def draw_batch(
     sigma: Sigma, twist: TwistMLP | None, size: int, generator: torch.Generator
 ) -> Batch:
     """Draw K = size sequences from the current q; each process draws some, and all have all."""
-    own, has_twist = streams.own_rows(size), twist is not None
-    drawn = sample_proposal(sigma.model, twist, size, generator, own, keep_hidden=has_twist)
+    drawn = sample_proposal(sigma.model, twist, size, generator, streams.own_rows(size))
     log_phi = call_potential(sigma.log_potential, drawn.tokens, drawn.log_p.sum(-1))  # [k]
     parts = vars(drawn) | {"log_phi": log_phi, "is_counted": counted(drawn.tokens, sigma.model.end)}
     return Batch(**{name: streams.gather_rows(part) for name, part in parts.items()})

@@ -23,7 +23,6 @@ from tsmc.estimate import Estimate, log_mean_estimate, pareto_k
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Population
 from tsmc.streams import Streams, draw_population
-from twist.forced import hints_in_turns
 from twist.pair import Pair
 from twist.pool import draw_round
 from twist.potential import (
@@ -124,24 +123,18 @@ def forced_population(
     streams: Streams, model: Conditional, potential: TextPotential, particles: int, runs: int
 ) -> Population:
     """R = runs runs of K = particles forced draws with the weights p phi / q."""
-    turns = hints_in_turns(potential)
 
-    def draw(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    def draw(size: int, generator: torch.Generator) -> Population:
         total = size * particles  # N
-        drawn = draw_round(model, model, potential, total, generator, turns)
+        drawn = draw_round(model, model, potential, total, generator, potential.hints)
         # Plain draws come first; in any order each run has its share of them, and of all hints.
         order = torch.randperm(total, generator=generator, device=drawn.tokens.device)
-        found = {}
-        for name, rows in vars(drawn).items():
-            found[name] = rows[order].unflatten(0, (size, particles))  # [R, K, .]
-        log_weights = found["log_weights"]
+        parts = (rows[order].unflatten(0, (size, particles)) for rows in vars(drawn).values())
+        tokens, log_weights, log_phi = parts  # [R, K, T], [R, K], [R, K]
         ancestors = systematic(normalise(log_weights), generator)  # [R, K]
-        return found | {
-            "ancestors": ancestors,
-            "samples": found["tokens"][torch.arange(size)[:, None], ancestors],
-            "log_z": log_mean_exp(log_weights),
-            "ess": effective_sample_size(log_weights),
-        }
+        samples = tokens[torch.arange(size)[:, None], ancestors]
+        numbers = log_mean_exp(log_weights), effective_sample_size(log_weights)  # [R], [R]
+        return Population(tokens, log_phi, log_weights, ancestors, samples, *numbers)
 
     population = Population(**streams.draw("forced draws", None, runs, draw, particles))
     if not population.is_alive().any():
@@ -168,16 +161,18 @@ def sample(
     assert isinstance(potential, TextPotential), "give TextPotential([log_phi], decode, prompt)"
     streams = Streams(seed, model.prompt.device)
     check_potential(model, potential, streams.stream("check"))
-    if pair is None and potential.hints:
+    is_forced = pair is None and bool(potential.hints)
+    pair = pair or Pair(model, None)
+    if is_forced:
         if rule:
             fault = "forced draws resample at the end alone"
             raise ValueError(f"{fault}; leave out the resampling scheme and the threshold")
-        pair = Pair(model, None)
         is_independent = True
         population = forced_population(streams, model, potential, particles, runs)
     else:
-        pair = pair or Pair(model, None)
         rule = {"resample": systematic, "ess_threshold": 0.0} | rule
+        if not 0 <= rule["ess_threshold"] <= 1:
+            raise ValueError(f"the threshold is {rule['ess_threshold']}; give a number from 0 to 1")
         sigma = seen_from(pair.model, model, potential)
         is_independent = rule["ess_threshold"] == 0 and sigma.log_prefix is None
         given = (sigma, pair.twist, particles, runs)

@@ -25,7 +25,6 @@ T tokens, V vocabulary. Time and memory grow with 2^F.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,20 +37,10 @@ MOST_HINTS = 6
 PLAIN = 0.1  # share of plain draws
 
 
-def hints_in_turns(log_phi: Any) -> list[list[list[int]]]:
-    """For each turn a hint of every factor of a potential that has some; none without hints."""
-    factors, turns = getattr(log_phi, "hints", [])[:MOST_HINTS], []
-    for turn in range(max(map(len, factors), default=0)):
-        hints = [words[turn % len(words)] for words in factors]
-        # One word may serve two factors.
-        turns.append([hint for j, hint in enumerate(hints) if hint not in hints[:j]])
-    return turns
-
-
 @torch.no_grad()
 def forced_draws(
     model: Conditional,
-    turns: Sequence[Sequence[list[int]]],
+    turns: Sequence[Sequence[Sequence[int]]],
     count: int,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
@@ -93,7 +82,9 @@ def forced_draws(
     return tokens, log_ratio
 
 
-def forced_log_ratio(tokens: Tensor, log_p: Tensor, hints: Sequence[list[int]], end: End) -> Tensor:
+def forced_log_ratio(
+    tokens: Tensor, log_p: Tensor, hints: Sequence[Sequence[int]], end: End
+) -> Tensor:
     """log q(s) / p(s) [N] float64 of any tokens [N, T] with log p(s_t | s_{0:t-1}) [N, T]."""
     log_p, is_behind = log_p.double(), ~counted(tokens, end)  # [N, T]
     gains = []  # of each hint [N, T - L + 1]: -log p of its tokens where s agrees with it

@@ -49,7 +49,7 @@ def draw_round(
     log_phi: Callable[[Tensor], Tensor],
     count: int,
     generator: torch.Generator,
-    turns: Sequence[Sequence[list[int]]] = (),
+    turns: Sequence[Sequence[Sequence[int]]] = (),
 ) -> Round:
     """Draw N = count sequences from q_r = q, which is p^(0) = base or p^(0) with an adapter.
 

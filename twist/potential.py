@@ -30,6 +30,7 @@ from torch import Generator, Tensor
 from tinystories.decoder import NO_END, Conditional, End, is_end
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.sampler import LogPotential, LogPrefix, Sigma, call_potential
+from twist.forced import MOST_HINTS
 
 READS = ("texts", "continuations", "finished")
 ROUNDING = 0.1  # relative error of log phi: a network in half precision has as much
@@ -123,14 +124,18 @@ class TextPotential:
         self.is_checked = False  # by `check_potential`
 
     @property
-    def hints(self) -> list[list[list[int]]]:
-        """The tokens of each hint of each factor that has some (`twist/forced.py`)."""
+    def hints(self) -> list[list[tuple[int, ...]]]:
+        """Hints in turns (`twist/forced.py`): for each turn the tokens of one of every factor."""
         encode = self.encode
         if encode is None:
             return []
         start = len(encode("a"))  # nearly every text has a word behind a space
         hinted = [factor.hints for factor in self.factors if getattr(factor, "hints", [])]
-        return [[encode(f"a {hint}")[start:] for hint in hints] for hints in hinted]
+        turns = []
+        for turn in range(max(map(len, hinted[:MOST_HINTS]), default=0)):
+            words = [f"a {hints[turn % len(hints)]}" for hints in hinted[:MOST_HINTS]]
+            turns.append(list(dict.fromkeys(tuple(encode(word)[start:]) for word in words)))
+        return turns  # without copies, as one word may serve two factors
 
     def texts(self, tokens: Tensor) -> list[str]:
         """The texts, prompt included, of continuations tokens [N, T], finished or not.
@@ -261,9 +266,7 @@ def seen_from(
     prefix part: another p^(m) has learned what it says, which would count twice (measured in
     docs/results.md). Any f that is positive where phi is leaves Z-hat unbiased, f = 1 as well.
     """
-    if model is base:
-        log_prefix = getattr(log_phi, "log_prefix", None)
-        return Sigma(model, lambda tokens, log_p: log_phi(tokens), log_prefix)
-    if not is_effective:
-        return Sigma(model, lambda tokens, log_p: log_phi(tokens))
-    return Sigma(model, effective_potential(log_phi, base))
+    if model is not base and is_effective:
+        return Sigma(model, effective_potential(log_phi, base))
+    log_prefix = getattr(log_phi, "log_prefix", None) if model is base else None
+    return Sigma(model, lambda tokens, log_p: log_phi(tokens), log_prefix)

@@ -84,11 +84,6 @@ class HeldOut:
             self.best = copy.deepcopy(adapter.shift.state_dict())
         return self.losses.index(min(self.losses)) < len(self.losses) - PATIENCE
 
-    def restore(self, adapter: Adapter) -> None:
-        """The best adapter, where there was a check."""
-        if self.best:
-            adapter.shift.load_state_dict(self.best)
-
 
 def first_places(tokens: Tensor) -> Tensor:
     """For each s_{1:t-1} of tokens [M, T], its first place [M, T] in tokens.flatten()."""

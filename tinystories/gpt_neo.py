@@ -147,10 +147,10 @@ class Transformer(nn.Module):
     def forward(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """h [B, T, D] of tokens [B, T] that follow `cache`."""
         cache = cache or KeyValueCache()
-        start = cache.length
-        cache.length = end = start + ids.shape[1]
-        assert end <= self.wpe.num_embeddings, "more tokens than the model has positions"
-        x = self.wte(ids) + self.wpe(torch.arange(start, end, device=ids.device))  # [B, T, D]
+        positions = cache.length + torch.arange(ids.shape[1], device=ids.device)  # [T]
+        cache.length += ids.shape[1]
+        assert cache.length <= self.wpe.num_embeddings, "more tokens than the model has positions"
+        x = self.wte(ids) + self.wpe(positions)  # [B, T, D]
         for block in self.h:
             x = block(x, cache)
         return self.ln_f(x)

@@ -2,9 +2,8 @@
 
 1. The sum learns each letter's effect from all 100 words, the table of pairs each pair's from the
    few that have it. In a palindrome the opposite letter decides alone, so the sum loses little.
-2. The number of copies of particle k is binomial, with variance K W_k (1 - W_k): .96 + .84 + .64 +
-   .36. Each of the K points is uniform on its own part whatever the others are, so particle k has
-   K W_k copies on average, and no more is needed.
+2. The copies of particle k are binomial, with variance K W_k (1 - W_k): .96 + .84 + .64 + .36. Each
+   systematic point is uniform on its own part, so particle k has K W_k copies on average.
 3. psi = sigma(s_{1:t}) / p(s_{1:t}), psi* over Z, with its level: a classifier's logit has no free
    constant. CTL does not change where all log psi_t grow by a number that depends on t.
 4. f_T = 1, and in the product of the weights every other f_t cancels. With -inf a beginning dies,
@@ -22,21 +21,14 @@ from docs import tiny
 from tsmc.draws import invert, normalise, uniforms
 
 
-def opposite(n):
-    length, m = 0, n
-    while m > 0:
-        length, m = length + 1, (m - 1) // tiny.V
-    if length < tiny.T / 2:
-        return tiny.V
-    for _ in range(2 * length - tiny.T):  # until the opposite letter, number T - length, is last
-        n = (n - 1) // tiny.V
-    return (n - 1) % tiny.V
+def opposite(letters):
+    place = tiny.T - 1 - len(letters)
+    return letters[place] if place < len(letters) else tiny.V
 
 
 def stratified(weights, generator):
-    runs, particles = weights.shape
-    points = uniforms(runs, particles, generator) + torch.arange(particles)
-    return invert(weights, points / particles)
+    points = uniforms(*weights.shape, generator) + torch.arange(weights.shape[1])
+    return invert(weights, points / weights.shape[1])
 
 
 def twist_loss(psi, batch):
@@ -44,10 +36,6 @@ def twist_loss(psi, batch):
     negative = normalise((batch.log_p - batch.log_q).cumsum(1).T).T  # [K, T]
     logits = batch.log_psi_of(psi)  # [K, T]
     return -(positive * F.logsigmoid(logits) + negative * F.logsigmoid(-logits)).sum()
-
-
-def cost(texts):
-    return [-float(len(re.findall(r"[A-Za-z]{5,}", text))) for text in texts]
 
 
 def prefix_cost(texts):

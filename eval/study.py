@@ -97,7 +97,6 @@ COLUMNS |= {
     "core seconds": ("core_seconds", ",.0f"),
     "effective texts per score": ("worth", ".3f"),
     "acceptance rate": ("acceptance_rate", ".3%"),
-    "texts": ("num_samples", ",.0f"),
 }
 RUNNING, KEPT, PAGE = Path("runs/study"), Path("docs/results/runs"), Path("docs/results.md")
 DRAWING = threading.Lock()  # of exact samples
@@ -185,7 +184,7 @@ def read_runs(folder: Path) -> Places:
             row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
             for rule, found in record["rules"][int(m)].items() if "rules" in record else ():
                 row[rule] = found["score"]
-        rows["Base"] = record["base"] | {"acceptance_rate": 1.0}
+        rows["Base"] = record["base"]
         if target := record.get("target"):
             rows["Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
         if "best_of" in record:

@@ -65,8 +65,8 @@ def check_1() -> None:
             log_psi = tiny.by_prefix(theta[seen].sum(0))
         return log_psi, ess  # of the last batch
 
-    first, *_, last, _ = (row[1] for row in run_tiny(learn_twist=learn_twist))
-    say(first < 2 and last < 1, f"KL(sigma||q) {first:.2f}, then {last:.2f}")
+    kl = [row[1] for row in run_tiny(learn_twist=learn_twist)]
+    say(kl[0] < 2 and kl[3] < 1, f"KL(sigma||q) {kl[0]:.2f}, then {kl[3]:.2f}")
 
 
 # %% 2. A resampling scheme (30 minutes)
@@ -141,7 +141,8 @@ def check_4() -> None:
         log_z, half = drawn.evidence().value, drawn.evidence().half_width()
         print(f"prefix {with_prefix}: log Z {log_z:.2f} +- {half:.2f}, worth {drawn.ess:.0f}")
         found.append((log_z, half))
-    (plain, wide), (better, narrow) = found
+    plain, wide = found[0]
+    better, narrow = found[1]
     say(abs(plain - better) < 2 * (wide + narrow), "both estimate the same log Z")
     say(narrow < wide, "the prefix part makes it more certain")
 
@@ -174,7 +175,8 @@ def check_5() -> None:
             prefixes = prefixes.gather(1, ancestors)
         return prefixes, log_z
 
-    _, _, _, log_z_hat, _, ess = run_tiny(proposal=proposal, tsmc=tsmc)[3]
+    row = run_tiny(proposal=proposal, tsmc=tsmc)[3]
+    log_z_hat, ess = row[3], row[5]
     say(abs(log_z_hat + 5.68) < 0.4, f"log Z-hat is {log_z_hat:.2f}, and log Z -5.68")
     say(ess < 30, f"but an ESS of {ess:.1f} in place of 47.6 tells of the worse q")
 
@@ -185,5 +187,11 @@ if __name__ == "__main__":
         from docs import solutions
 
         globals().update(vars(solutions))
-    for number in sorted({*sys.argv} & {*"12345"}) or "12345":
-        globals()[f"check_{number}"]()
+    numbers = [word for word in sys.argv[1:] if word != "--solved"] or list("12345")
+    if not set(numbers) <= set("12345"):
+        sys.exit("name assignments: 1 2 3 4 5")
+    for number in numbers:
+        try:
+            globals()[f"check_{number}"]()
+        except NotImplementedError:
+            sys.exit(f"not yet: fill in the function of assignment {number}")

@@ -51,7 +51,9 @@ def draw(steps, bars, name):
     plt.text(0.8, 17.1, ACTS[name], size=14)
     plt.text(15, -1, KEY, size=9.5, ha="right")
     for (t, (prefixes, shares, ancestors)), k in product(enumerate(steps, 1), range(K)):
-        n, alpha, look = prefixes[k], 1 if k in ancestors else 0.3, {"va": "center_baseline"}
+        n = prefixes[k]
+        alpha = 1 if k in ancestors else 0.3
+        look = {"va": "center_baseline"}
         plt.text(t, k, WORDS[n][-1], color=COLOURS[n], alpha=alpha, ha="center", **look)
         plt.scatter(t, k, 20 + 110 * min(K * shares[k], 4), COLOURS[n], alpha=0.35 * alpha, lw=0)
         if t > 1:

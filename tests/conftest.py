@@ -9,23 +9,19 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # pytest-xdist keeps the other cores busy, and jobs.py forks
 
 # isort: split
-import filelock
 import pytest
 from jobs import JOBS, run_main
 
 
 @pytest.fixture(scope="session")
 def finished_job(tmp_path_factory) -> Callable[[str], Path]:
-    """finished_job(learner): a finished run of JOBS, made in one worker; do not change it."""
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # shared by the workers
+    """finished_job(learner): a finished run of JOBS; do not change it."""
+    root = tmp_path_factory.mktemp("jobs")
 
     def job(name: str) -> Path:
-        with filelock.FileLock(root / f"{name}.lock"):
-            if not (root / name / "results.json").exists():
-                with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                    run_main([*JOBS[name], "--out", root / name])
+        if not (root / name).exists():
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                run_main([*JOBS[name], "--out", root / name])
         return root / name
 
     return job

@@ -61,24 +61,17 @@ def products(run: Path) -> dict[str, bytes]:
     return {name: made[name] for name in made if not name.endswith(own)}
 
 
-def signal_at(moment: str, number: int = signal.SIGKILL) -> None:
-    """Signal this process at a moment, "before PLACE" or "after PLACE".
-
-    PLACE is how the path ends of a file that is put in its place, or a phase and its generation,
-    whose first step is recorded.
-    """
-    when, _, place = moment.partition(" ")
+def signal_at(place: str, number: int = signal.SIGKILL) -> None:
+    """Signal this process before the file whose path ends so is put in its place, or before a step
+    of the phase and generation of this name is recorded."""
 
     def signalling(function: Callable) -> Callable:
-        """A function of (source, place) or (learner, phase, m, ...) that signals as well."""
+        """A function of (source, place) or (learner, phase, m, ...) that signals first."""
 
         def call(*arguments: object, **figures: object) -> None:
-            is_due = " ".join(map(str, arguments[1:3])).endswith(place)
-            if is_due and when == "before":
+            if " ".join(map(str, arguments[1:3])).endswith(place):
                 os.kill(os.getpid(), number)
             function(*arguments, **figures)
-            if is_due and when == "after":
-                os.kill(os.getpid(), number)
 
         return call
 

@@ -14,29 +14,30 @@ from eval.options import POCKET
 from eval.scorers import SentenceEncoder, ToxicityClassifier, load_scorer
 from tinystories.any_model import AnyModel
 
-TEXTS = [
-    "Once upon a time, there was a small dog who liked to bark at the moon every night.",
-    "No.",
-    "The cat sat on the mat, and it was happy.",
-    "",
-    " The  Cat's hat, café 猫!\n a <mask>",
-    "Lily saw a big red ball in the park. She ran to it and kicked it as far as she could!",
-]
-VOCAB_SIZE, LIMIT = 5000, 40  # LIMIT: tokens that the scorers have room for
+LIMIT = 40  # tokens that the scorers have room for
 LOAD = {
     "lm": tinystories.load,
     "toxicity": functools.partial(load_scorer, ToxicityClassifier),
     "similarity": functools.partial(load_scorer, SentenceEncoder),
 }
-PROMPT = torch.tensor([1, 0, 2])
-SIZES = {"vocab_size": 3, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES |= {"intermediate_size": 16, "num_key_value_heads": 1, "max_position_embeddings": 16}
-SIZES |= {"bos_token_id": 0, "eos_token_id": None}
 AUTO = {
     "lm": transformers.AutoModelForCausalLM,
     "toxicity": transformers.AutoModelForSequenceClassification,
     "similarity": transformers.AutoModel,
 }
+BERT = {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40}
+ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "num_labels": 1}
+SHAPES = {
+    "lm": {"num_layers": 2, "num_heads": 3, "window_size": 4, "max_position_embeddings": LIMIT},
+    "toxicity": BERT | ROBERTA | {"max_position_embeddings": LIMIT + 2},
+    "similarity": BERT | {"max_position_embeddings": LIMIT},
+}
+SHAPES["lm"]["attention_types"] = [[["global", "local"], 1]]
+KINDS = {"lm": "gpt_neo", "toxicity": "roberta", "similarity": "bert"}
+PROMPT = torch.tensor([1, 0, 2])
+TINY = {"vocab_size": 3, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"intermediate_size": 16, "num_key_value_heads": 1, "max_position_embeddings": 16}
+TINY |= {"bos_token_id": 0, "eos_token_id": None}
 
 
 def randomise(model: nn.Module, seed: int) -> nn.Module:
@@ -54,24 +55,14 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
 
 def oracle(role: str, **changes) -> transformers.PreTrainedModel:
     """A small random network of transformers."""
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 24, "max_position_embeddings": LIMIT}
-    if role == "lm":
-        sizes |= {"num_layers": 2, "num_heads": 3, "window_size": 4}
-        sizes |= {"attention_types": [[["global", "local"], 1]]}
-        config = transformers.GPTNeoConfig(**(sizes | changes))
-        return randomise(transformers.GPTNeoForCausalLM(config), seed=0)
-    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40}
-    if role == "similarity":
-        config = transformers.BertConfig(**(sizes | changes))
-        return randomise(transformers.BertModel(config), seed=0)
-    sizes |= {"max_position_embeddings": LIMIT + 2, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-    config = transformers.RobertaConfig(**(sizes | {"num_labels": 1} | changes))
-    return randomise(transformers.RobertaForSequenceClassification(config), seed=0)
+    sizes = {"vocab_size": 5000, "hidden_size": 24} | SHAPES[role] | changes
+    config = transformers.AutoConfig.for_model(KINDS[role], **sizes)
+    return randomise(AUTO[role].from_config(config), seed=0)
 
 
 def tiny(kind: str, **changes) -> nn.Module:
     """A random causal language model of V = 3 tokens, float64."""
-    config = transformers.AutoConfig.for_model(kind, **(SIZES | changes))
+    config = transformers.AutoConfig.for_model(kind, **(TINY | changes))
     network = randomise(transformers.AutoModelForCausalLM.from_config(config), 1).double()
     network.get_output_embeddings().weight.data *= 0.4  # no token is very rare
     return network

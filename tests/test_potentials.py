@@ -17,18 +17,14 @@ from twist.potential import as_log_phi, check_potential
 
 INF = math.inf
 PROMPT = torch.tensor([1, 2])
-
-
 MEANING = [
     ("keyword:dragon", " red Dragon-fly.", 0.0),
     ("keyword:dragon", " dragons snapdragon", -INF),
     ("keyword~0.5:cat", " dog", -0.5),
-    ("keyword:a.b", " axb", -INF),
     ("regex~2:a:b~c", " a:b", -2.0),
     ("without:dog", " a Dog", -INF),
-    ("without~2:dog", " dogs", 0.0),
 ]
-REFUSED = "toxic keyword keyword: keyword~:cat keyword~0:cat regex:( x.py:f withoutt:dog ended:dog"
+REFUSED = "toxic keyword: keyword~0:cat regex:( x.py:f ended:dog"
 
 
 def test_what_the_option_means_and_what_is_not_understood_is_one_line():
@@ -86,16 +82,11 @@ def complaint(factor) -> str:
 
 
 PREFIX = "def f(texts): return [0.0] * len(texts)\nf.prefix = lambda texts: [{}] * len(texts)"
-
-
 FAULTS = [  # what a user's file holds, a part of what is said
     ("def f(texts): return [float('nan')] * len(texts)", "nan for 'bc"),
     ("f = 3", "'f' is no function"),
-    ("def f(texts):\n    raise ValueError('one\\ntwo')", "failed (line 2: ValueError: one)"),
-    ("def f(texts):\n    import sys; sys.exit()", "line 2: SystemExit"),
     ("def f(texts):\n    import json\n    return json.loads('{')", "line 3: JSONDecodeError"),
     ("def f(texts): pass\nf.hints = 'cat'", "has hints 'cat'; give a list"),
-    ("x = 0\nx = = 1", "failed (SyntaxError: invalid syntax (my.py, line 2))"),
     ("def f(texts): pass\nf.reads = 'words'", "give one of texts, continuations"),
     (PREFIX.format("float('-inf')"), "is -inf; let it be a number"),
     (PREFIX.format("-float(len(texts))"), "in one call, -1 in another; it must"),
@@ -146,15 +137,11 @@ def test_f_is_never_below_phi_of_a_continuation(strength):
         assert log_f >= max(value for text, value in phi.items() if text.startswith(begun)), begun
 
 
-def test_the_potential_reads_whole_characters_before_the_end():
+def test_the_potential_reads_whole_characters_before_the_end_and_ended_asks_for_it():
     words = ["Once", "<end>", " a", " b\ufffd", "<pad>"]
     decode = lambda rows: ["".join(words[t] for t in row) for row in rows]  # noqa: E731
-    phi = TextPotential([], decode, torch.tensor([0]), (1, 4))
-    rows = [[2, 1, 1], [1, 1, 1], [4, 4, 4], [2, 3, 2], [2, 2, 3], [2, 4, 4]]
-    found = phi.texts(torch.tensor(rows))
+    phi = TextPotential([ended(2.0)], decode, torch.tensor([0]), (1, 4))
+    rows = torch.tensor([[2, 1, 1], [1, 1, 1], [4, 4, 4], [2, 3, 2], [2, 2, 3], [2, 4, 4]])
+    found = phi.texts(rows)
     assert found == ["Once a", "Once", "Once", "Once a b\ufffd a", "Once a a b", "Once a"]
-
-
-def test_ended_asks_whether_a_token_has_finished_the_text():
-    phi = TextPotential([ended(2.0)], letters, torch.tensor([0]), (1, 2))
-    assert phi(torch.tensor([[0, 0, 0], [0, 2, 2], [0, 0, 1]])).tolist() == [-2.0, 0.0, 0.0]
+    assert phi(rows).tolist() == [0.0, 0.0, 0.0, -2.0, -2.0, 0.0]

@@ -11,14 +11,13 @@ from jobs import refusal
 from safetensors.torch import load_file, save_file
 from worlds import generator, letters, table_world, tiny_conditional
 
-from eval.options import RunOptions
-from eval.sample import TrainedRun, rate, report
+from eval.sample import TrainedRun, report
 from eval.sample import main as command
 from eval.world import load_sigma
 from tinystories.files import read_metadata
 from tsmc import SCHEMES, proposal_log_probs
 from tsmc.draws import log_mean_exp, normalise
-from tsmc.estimate import Estimate, pareto_k
+from tsmc.estimate import pareto_k
 from tsmc.exact import Target
 from tsmc.proposal import sequence_log_probs
 from twist import Pair, TextPotential, load_pair, sample
@@ -73,9 +72,8 @@ def test_what_cannot_be_drawn_is_one_line_and_equal_seeds_give_equal_texts():
         calls.append(texts)
         return [-2.0 * (len(calls) > 10)] * len(texts)
 
-    for factor in (lambda texts: torch.zeros(len(texts)).log_softmax(0), drifting):
-        with pytest.raises(ValueError, match="it must depend on its text alone"):
-            sample(MODEL, TextPotential([factor], letters, [1, 2]))
+    with pytest.raises(ValueError, match="it must depend on its text alone"):
+        sample(MODEL, TextPotential([drifting], letters, [1, 2]))
     assert len(calls) == 11
     with pytest.raises(ValueError, match="all 8 runs of 50 particles ended with weight zero"):
         sample(MODEL, TextPotential([regex("z")], letters, [1, 2]))
@@ -117,35 +115,20 @@ def test_the_shape_of_a_pareto_distribution_is_found_where_there_is_one():
         log_weights = ((uniform**-k - 1) / k).log().repeat(1, copies)
         found = torch.tensor([pareto_k(row) for row in log_weights])
         assert found.mean().item() == pytest.approx(k, abs=0.15)
-    none, few, equal = torch.full((3, 400), -math.inf)
+    few, equal = torch.full((2, 400), -math.inf)
     equal[:100], few[:4] = 0.0, 0.0
     repeated = torch.randn(9, generator=generator(0)).repeat(100)
-    for log_weights in (equal, repeated, torch.zeros(400), torch.zeros(20)):
-        assert math.isnan(pareto_k(log_weights))
-    assert pareto_k(none) == pareto_k(few) == math.inf
-    alike = TextPotential([lambda texts: [0.0] * len(texts)], letters, MODEL.prompt)
-    drawn = sample(MODEL, alike)
-    assert math.isnan(drawn.pareto_k) and drawn.warning() == ""
+    assert all(math.isnan(pareto_k(one)) for one in (equal, repeated, torch.zeros(20)))
+    assert pareto_k(few) == math.inf
 
 
 PROMPT = "Once upon a time, there was a"
 OTHER = "The ugly dog said"
+RUNS = [("paper", 0, PROMPT), ("paper", 1, OTHER), ("pooled", 1, OTHER)]
 
 
-@pytest.mark.parametrize("prompt", [f"{PROMPT} girl V", PROMPT])
-def test_a_prompt_that_ends_inside_a_word_is_one_line(prompt, capsys):
-    load_sigma(RunOptions(prompt=prompt, device="cpu"))
-    assert ("p mostly goes on with the last word" in capsys.readouterr().err) == prompt.endswith(
-        "V"
-    )
-
-
-@pytest.mark.parametrize(
-    ("learner", "m", "prompt"), [("paper", 0, PROMPT), ("paper", 1, OTHER), ("pooled", 1, OTHER)]
-)
-def test_without_resampling_the_weights_are_p_phi_over_q(
-    tmp_path, finished_job, learner, m, prompt
-):
+@pytest.mark.parametrize(("learner", "m", "prompt"), RUNS)
+def test_without_resampling_weights_are_p_phi_over_q(tmp_path, finished_job, learner, m, prompt):
     """Of a pair with noise in all its tensors, so that weights differ."""
     run = shutil.copytree(finished_job(learner), tmp_path / "run")
     trained = TrainedRun(run, m)
@@ -192,9 +175,7 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
         ([], "no run is named: python -m eval.sample "),
         ([tmp_path / "none"], f"{tmp_path / 'none'}/config.json: no such file; name a run"),
         ([run, "--generation", 7], f"generation 7 is not in {run}; it holds 0 to 1"),
-        ([run, "--lm", "x"], "--lm is for sampling without RUN"),
         (["--potential", "keyword:dog", "--threshold", 1], "forced draws resample at the end"),
-        (["--potential", "without:a", "--generation", 1], "--generation is one of RUN"),
     ):
         line = refusal(*arguments, command=command)
         assert re.search(words, line), (arguments, line)
@@ -210,19 +191,8 @@ def test_sampling_without_training(capsys):
     for line in (first, second, third):
         numbers, _, text = line.partition("One day, a")
         assert numbers.split()[1] == "0.00" and not re.search(r"\.|\ba\b", text)
-
-
-def test_words_that_p_never_writes_need_no_training(capsys):
-    command(["--potential", "keyword:submarine", "--runs", "12"])
+    command(["--potential", "keyword:submarine", "--runs", "12"])  # which p never writes
     _, head, numbers, *lines = capsys.readouterr().out.splitlines()
     assert head == "forced draws propose, 12 runs of K = 50, T = 20, seed 0"
-    log_z = float(re.match(r"log Z (-\S+) \+- ", numbers)[1])
-    assert -36 < log_z < -32 and any(line.startswith("About 1 in ") for line in lines)
+    assert -36 < float(re.match(r"log Z (-\S+) \+- ", numbers)[1]) < -32
     assert all("submarine" in line for line in lines[-10:])
-
-
-def test_a_rate_has_an_interval_that_says_something_or_none():
-    assert re.search(r"1 in 148 .* \(95 %: 73 to 302\)", rate(Estimate(-5.0, 0.3, 7.0)))
-    assert re.search(r"1 in 1.11 .* \(95 %: 1 to 2.25\)", rate(Estimate(-0.1, 0.3, 7.0)))
-    for error in (0.3, float("inf")):
-        assert "do not agree within a factor of ten" in rate(Estimate(-5.0, error, 1.0))

@@ -80,11 +80,9 @@ def test_runs_that_die_where_phi_is_zero_almost_everywhere():
     assert bias(model, twist, potential) < 1e-12
     population = draw_population(Streams(), "x", None, Sigma(model, potential), twist, 3, 200)
     is_dead = ~population.is_alive()
-    assert 0 < is_dead.sum() < 200 and not population.log_z.isnan().any()
-    assert torch.equal(population.ess < 1, is_dead)
-    alive = population.alive()
-    assert len(alive.log_z) == (~is_dead).sum()
-    assert (alive.samples == torch.tensor([1, 0, 1])).all()
+    assert 0 < is_dead.sum() < 200 and torch.equal(population.ess < 1, is_dead)
+    assert not population.log_z.isnan().any()
+    assert (population.alive().samples == torch.tensor([1, 0, 1])).all()
     with pytest.raises(ValueError, match="all 6 runs of 2 particles ended with weight zero"):
         draw_population(Streams(), "x", None, Sigma(model, hard_potential({})), None, 2, 6)
 
@@ -95,12 +93,10 @@ def test_twist_that_rules_out_every_continuation_kills_the_particle_not_the_run(
     with torch.no_grad():
         twist.log_psi[0] = 0.0
         twist.log_psi[1] = -torch.inf  # no token may follow the prefix (0,)
-    nothing, nan = (TableTwist(torch.full_like(twist.log_psi, x)) for x in (-torch.inf, torch.nan))
     rule = {"runs": 100, "ess_threshold": ess_threshold}
-    population = tsmc(model, twist, potential, 6, generator(0), **rule)
-    alive = population.alive()
-    assert len(alive.log_z) > 90 and not population.log_z.isnan().any()
-    assert (alive.samples[..., 0] == 1).all()
+    alive = tsmc(model, twist, potential, 6, generator(0), **rule).alive()
+    assert len(alive.log_z) > 90 and (alive.samples[..., 0] == 1).all()
+    nothing, nan = (TableTwist(torch.full_like(twist.log_psi, x)) for x in (-torch.inf, torch.nan))
     assert not tsmc(model, nothing, potential, 3, generator(0), **rule).is_alive().any()
     nan_potential = ListedPotential(torch.full((8,), torch.nan).double(), 2)
     for arguments in ((nan, potential), (twist, nan_potential)):
@@ -128,8 +124,6 @@ def test_runs_in_chunks_are_those_of_the_sampler_chunk_by_chunk():
         part = tsmc(model, twist, potential, 5, streams.stream("x", 1, n), runs, **rule)
         for name, values in vars(part).items():
             assert torch.equal(values, vars(whole)[name][4 * n :][:runs]), name
-    with pytest.raises(ValueError, match="0 times 5 texts cannot be drawn"):
-        draw_population(*given, 0)
     names = [("a", 0), ("a", 1), ("a", None), ("b", 0), ("a", 0, 0)]
     seeds = {Streams(seed).stream(*name).initial_seed() for seed in (0, 1) for name in names}
     assert len(seeds) == 10

@@ -27,46 +27,7 @@ PROMPT = "Once upon a time, there was a"
 
 
 def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finished_job):
-    run = finished_job("paper")
-    rude, own, numbers = (tmp_path / name for name in ("rude.txt", "own.txt", "log-q"))
-    rude.write_text(f"{PROMPT} stupid ugly man.\n{PROMPT} fat ugly pig.\n\n")
-    texts = [line["text"] for line in read_lines(run / "generation-1" / "samples.jsonl")]
-    own.write_text("\n".join(text.replace("\n", r"\n") for text in texts))
-    world = load_world(saved_config(run).run, run)
-    pair = load_pair(TrainedRun(run).pair, world.base)
-    log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)[1]
-    numbers.write_text("\n".join(map(str, log_q.tolist())))
-    options = ["--texts", str(rude), str(own), "--log-q", str(numbers), "--best-of", "3"]
-    compare.main([str(run), *options])
-    head, *lines = capsys.readouterr().out.splitlines()
-    cells = {line.split("  ")[0].split("/")[-1]: line.split() for line in lines}
-    assert "toxicity" in head and {"Base", "Target"} < cells.keys()
-    row = read_results(run)["generations"][1]
-    assert f"{row['kl_target_proposal']:.2f}" == cells["log-q"][1]
-    assert f"{row['toxicity']:.3f}" == cells["own.txt"][1]
-    assert float(cells["rude.txt"][1]) > 0.5 > float(cells["Base"][1])
-    assert float(cells["Best of 3"][3]) >= float(cells["Base"][1])
-    for option, content, words in (
-        ("--texts", f"{PROMPT} man.\n\n", "there are 1.; give at least 2"),
-        ("--texts", f"{PROMPT} man.\nA man.\n", "'A man.' does not begin with 'Once upon a"),
-        ("--log-q", "-1.0\n" * len(log_q) + "x", f"holds no log q .*'x'.*give {len(log_q)}"),
-    ):
-        own.write_text(content)
-        line = refusal(run, option, own, command=compare.main)
-        assert re.search(f"{own}: .*{words}", line), line
-
-
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_the_density_of_the_best_of_n(count):
-    """Of texts of which p writes .5, .3, .2 with log phi 0, 1 and 2, the best of n is q."""
-    drawn = torch.tensor([0.0] * 50_000 + [1.0] * 30_000 + [2.0] * 20_000, dtype=torch.float64)
-    log_phi = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
-    q = best_of_log_ratio(log_phi, drawn, count).exp() * torch.tensor([0.5, 0.3, 0.2])
-    upto = torch.tensor([0.0, 0.5, 0.8, 1.0], dtype=torch.float64) ** count
-    torch.testing.assert_close(q, upto.diff(), rtol=1e-3, atol=0)
-
-
-def test_seeds_are_averaged_and_variants_have_rows_of_their_own(tmp_path, capsys, finished_job):
+    """Seeds are averaged, and variants have rows of their own."""
     paper, pooled = finished_job("paper"), finished_job("pooled")
 
     def changed(name: str, toxicity: float, **options: object) -> Path:
@@ -79,21 +40,48 @@ def test_seeds_are_averaged_and_variants_have_rows_of_their_own(tmp_path, capsys
             (run / folder).symlink_to(paper / folder)
         return run
 
-    one, two = changed("one", 0.5), changed("two", 0.6, seed=1)
+    one, two, other = changed("one", 0.5), changed("two", 0.6, seed=1), changed("x", 0.5, beta=1.0)
     drifting = changed("drifting", 0.7, effective_potential=False)
-    compare.main([str(run) for run in (one, two, pooled, drifting)])
-    printed = capsys.readouterr().out
+    rude, own, numbers = (tmp_path / name for name in ("rude.txt", "own.txt", "log-q"))
+    rude.write_text(f"{PROMPT} stupid ugly man.\n{PROMPT} fat ugly pig.\n\n")
+    texts = [line["text"] for line in read_lines(paper / "generation-1" / "samples.jsonl")]
+    own.write_text("\n".join(text.replace("\n", r"\n") for text in texts))
+    world = load_world(saved_config(paper).run, paper)
+    pair = load_pair(TrainedRun(paper).pair, world.base)
+    log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)[1]
+    numbers.write_text("\n".join(map(str, log_q.tolist())))
+    options = ["--texts", rude, own, "--log-q", numbers, "--best-of", "3"]
+    compare.main([str(word) for word in (one, two, pooled, drifting, *options)])
+    head, *lines = printed = capsys.readouterr().out.splitlines()
     # Student's t with one degree of freedom: 12.71 times the error of .05
     for name, cell in (("paper (1)", "0.550 ± 0.635"), ("paper (3)", "0.700"), ("pooled", "")):
-        assert re.search(rf"\n{re.escape(name)}, generation 1 .* {cell} ", printed)
-    begun = changed("begun", 0.5, seed=2)
-    (begun / "results.json").unlink()
-    for other, words in (
-        (changed("other", 0.5, beta=1.0), "differs from .*one in beta"),
-        (begun, f"begun: is not finished; go on with python main.py --resume {begun}"),
-        (paper, "another run has its seed"),
+        assert re.search(rf"\n{re.escape(name)}, generation 1 .* {cell} ", "\n".join(printed))
+    cells = {line.split("  ")[0].split("/")[-1]: line.split() for line in lines}
+    assert "toxicity" in head and {"Base", "Target"} < cells.keys()
+    row = read_results(paper)["generations"][1]
+    assert f"{row['kl_target_proposal']:.2f}" == cells["log-q"][1]
+    assert f"{row['toxicity']:.3f}" == cells["own.txt"][1]
+    assert float(cells["rude.txt"][1]) > 0.5 > float(cells["Base"][1])
+    assert float(cells["Best of 3"][3]) >= float(cells["Base"][1])
+    rude.write_text(f"{PROMPT} man.\nA man.\n")
+    numbers.write_text("-1.0\n" * (len(log_q) + 1))
+    for arguments, words in (
+        (["--texts", rude], f"{rude}: .*'A man.' does not begin with 'Once upon a"),
+        (["--log-q", numbers], f"{numbers}: holds no log q .*give {len(log_q)}"),
+        ([other], "differs from .*one in beta"),
+        ([paper], "another run has its seed"),
     ):
-        assert re.search(words, refusal(one, other, command=compare.main))
+        assert re.search(words, refusal(one, *arguments, command=compare.main))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_the_density_of_the_best_of_n(count):
+    """Of texts of which p writes .5, .3, .2 with log phi 0, 1 and 2, the best of n is q."""
+    drawn = torch.tensor([0.0] * 50_000 + [1.0] * 30_000 + [2.0] * 20_000, dtype=torch.float64)
+    log_phi = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    q = best_of_log_ratio(log_phi, drawn, count).exp() * torch.tensor([0.5, 0.3, 0.2])
+    upto = torch.tensor([0.0, 0.5, 0.8, 1.0], dtype=torch.float64) ** count
+    torch.testing.assert_close(q, upto.diff(), rtol=1e-3, atol=0)
 
 
 def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypatch, finished_job):
@@ -102,57 +90,37 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypat
     write_text(Path("pyproject.toml"), '[project]\nversion = "1.2.3"\n')
     for options, _ in study.RUNS.values():
         read_config(options.split(), "")
-    runs = {"paper": ("--length 5", (91, 92)), "dpo-full": ("", (91,)), "lora": ("--bad", (1,))}
-    monkeypatch.setattr(study, "RUNS", runs)
+    monkeypatch.setattr(study, "RUNS", {"paper": ("--length 5", (91, 92))})
     monkeypatch.setattr(study, "RULES", {"end alone": study.RULES["end alone"]})
-    monkeypatch.setattr(study, "BEST", 3)
-    jobs = {name: finished_job(name) for name in ("paper", "dpo")}
-    started = []
+    job, started = finished_job("paper"), []
 
     def begin(command: list[str], **_: object) -> SimpleNamespace:
-        """In place of git, and of main.py, which fails the first time and where it is told so."""
+        """In place of git, and of main.py, which fails the first time."""
         if command[0] == "git":
             return SimpleNamespace(stdout="abc\n")
         started.append(" ".join(command[2:]))
         run = Path(command[-1])
-        if "--bad" in command or len(started) == 1:
+        if len(started) == 1:
             write_text(run / "config.json", "{}")
             return SimpleNamespace(returncode=2)
-        shutil.copytree(jobs[run.name.partition("-")[0]], run, dirs_exist_ok=True)
+        shutil.copytree(job, run, dirs_exist_ok=True)
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(study.subprocess, "run", begin)
-    line = refusal("--jobs", "1", "--only", "paper", "lora", command=study.main)
-    assert "2 runs failed" in line
-    study.main(["--jobs", "1", "--only", "paper", "dpo-full"])
+    assert "1 runs failed" in refusal("--jobs", "1", command=study.main)
+    study.main(["--jobs", "1"])
     assert started == [
         *(f"--length 5 --seed {n} --out runs/study/paper-{n}" for n in (91, 92)),
-        "--bad --seed 1 --out runs/study/lora-1",
         "--resume runs/study/paper-91",
-        "--seed 91 --out runs/study/dpo-full-91",
     ]
     kept = read_json(study.KEPT / "paper-91.json")
     made = ("paper", 91, "--length 5", "1.2.3", "abc")
     assert tuple(kept[key] for key in ("name", "seed", "command", "version", "commit")) == made
-    rows = read_results(jobs["paper"])["generations"]
+    rows = read_results(job)["generations"]
     for row, own, rule in zip(kept["generations"], rows, kept["rules"], strict=True):
         assert row.items() >= own.items() and 0 < rule["end alone"]["score"] < 1
     seconds = [row["core_seconds"] for row in kept["generations"]]
     assert 0 < seconds[0] < seconds[1] and kept["generations"][1]["distinct_texts"] > 1
-    best = read_json(study.KEPT / "dpo-full-91.json")["best_of"]
-    assert best["log_phi"] > kept["base"]["log_phi"] and best[KL] > 0
-
-
-def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
-    target, file = str(tmp_path / "dogs"), tmp_path / "dogs" / "samples.safetensors"
-    options = ["--potential", "keyword:dog", "--length", "5", "--target", target]
-    monkeypatch.setattr(study, "TARGETS", {target: 2000})
-    study.draw_target(options)
-    drawn = file.read_bytes()
-    study.draw_target(options)
-    assert file.read_bytes() == drawn
-    world = load_world(read_config(options, "")[0].run)
-    assert world.exact.num_proposals == 2000 and len(world.exact.tokens) > 5
 
 
 TABLES = """text

@@ -23,9 +23,6 @@ from tinystories.decoder import NO_END, End, counted
 from tsmc.exact import TableModel, TableTwist, Target, Tree
 from twist.pair import Pair
 
-ADAPTIVE = 0.9
-"""An ESS threshold: two particles resample where the smaller weight is under a third."""
-
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

@@ -176,6 +176,8 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
         ([tmp_path / "none"], f"{tmp_path / 'none'}/config.json: no such file; name a run"),
         ([run, "--generation", 7], f"generation 7 is not in {run}; it holds 0 to 1"),
         (["--potential", "keyword:dog", "--threshold", 1], "forced draws resample at the end"),
+        ([run, "--threshold", 1.5], "the threshold is 1.5; give a number from 0 to 1"),
+        (["--potential", "ended_stories.py:log_phi"], "there is no file .*ended_stories.py"),
     ):
         line = refusal(*arguments, command=command)
         assert re.search(words, line), (arguments, line)

@@ -75,7 +75,7 @@ def check_1() -> None:
 # 20,000 times: the variances of the four numbers of copies add up to 2.8 under multinomial
 # resampling, to .80 under systematic, and to 1.28 here.
 # Questions: derive 2.8. The points of systematic resampling depend on each other; why does Z-hat
-# stay unbiased? In SCHEMES of tsmc/draws.py, your function becomes an option of main.py.
+# stay unbiased? Entered in SCHEMES of tsmc/draws.py, your function is an option of main.py.
 def stratified(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Ancestors [R, K] of weights [R, K]; tsmc/draws.py has `systematic`, `uniforms`, `invert`."""
     raise NotImplementedError
@@ -93,9 +93,9 @@ def check_2() -> None:
 
 
 # %% 3. Another objective for psi (60 minutes)
-# A learner of main.py descends `twist_loss(psi, batch)`, and a subclass of `Paper` may have another
-# one. Write the loss of SIXO (Lawson et al. 2022), without looking at twist/ctl.py: for each t a
-# classifier tells beginnings of sigma from beginnings of p, and its logit is log psi(s_{1:t}).
+# `Paper` descends `twist_loss(psi, batch)`, and a subclass may have another one. Write the loss of
+# SIXO (Lawson et al. 2022), without looking at twist/ctl.py: for each t a classifier tells
+# beginnings of sigma from beginnings of p, and its logit is log psi(s_{1:t}).
 # Hints: one batch of draws from q serves both classes by its weights, `batch.log_positive()` [K]
 # and p(s_{1:t}) / q(s_{1:t}) of batch.log_p and batch.log_q, both [K, T]; `batch.log_psi_of(psi)`
 # is [K, T], with gradient. KL(sigma||q) is 5.1 with CTL, and 4.3 with yours after a minute.
@@ -115,10 +115,10 @@ def check_3() -> None:
 
 
 # %% 4. A potential with a prefix part (30 minutes)
-# Each word of more than four letters shall cost one nat; a word is a longest run of letters a to z
-# or A to Z. The prefix part log f_t charges an unfinished text for the words that something follows
-# (docs/potentials.md); log phi is that of the text with a full stop. log Z is -6.92 +- .26 without
-# f and -6.70 +- .23 with it, and all texts are worth 55 and 570 independent ones.
+# Each word of more than four letters shall cost one nat; a word is an unbroken run of letters a to
+# z or A to Z. The prefix part log f_t charges an unfinished text for the words that something
+# follows (docs/potentials.md); log phi is that of the text with a full stop. log Z is -6.92 +- .26
+# without f and -6.70 +- .23 with it, and all texts are worth 55 and 570 independent ones.
 # Questions: why must both estimate the same log Z? What happens if the prefix part is -inf for a
 # beginning with a long word?
 def prefix_cost(texts: list[str]) -> list[float]:

@@ -9,7 +9,7 @@
 4. f_T = 1, and in the product of the weights every other f_t cancels. With -inf a beginning dies,
    whose continuations have phi > 0: sigma loses them, and check_potential refuses it.
 5. w_t = p psi / (q psi before), whatever q is. Z-hat is right on average for any q, but its runs
-   and the words that psi learns from are worth fewer: that is what ESS counts.
+   and the words that psi learns from are worth less: that is what ESS counts.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The runs of docs/results.md, and its tables and figures.
 
-    python -m eval.study --only paper pooled    makes the runs that docs/results/runs lacks of these
+    python -m eval.study --only paper pooled    makes the runs of these names that are not kept
     python -m eval.study --report               fills docs/results.md and draws its figures
 
 A run NAME-SEED is made in runs/study, and gone on with where it was begun. When it has finished,
@@ -225,7 +225,7 @@ def fill(page: str, places: Places) -> str:
 
 
 def draw_figures(places: Places, folder: Path) -> None:
-    """The learners of both tasks by generation, and the paper's scores by rule."""
+    """The learners of both tasks by generation, and the scores of `paper` by rule."""
     panels = {}
     for task, key, title in (("", "toxicity", "Toxic stories"), ("sad-", "log_phi", "Sad stories")):
         lines: Lines = {name: {"": rows_of(places, f"paper {name}", task)} for name in LEVELS}

@@ -6,8 +6,8 @@ the same numbers whenever and wherever it is computed: after a resume, or in any
 One job may be spread over several processes: `torchrun --nproc-per-node N main.py ...`. Every
 process runs the whole algorithm with the same streams. Each draws and scores its share of the rows
 of a sample, the results are gathered, and then all learn the same; after each generation `align`
-removes the differences that rounding has made between them. Process 0 writes the files. With a
-single process these functions return what they are given. R runs, K particles, N rows.
+removes the differences that rounding has made between them. Process 0 writes the files, and a
+single process does all of it alone. R runs, K particles, N rows.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from tsmc.sampler import Population, Sigma, Twist, tsmc
 
-Draw = Callable[[int, torch.Generator], Any]  # (size, generator) -> an object of tensors [size, .]
+Draw = Callable[[int, torch.Generator], Any]  # (size, generator) -> an object of tensors
 PATIENCE = timedelta(hours=2)  # how long a process waits for the others
 
 
@@ -109,7 +109,7 @@ class Streams:
         self.rows = rows
 
     def stream(self, *name: str | int | None) -> torch.Generator:
-        """The random stream of a name, such as ("ctl", 1); those of other names are independent."""
+        """The random stream of a name, as ("sampling", 1); those of other names are independent."""
         # Hashed, so that streams of neighbouring seeds or names have nothing in common.
         digest = hashlib.sha256(repr((self.seed, *name)).encode()).digest()
         return torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "big"))

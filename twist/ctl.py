@@ -15,7 +15,7 @@ self-distillation is the remedy.
 What the paper leaves open: a new batch from the current q for every update; Adam, with a step size
 that falls linearly to a tenth; each generation's twist starts at psi = 1. A batch in which phi is
 zero everywhere is skipped. Another objective for psi is a function like `ctl_loss`, and an entry of
-OBJECTIVES or what a subclass of `Paper` calls in its place. K sequences, T tokens, D width.
+OBJECTIVES or what a subclass of `Paper` calls in its place. K sequences, T tokens.
 """
 
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ E[1/N sum w u] = sum_s p(s) phi(s) u(s) for every u:
 
     w(s) = p(s) phi(s) / (n/N p(s) + sum_i n_i/N q_i(s)) <= phi(s) N/n
 
-T tokens, V vocabulary. Time and memory grow with 2^F.
+N texts, T tokens. Time and memory grow with 2^F.
 """
 
 import math

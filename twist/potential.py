@@ -246,7 +246,7 @@ def check_equal(first: Tensor, again: Tensor, texts: Sequence[str], factor: Any)
 
 
 def effective_potential(log_phi: Callable[[Tensor], Tensor], base: Conditional) -> LogPotential:
-    """phi^(m) (eq. 8): one teacher-forced pass of the base model; log_p [N] is that of p^(m)."""
+    """phi^(m) (eq. 8) with p^(0) = base; log_p [N] is that of p^(m)."""
 
     def log_phi_m(tokens: Tensor, log_p: Tensor) -> Tensor:
         return sequence_log_probs(base, tokens) + call_potential(log_phi, tokens) - log_p
@@ -264,7 +264,7 @@ def seen_from(
 
     Without `is_effective` phi stays as it is, and the target drifts with p^(m). Only p^(0) has the
     prefix part: another p^(m) has learned what it says, which would count twice (measured in
-    docs/results.md). Any f that is positive where phi is leaves Z-hat unbiased, f = 1 as well.
+    docs/results.md). Z-hat is unbiased with and without it.
     """
     if model is not base and is_effective:
         return Sigma(model, effective_potential(log_phi, base))

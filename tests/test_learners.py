@@ -118,6 +118,18 @@ def test_without_the_effective_potential_the_target_drifts():
     assert abs(found - drifted) < 0.25 * abs(drifted - TARGET.log_z)
 
 
+def test_the_ladder_draws_from_what_it_has_fitted(monkeypatch):
+    proposals, draw = [], Pooled.draw
+
+    def recording(learner: Pooled, q: Conditional, *rest: object) -> None:
+        proposals.append(q)
+        draw(learner, q, *rest)
+
+    monkeypatch.setattr(Pooled, "draw", recording)
+    Pooled(BASE, rare_potential, POOLED, Streams(0)).first_twist()
+    assert proposals[0] is BASE and len(set(proposals)) == len(proposals) == 4
+
+
 def test_with_hints_the_ladder_finds_what_p0_does_not():
     """phi = 1 where a 2 follows a 5, which 1 of 117 texts has."""
 

@@ -27,9 +27,10 @@ def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
     learner = LEARNERS[config.run.learner](world.base, world.potential, config.learner, source)
     # The rows Base and Target come first: they tell early whether phi is too rare to learn from.
     evaluate_ends(run, world, learner)
-    if run.done > 0:
-        pair = run.restore(run.done - 1, learner)
-    for m in range(run.done, config.run.generations + 1):  # line 2
+    done = run.generations()
+    if done > 0:
+        pair = run.restore(done - 1, learner)
+    for m in range(done, config.run.generations + 1):  # line 2
         if m == 0:
             pair = learner.first_twist()  # line 1: (p^(0), psi^(0))
         else:

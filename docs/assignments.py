@@ -52,6 +52,7 @@ def opposite(letters: tuple[int, ...]) -> int:
 
 
 def check_1() -> None:
+    """A twist with both tables has less KL(sigma||q) than that of tiny.py."""
     words = [word for t in range(tiny.T) for word in itertools.product(range(tiny.V), repeat=t)]
     step = torch.tensor([len(word) for word in words])  # [N]
     letters = [(word[-1] if word else tiny.V, opposite(word)) for word in words]
@@ -82,6 +83,7 @@ def stratified(weights: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 
 
 def check_2() -> None:
+    """The numbers of copies have the mean K W_k and the variance of stratified resampling."""
     weights = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
     for name, scheme in {**SCHEMES, "stratified": stratified}.items():
         ancestors = scheme(weights.expand(20_000, 4), torch.Generator().manual_seed(0))
@@ -106,6 +108,7 @@ def twist_loss(psi, batch) -> torch.Tensor:
 
 
 def check_3() -> None:
+    """A twist that is learned by the loss proposes better than by CTL."""
     world, (exact, _) = load_sigma(RunOptions(device="cpu")), load_target(SHIPPED)
     learner = Paper(world.base, world.potential, PaperOptions(), Streams(0))
     learner.twist_loss = twist_loss
@@ -127,6 +130,8 @@ def prefix_cost(texts: list[str]) -> list[float]:
 
 
 def check_4() -> None:
+    """Both potentials give the same log Z, that with a prefix part more certainly."""
+
     def cost(texts):
         return prefix_cost([f"{text}." for text in texts])  # the end finishes the last word
 
@@ -159,6 +164,8 @@ def log_weights(log_p, log_psi, log_q, prefixes, parents) -> torch.Tensor:
 
 
 def check_5() -> None:
+    """log Z-hat stays right where tiny.py draws from the square root of p psi."""
+
     def proposal(log_p, log_psi):
         halved = tiny.children(log_p + log_psi) / 2  # [N, V]
         return tiny.by_prefix(halved.log_softmax(-1)), halved.logsumexp(-1)

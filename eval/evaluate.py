@@ -79,8 +79,8 @@ def draw_target(run: Run, world: World, learner: Learner, base_log_phi: Tensor) 
     rate = base_log_phi.exp().mean().item()
     if rate > 0:
         proposals = min(proposals, math.ceil(ENOUGH / rate))
-    given = (world.base, world.potential, learner.streams, "target by rejection", proposals)
-    exact = exact_samples(*given)
+    word = "target by rejection"
+    exact = exact_samples(world.base, world.potential, learner.streams, word, proposals)
     if len(exact.tokens) < 2:
         fault = f"{len(exact.tokens)} of {proposals} base samples were accepted"
         say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")

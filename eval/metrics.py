@@ -124,7 +124,6 @@ def missing_part(found: Estimate, base: Estimate) -> str:
     lost = base.value - base.half_width() - (found.value + found.half_width())
     if not lost > math.log(4 / 3):
         return ""
-    numbers = f"log Z {found.value:.2f} of the runs lies below {base.value:.2f} of the row Base"
-    return (
-        f"{numbers}: they miss a quarter of sigma or more; lower the learning rates, or draw more"
-    )
+    fault = f"log Z {found.value:.2f} of the runs lies below {base.value:.2f} of the row Base: "
+    fault += "they miss a quarter of sigma or more"
+    return f"{fault}; lower the learning rates, or draw more"

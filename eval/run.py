@@ -49,8 +49,7 @@ class Run(contextlib.AbstractContextManager):
         self.path = streams.first(path)
         if streams.first(resumed is None and self.path.exists()):
             raise ValueError(f"--out {path}: exists already; choose another, or use --resume")
-        self.done = streams.first(count_generations(self.path))  # generations that are there
-        last, wanted = self.done - 1, config.run.generations
+        last, wanted = self.generations() - 1, config.run.generations
         if last > wanted:
             fault = f"--generations {wanted}: {self.path} has {last} already"
             raise ValueError(f"{fault}; give at least {last}")
@@ -98,6 +97,10 @@ class Run(contextlib.AbstractContextManager):
     def has(self, m: int | None) -> bool:
         """Whether the folder is complete, the same answer in all processes."""
         return streams.first((self.folder(m) / ROW).exists())
+
+    def generations(self) -> int:
+        """How many generations are there, the same answer in all processes."""
+        return streams.first(count_generations(self.path))
 
     def row(self, m: int | None) -> dict:
         """A generation's row, or the rows of Base and Target by name; ValueError if damaged."""

@@ -132,8 +132,9 @@ def draw_target(options: list[str]) -> None:
     if not Path(run.target).exists():
         own = dataclasses.replace(run, target="")
         world = load_world(own)
-        given = (world.base, world.potential, Streams(), "exact samples", TARGETS[run.target])
-        world.set_exact(exact_samples(*given))
+        count = TARGETS[run.target]
+        exact = exact_samples(world.base, world.potential, Streams(), "exact samples", count)
+        world.set_exact(exact)
         save_target(Path(run.target), world, own)
 
 

@@ -57,5 +57,5 @@ def exact_samples(
     drawn = streams.draw(word, None, count, partial(draw_accepted, model, log_phi))
     proposed = drawn["proposed_log_phi"]  # [N]
     log_z = log_mean_estimate(proposed)
-    values = (len(proposed), log_z.value, log_z.std_error)
-    return ExactSamples(drawn["tokens"], drawn["log_phi"], *values)
+    tokens, accepted = drawn["tokens"], drawn["log_phi"]  # [A, T], [A]
+    return ExactSamples(tokens, accepted, len(proposed), log_z.value, log_z.std_error)

@@ -1,5 +1,7 @@
 """GPT-Neo and networks of `transformers` as p, against their own plain forward."""
 
+import sys
+
 import pytest
 import torch
 from networks import PROMPT, any_model, tiny, write
@@ -10,6 +12,7 @@ from eval.options import POCKET
 from tinystories import Conditional, load_model
 from tinystories import decoder as decoders
 from tinystories.any_model import AnyModel, is_close
+from tinystories.gpt_neo import KeyValueCache
 
 V, T = 3, 4
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")
@@ -129,7 +132,20 @@ def test_what_does_not_fit_is_one_line(changes, fault):
 
 
 @torch.no_grad()
-def test_a_directory_of_any_causal_language_model_is_loaded(tmp_path):
+def test_attention_is_computed_in_float32_and_unscaled_whatever_the_type():
+    network = tiny_gpt_neo(11, hidden_size=32, num_heads=4).to(torch.bfloat16)
+    attention = network.transformer.h[0].attn["attention"]
+    x = torch.randn(3, 9, 32, generator=generator(0)).to(torch.bfloat16)
+    layers = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (layer(x).double().unflatten(-1, (4, -1)).transpose(1, 2) for layer in layers)
+    scores = (q @ k.mT).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+    wanted = attention.out_proj(mixed.to(torch.bfloat16))
+    assert (attention(x, KeyValueCache()) - wanted).abs().mean() < 1e-4 * wanted.abs().mean()
+
+
+@torch.no_grad()
+def test_a_directory_of_any_causal_language_model_is_loaded(tmp_path, monkeypatch):
     """Its network has room for more tokens than the tokenizer knows."""
     network = tiny("llama", vocab_size=4100)
     write(tmp_path, "lm", network)
@@ -147,6 +163,9 @@ def test_a_directory_of_any_causal_language_model_is_loaded(tmp_path):
     del weights["lm_head.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"config\.json: .*weights are missing: lm_head.weight"):
+        load_model(*given)
+    monkeypatch.setitem(sys.modules, "tinystories.any_model", None)
+    with pytest.raises(ValueError, match=r"^--lm .*kind llama needs transformers.*pip install"):
         load_model(*given)
 
 

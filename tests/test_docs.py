@@ -124,6 +124,15 @@ def test_packages_import_only_those_before_them(package):
     assert project["tool"]["setuptools"]["packages"] == ORDER[:4]
 
 
+def test_every_link_leads_to_a_function_of_that_name():
+    page = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[`(\w+)`\]\(([\w./]+\.py)\)", page)
+    assert len(links) >= 20
+    for name, path in links:
+        code = (ROOT / "docs" / path).read_text(encoding="utf-8")
+        assert re.search(rf"^ *(def|class) {name}\b", code, re.MULTILINE), (name, path)
+
+
 @pytest.mark.parametrize("generation", [0, 1])
 def test_the_page_agrees_with_enumeration(generation):
     """For a random p^(0), p^(1), twist psi and potential: log Z_sigma, log sigma, KL(sigma || q)

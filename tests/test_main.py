@@ -1,8 +1,13 @@
-"""The main job at a small scale: its files, learners, figures and options."""
+"""The main job at a small scale: its files, learners, figures, options; how commands end."""
 
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +30,7 @@ from tsmc.estimate import Estimate
 from tsmc.proposal import proposal_log_probs
 from twist import load_pair
 
+ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time, there was a"
 PHASES = [["twist learning"] * 4]
 PHASES += [["distilled texts", *["distillation"] * 3, *PHASES[0]]]
@@ -112,6 +118,8 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys, m
     printed = capsys.readouterr()
     assert "they miss a part" in printed.err
     assert "log phi  phi > 0" in printed.out and "toxicity" not in printed.out
+    assert printed.out.endswith(f"python -m eval.sample '{run}'\n")
+    assert "half of the first draws are forced to hold a hint" in printed.err
     rows = [row for path in run.glob("*/samples.jsonl") for row in read_lines(path)]
     assert {row["source"] for row in rows} == {"base", "target", "generation 0", "generation 1"}
     for row in rows:
@@ -126,6 +134,7 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys, m
 BAD = {  # options, and a pattern of the one line
     "--learner pooled --ctl-updates=3": "--ctl-updates: .* it belongs to paper",
     "--eval-particles 0": r"--eval-particles is \(0,\); give a number at least 1",
+    "--device abacus": "--device abacus is not available here; use --device cpu$",
     "--beta nan": "--beta is nan; give a number at least 0",
     "--end END": "--end END.*name one",
     "--lm no/such/place": "--lm no/such/place: ",
@@ -145,6 +154,16 @@ def test_bad_options_are_refused_before_anything_is_written(tmp_path, monkeypatc
     said = refusal("--out", "run", *line.split(" "))
     assert re.search(BAD[line], said), said
     assert contents(tmp_path) == before and not (tmp_path / "run").exists()
+
+
+def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys):
+    options = ["--eval-runs", 30, "--potential", "regex:zyzzyva", "--out", tmp_path / "run"]
+    with pytest.raises(SystemExit, match="2"):
+        run_main([*JOBS["paper"], *options])
+    _, *said = capsys.readouterr().err.splitlines()
+    assert "0 of 120 base samples have phi > 0" in said[0] and "pooled and hints" in said[0]
+    assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[1])
+    assert re.search("all .* runs .* ended with weight zero; .*soften the potential", said[-1])
 
 
 def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
@@ -194,14 +213,55 @@ def test_defaults_are_those_of_the_learner_and_the_preset_and_what_is_given_come
     assert (given.run.lm, given.run.end) == ("own", (".", "!"))
 
 
-FULL, MEMORY = OSError(28, "Full", "x.json"), MemoryError()
-ERRORS = [(FULL, "x.json: cannot be used (Full); free space"), (MEMORY, "out of memory; lower")]
+MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
 
 
-@pytest.mark.parametrize(("error", "words"), ERRORS)
-def test_an_error_of_the_machine_is_one_line(error, words):
-    def command(_: list[str]) -> None:
-        with one_line_errors("program"):
+ERRORS = [
+    (ValueError("a\nb\x1b[2J"), 2, r"error: a\nb\x1b[2J"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (RuntimeError(MEMORY), 2, "error: out of memory; lower"),
+    (OSError(28, "Full", "x.json"), 2, "error: x.json: cannot be used (Full); free space"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "words"), ERRORS)
+def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):
+    with pytest.raises(SystemExit) as ended, one_line_errors("program"):
+        raise error
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == code and line.startswith(f"program: {words}")
+    if isinstance(error, ValueError):
+        monkeypatch.setenv("TSMC_TRACEBACK", "1")
+        with pytest.raises(ValueError), one_line_errors("program"):
             raise error
 
-    assert refusal(command=command).startswith(f"program: error: {words}")
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+FULL_DISK = partial(open, "/dev/full", "w")
+STREAMS = [(closed_pipe, 141, ""), (FULL_DISK, 2, "standard output"), (lambda: None, 0, "")]
+
+
+@pytest.mark.parametrize(("stream", "code", "said"), STREAMS)
+def test_output_that_cannot_be_written(finished_job, monkeypatch, capsys, stream, code, said):
+    run, found = finished_job("paper"), 0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream())
+        try:
+            run_main(["--resume", run])
+        except SystemExit as ended:
+            found = ended.code
+    errors = capsys.readouterr().err
+    assert found == code and said in errors and errors.count("\n") == 1 + bool(said)
+
+
+def test_a_missing_package_says_what_to_install():
+    """As where the virtual environment is not active: -S hides what is installed."""
+    ended = subprocess.run([sys.executable, "-S", "main.py"], cwd=ROOT, capture_output=True)
+    line = ended.stderr.decode()
+    assert ended.returncode == 2 and line.count("\n") == 1
+    assert line.startswith("error: torch, ") and "pip install -r requirements.txt" in line

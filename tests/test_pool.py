@@ -10,6 +10,7 @@ from worlds import generator, log_q, rare_potential, recorded, table_world, tiny
 
 import distill.pooled
 from distill import Pooled, PooledOptions, Streams
+from tinystories import Conditional
 from tinystories.decoder import counted
 from tsmc.draws import log_mean_exp
 from tsmc.exact import Target
@@ -84,13 +85,22 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     assert all(parameter.grad is None for parameter in base.network.parameters())
 
 
-def test_the_pool_and_runs_of_the_fitted_pair_have_the_evidence():
-    base = tiny_conditional(0)
+class Headed(Conditional):
+    """A model whose logits are scaled, capped, biased, and masked at the last token."""
+
+    def head(self, hidden):
+        logits = 2 * torch.tanh(0.5 * super().head(hidden)) + torch.linspace(-1, 1, 7)
+        return logits.masked_fill(torch.arange(7) == 6, -INF)
+
+
+def test_the_adapter_moves_what_the_models_own_head_reads():
+    base = Headed(tiny_conditional(0).network, torch.tensor([1, 2]), 4)
     fresh = adapted(base, Adapter(base, torch.randn(7), generator(0)))
     torch.testing.assert_close(log_q(Pair(fresh, None)), log_q(Pair(base, None)))
     sizes = {"pool_first_draws": 800, "pool_first_rounds": 4, "pool_learning_rate": 1e-3}
     learner = Pooled(base, rare_potential, PooledOptions(**sizes), Streams(0))
     pair, target = learner.first_twist(), Target(base, rare_potential)
+    assert target.kl_to(log_q(pair)) < 0.3 * target.kl_to(target.log_p[-1])
     population = learner.population(pair, "x", 0, 1000, 4)
     for found in (population.log_mean_z(), log_mean_exp(learner.pool.log_weights).item()):
         assert found == pytest.approx(target.log_z, abs=0.08)

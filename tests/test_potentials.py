@@ -85,6 +85,8 @@ PREFIX = "def f(texts): return [0.0] * len(texts)\nf.prefix = lambda texts: [{}]
 FAULTS = [  # what a user's file holds, a part of what is said
     ("def f(texts): return [float('nan')] * len(texts)", "nan for 'bc"),
     ("f = 3", "'f' is no function"),
+    ("def f(texts):\n    import sys; sys.exit()", "line 2: SystemExit"),
+    ("x = 0\nx = = 1", "failed (SyntaxError: invalid syntax (my.py, line 2))"),
     ("def f(texts):\n    import json\n    return json.loads('{')", "line 3: JSONDecodeError"),
     ("def f(texts): pass\nf.hints = 'cat'", "has hints 'cat'; give a list"),
     ("def f(texts): pass\nf.reads = 'words'", "give one of texts, continuations"),

@@ -1,7 +1,10 @@
 """A run that is killed, interrupted or starved of disk goes on as if nothing had happened, with
 what it was made with. Two processes share one run; if one is lost the other ends."""
 
+import errno
+import fcntl
 import json
+import os
 import re
 import resource
 import shutil
@@ -84,6 +87,15 @@ def test_what_stops_a_run_is_one_line_and_costs_one_generation(
     shutil.rmtree(copied / "generation-0")  # the one behind it is made again, too
     run_main(["--resume", copied])
     assert products(copied) == products(finished_job("paper"))
+
+
+def test_without_locks_it_says_so_and_goes_on(copied, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run_main(["--resume", copied])
+    assert f"{copied}: files cannot be locked there (No locks" in capsys.readouterr().err
 
 
 def test_a_resume_that_is_refused_changes_nothing(copied):

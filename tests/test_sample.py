@@ -11,13 +11,14 @@ from jobs import refusal
 from safetensors.torch import load_file, save_file
 from worlds import generator, letters, table_world, tiny_conditional
 
-from eval.sample import TrainedRun, report
+from eval.options import RunOptions
+from eval.sample import TrainedRun, rate, report
 from eval.sample import main as command
 from eval.world import load_sigma
 from tinystories.files import read_metadata
 from tsmc import SCHEMES, proposal_log_probs
 from tsmc.draws import log_mean_exp, normalise
-from tsmc.estimate import pareto_k
+from tsmc.estimate import Estimate, pareto_k
 from tsmc.exact import Target
 from tsmc.proposal import sequence_log_probs
 from twist import Pair, TextPotential, load_pair, sample
@@ -120,11 +121,21 @@ def test_the_shape_of_a_pareto_distribution_is_found_where_there_is_one():
     repeated = torch.randn(9, generator=generator(0)).repeat(100)
     assert all(math.isnan(pareto_k(one)) for one in (equal, repeated, torch.zeros(20)))
     assert pareto_k(few) == math.inf
+    alike = TextPotential([lambda texts: [0.0] * len(texts)], letters, MODEL.prompt)
+    drawn = sample(MODEL, alike)
+    assert math.isnan(drawn.pareto_k) and drawn.warning() == ""
 
 
 PROMPT = "Once upon a time, there was a"
 OTHER = "The ugly dog said"
 RUNS = [("paper", 0, PROMPT), ("paper", 1, OTHER), ("pooled", 1, OTHER)]
+
+
+@pytest.mark.parametrize("prompt", [f"{PROMPT} girl V", PROMPT])
+def test_a_prompt_that_ends_inside_a_word_is_one_line(prompt, capsys):
+    load_sigma(RunOptions(prompt=prompt, device="cpu"))
+    is_told = "p mostly goes on with the last word" in capsys.readouterr().err
+    assert is_told == prompt.endswith("V")
 
 
 @pytest.mark.parametrize(("learner", "m", "prompt"), RUNS)
@@ -198,3 +209,10 @@ def test_sampling_without_training(capsys):
     assert head == "forced draws propose, 12 runs of K = 50, T = 20, seed 0"
     assert -36 < float(re.match(r"log Z (-\S+) \+- ", numbers)[1]) < -32
     assert all("submarine" in line for line in lines[-10:])
+
+
+def test_a_rate_has_an_interval_that_says_something_or_none():
+    assert re.search(r"1 in 148 .* \(95 %: 73 to 302\)", rate(Estimate(-5.0, 0.3, 7.0)))
+    assert re.search(r"1 in 1.11 .* \(95 %: 1 to 2.25\)", rate(Estimate(-0.1, 0.3, 7.0)))
+    for error in (0.3, float("inf")):
+        assert "do not agree within a factor of ten" in rate(Estimate(-5.0, error, 1.0))

@@ -42,6 +42,8 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
 
     one, two, other = changed("one", 0.5), changed("two", 0.6, seed=1), changed("x", 0.5, beta=1.0)
     drifting = changed("drifting", 0.7, effective_potential=False)
+    begun = changed("begun", 0.5, seed=2)
+    (begun / "results.json").unlink()
     rude, own, numbers = (tmp_path / name for name in ("rude.txt", "own.txt", "log-q"))
     rude.write_text(f"{PROMPT} stupid ugly man.\n{PROMPT} fat ugly pig.\n\n")
     texts = [line["text"] for line in read_lines(paper / "generation-1" / "samples.jsonl")]
@@ -70,6 +72,7 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
         (["--log-q", numbers], f"{numbers}: holds no log q .*give {len(log_q)}"),
         ([other], "differs from .*one in beta"),
         ([paper], "another run has its seed"),
+        ([begun], f"begun: is not finished; go on with python main.py --resume {begun}"),
     ):
         assert re.search(words, refusal(one, *arguments, command=compare.main))
 
@@ -121,6 +124,18 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypat
         assert row.items() >= own.items() and 0 < rule["end alone"]["score"] < 1
     seconds = [row["core_seconds"] for row in kept["generations"]]
     assert 0 < seconds[0] < seconds[1] and kept["generations"][1]["distinct_texts"] > 1
+
+
+def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
+    target, file = str(tmp_path / "dogs"), tmp_path / "dogs" / "samples.safetensors"
+    options = ["--potential", "keyword:dog", "--length", "5", "--target", target]
+    monkeypatch.setattr(study, "TARGETS", {target: 2000})
+    study.draw_target(options)
+    drawn = file.read_bytes()
+    study.draw_target(options)
+    assert file.read_bytes() == drawn
+    world = load_world(read_config(options, "")[0].run)
+    assert world.exact.num_proposals == 2000 and len(world.exact.tokens) > 5
 
 
 TABLES = """text

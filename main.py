@@ -8,52 +8,52 @@
 The target never changes: sigma(s_{1:T}) is proportional to p^(0)(s_{1:T}) phi(s_{1:T}) (eq. 2), and
 p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). This is the loop of docs/tiny.py, with
 networks in place of tables. `distill/paper.py` has the paper's lines 1, 3 and 4, and
-`distill/pooled.py` ours (`--learner pooled`). A generation is measured and kept once it is learned.
+`distill/pooled/` ours (`--learner pooled`). A generation is measured and kept once it is learned.
 """
 
 from eval.command import one_line_errors
 from eval.evaluate import evaluate, evaluate_ends
 from eval.figures import draw_figures
-from eval.options import LEARNERS, Config, read_config
-from eval.run import Run
+from eval.job import Job
+from eval.options import LEARNERS, Options, read_options
 from eval.table import closing
 from eval.world import World, load_world
-from tsmc import streams
+from tsmc import Streams, processes
 
 
-def self_distilled_tsmc(config: Config, world: World, run: Run) -> dict:
-    """Algorithm 1, from the beginning or behind the last generation that the run has kept."""
-    source = streams.Streams(config.run.seed, config.run.torch_device())
-    learner = LEARNERS[config.run.learner](world.base, world.potential, config.learner, source)
+def self_distilled_tsmc(options: Options, world: World, job: Job) -> dict:
+    """Algorithm 1, from the beginning or behind the last generation that the job has kept."""
+    streams = Streams(options.seed, options.torch_device())
+    learner = LEARNERS[options.learner](world.base, world.potential, options.learning, streams)
     # The rows Base and Target come first: they tell early whether phi is too rare to learn from.
-    evaluate_ends(run, world, learner)
-    done = run.generations()
+    evaluate_ends(job, world, learner)
+    done = job.generations()
     if done > 0:
-        pair = run.restore(done - 1, learner)
-    for m in range(done, config.run.generations + 1):  # line 2
+        pair = job.restore(done - 1, learner)
+    for m in range(done, options.generations + 1):  # line 2
         if m == 0:
             pair = learner.first_twist()  # line 1: (p^(0), psi^(0))
         else:
             model = learner.distil(pair, m)  # line 3: p^(m)
             pair = learner.learn_twist(model, m)  # line 4: (p^(m), psi^(m))
-        streams.align(pair.modules(world.base).values())
-        row, samples = evaluate(run, world, learner, pair, m)  # the table's row, and its texts
-        run.keep(m, row, samples, learner, pair)  # from here on --resume goes on behind it
-    return run.finish()  # all rows
+        processes.align(pair.modules(world.base).values())
+        row, samples = evaluate(job, world, learner, pair, m)  # the table's row, and its texts
+        job.keep(m, row, samples, learner, pair)  # from here on --resume goes on behind it
+    return job.finish()  # all rows
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to table; bad input ends with one line and exit code 2, Ctrl-C with code 130."""
     with one_line_errors("main.py"):
-        config, resumed = read_config(arguments, __doc__.splitlines()[0])
-        streams.join(config.run.torch_device())
-        run = Run(config, resumed)
-        world = load_world(config.run, resumed)
-        with run:
-            results = self_distilled_tsmc(config, world, run)
-            if streams.rank() == 0:
-                draw_figures(results, run.path)
-                print(closing(results, run.path))
+        options, resumed = read_options(arguments, __doc__.splitlines()[0])
+        processes.join(options.torch_device())
+        job = Job(options, resumed)
+        world = load_world(options, resumed)
+        with job:
+            results = self_distilled_tsmc(options, world, job)
+            if processes.rank() == 0:
+                draw_figures(results, job.path)
+                print(closing(results, job.path))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from distill.learner import Learner, option
+from distill.learner import Learner
+from distill.options import option
+from distill.pair import Pair
 from tinystories.decoder import Conditional
-from tsmc.streams import progress
+from tsmc.processes import progress
+from tsmc.sigma import seen_from
 from twist.ctl import Batch, draw_batch
-from twist.pair import Pair
-from twist.potential import seen_from
 
 WEIGHT_DECAY = 0.01
 ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits

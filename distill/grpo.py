@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from distill.finetune import ROWS, Baseline, BaselineOptions, Student
-from distill.learner import option
+from distill.options import option
 
 
 def advantages(reward: Tensor) -> Tensor:

@@ -10,61 +10,19 @@ entry of LEARNERS; the fields of its Options become options of the command line.
 """
 
 import abc
-import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from distill.options import check
+from distill.pair import Pair
 from tinystories.decoder import Conditional
 from tsmc.draws import systematic
-from tsmc.sampler import Population, Sigma
+from tsmc.sampler import Population, Rule
+from tsmc.sigma import Sigma, seen_from
 from tsmc.streams import Streams, draw_population
-from twist.pair import Pair
-from twist.potential import check_potential, seen_from
-
-
-def option(
-    default: Any,
-    text: str,
-    choices: Sequence[str] = (),
-    low: float | None = None,
-    high: float = math.inf,
-) -> Any:
-    """A dataclass field with its default, a line of help, its choices and its limits.
-
-    The default also tells the type of the option, or of each of its values if it is a tuple. The
-    least value is 1 for whole numbers and 0 for others, unless `low` is another.
-    """
-    metadata = {"help": text, "choices": tuple(choices), "low": low, "high": high}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def kind_of(field: dataclasses.Field) -> type:
-    """The type of an option, or of each of its values if its default is a tuple."""
-    values = (*field.default, "") if isinstance(field.default, tuple) else (field.default,)
-    return type(values[0])
-
-
-def check(options: Any) -> None:
-    """ValueError names an option of another type, not among its choices, or out of range."""
-    for field in dataclasses.fields(options):
-        kind, value = kind_of(field), getattr(options, field.name)
-        low, high, choices = (field.metadata[name] for name in ("low", "high", "choices"))
-        low = (1 if kind is int else 0) if low is None else low
-        values = value if isinstance(field.default, tuple) else (value,)
-        fault = f"--{field.name.replace('_', '-')} is {value!r}"
-        if not isinstance(values, tuple) or (field.default and not values):
-            raise ValueError(f"{fault}; give a list of values")
-        for one in values:
-            if type(one) is not kind and not (kind is float and type(one) is int):
-                raise ValueError(f"{fault}; give a value of type {kind.__name__}")
-            if choices and one not in choices:
-                raise ValueError(f"{fault}; give one of {', '.join(choices)}")
-            if kind in (int, float) and not (low <= one <= high and one < math.inf):  # nor NaN
-                limits = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise ValueError(f"{fault}; give a number {limits}")
+from twist.potential import check_potential
 
 
 class Learner(abc.ABC):
@@ -111,14 +69,14 @@ class Learner(abc.ABC):
         return seen_from(model, self.base, self.log_phi)
 
     @staticmethod
-    def rule(options: Any) -> dict[str, Any]:
-        """How runs resample, as arguments of `tsmc`."""
-        return {"resample": systematic, "ess_threshold": 0.0}
+    def rule(options: Any) -> Rule:
+        """How runs resample."""
+        return Rule(systematic, ess_threshold=0.0)
 
     def population(self, pair: Pair, word: str, m: int, particles: int, runs: int) -> Population:
         """R = runs runs of K = particles of (p^(m), psi^(m)), from the random stream of a word."""
         sigma, rule = self.sigma(pair.model), self.rule(self.options)
-        return draw_population(self.streams, word, m, sigma, pair.twist, particles, runs, **rule)
+        return draw_population(self.streams, word, m, sigma, pair.twist, particles, runs, rule)
 
     def record(self, phase: str, m: int, **figures: float | Tensor) -> None:
         """Keep the figures of one step of a phase of generation m."""

@@ -16,21 +16,21 @@ tokens.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from distill.finetune import Student, draw_batches
-from distill.learner import Learner, option
+from distill.learner import Learner
+from distill.options import option
+from distill.pair import Pair
 from tinystories.decoder import Conditional, counted
 from tsmc.draws import SCHEMES, normalise
-from tsmc.sampler import Sigma
-from tsmc.streams import progress
+from tsmc.processes import progress
+from tsmc.sampler import Rule
+from tsmc.sigma import Sigma, seen_from
 from twist.ctl import OBJECTIVES, Batch, draw_batch
 from twist.mlp import TwistMLP
-from twist.pair import Pair
-from twist.potential import seen_from
 
 BATCH_SIZE = 32  # sequences of an update of the language model
 
@@ -124,8 +124,8 @@ class Paper(Learner):
         return seen_from(model, self.base, self.log_phi, self.options.effective_potential)
 
     @staticmethod
-    def rule(options: PaperOptions) -> dict[str, Any]:
-        return {"resample": SCHEMES[options.resampling], "ess_threshold": options.ess_threshold}
+    def rule(options: PaperOptions) -> Rule:
+        return Rule(SCHEMES[options.resampling], options.ess_threshold)
 
     def scores(self, generations: int) -> int:
         """Every text that twist learning or a distilled run has drawn."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distill.finetune import ROWS, Baseline, PolicyOptions, Student
-from distill.learner import option
+from distill.options import option
 
 
 @dataclass(frozen=True)

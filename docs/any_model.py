@@ -10,9 +10,9 @@ another `log_phi`. The paper's learner is `Paper(model, phi, PaperOptions(), Str
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill import Pooled, PooledOptions, Streams
+from distill import Pooled, PooledOptions, Streams, load_pair, sample, save_pair
 from tinystories.any_model import AnyModel
-from twist import TextPotential, load_pair, sample, save_pair
+from twist import TextPotential
 
 
 class CoolModel(AnyModel):

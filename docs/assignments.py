@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from distill import Paper, PaperOptions, Streams
+from distill import Paper, PaperOptions, Streams, sample
 from docs import tiny
-from eval.options import RunOptions
+from eval.options import Options
 from eval.world import SHIPPED, load_sigma, load_target
 from tsmc import SCHEMES, proposal_log_probs
-from twist import TextPotential, sample
+from twist import TextPotential
 
 
 def say(condition: bool, line: str) -> None:
@@ -109,7 +109,7 @@ def twist_loss(psi, batch) -> torch.Tensor:
 
 def check_3() -> None:
     """A twist that is learned by the loss proposes better than by CTL."""
-    world, (exact, _) = load_sigma(RunOptions(device="cpu")), load_target(SHIPPED)
+    world, (exact, _) = load_sigma(Options(device="cpu")), load_target(SHIPPED)
     learner = Paper(world.base, world.potential, PaperOptions(), Streams(0))
     learner.twist_loss = twist_loss
     log_p, log_q = proposal_log_probs(world.base, learner.first_twist().twist, exact.tokens)
@@ -136,7 +136,7 @@ def check_4() -> None:
         return prefix_cost([f"{text}." for text in texts])  # the end finishes the last word
 
     say(prefix_cost([" A little, unhappy"]) == [-1.0], "the last word may go on")
-    world, found = load_sigma(RunOptions(length=40, device="cpu")), []
+    world, found = load_sigma(Options(length=40, device="cpu")), []
     cost.reads = "continuations"
     for with_prefix in (False, True):
         if with_prefix:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from tsmc import streams
+from tsmc import processes
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -60,7 +60,7 @@ def one_line_errors(program: str) -> Iterator[None]:
             told = "out of memory; lower the numbers of particles or the batch sizes"
         line, code = f"error: {told}", 2
     finally:
-        streams.leave()
+        processes.leave()
     if line:
         with contextlib.suppress(OSError):
             print(printable(f"{program}: {line}"), file=sys.stderr, flush=True)
@@ -74,7 +74,7 @@ def printable(text: str) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line on standard error, in process 0; that nobody reads it does not end a run."""
-    if streams.rank() == 0:
+    """Print a line on standard error, in process 0; that nobody reads it does not end a job."""
+    if processes.rank() == 0:
         with contextlib.suppress(OSError):
             print(printable(line), file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
-"""Runs side by side: `python -m eval.compare RUN RUN ...`, with rows for other methods.
+"""Jobs side by side: `python -m eval.compare JOB JOB ...`, with rows for other methods.
 
-Runs that differ in their seed alone are averaged: each number is the mean over them with half of
-its 95 % interval (Student's t over seeds). All runs must have the same sigma. A row Target or Base
-is that of the first run. --texts adds a row for the texts of any method, a text in each line with
+Jobs that differ in their seed alone are averaged: each number is the mean over them with half of
+its 95 % interval (Student's t over seeds). All jobs must have the same sigma. A row Target or Base
+is that of the first job. --texts adds a row for the texts of any method, a text in each line with
 its prompt, and \\n for a line break. --log-q adds KL(sigma||q) of any method: a file with log q of
-each exact sample of the first run's sigma, a number in each line, in the order of its file (or of
+each exact sample of the first job's sigma, a number in each line, in the order of its file (or of
 checkpoints/pocket/target), a safetensors file with the tokens. --best-of N adds the best by phi of
 N texts of p, whose density follows from F(r) = P(log phi <= r) of a text of p:
 
@@ -12,6 +12,7 @@ N texts of p, whose density follows from F(r) = P(log phi <= r) of a text of p:
 """
 
 import argparse
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from eval.command import OneLineParser, one_line_errors
 from eval.evaluate import target_row
-from eval.metrics import describe, kl_of_log_q
-from eval.options import RunOptions, saved_config
+from eval.metrics import describe
+from eval.options import Options, saved_options
 from eval.table import aligned, columns, named_rows, read_results
 from eval.world import World, check_unchanged, load_world, sigma_of
 from tinystories.files import reading
@@ -31,25 +32,24 @@ from tsmc import Streams, sample_proposal
 NEUTRAL = ("seed", "out", "device", "target", "generations")
 
 
-def kinds_of(runs: list[Path]) -> dict[str, list[dict]]:
-    """The named rows of the runs of each kind, by a title for the kind.
+def kinds_of(jobs: list[Path]) -> dict[str, list[dict]]:
+    """The named rows of the jobs of each kind, by a title for the kind.
 
     ValueError where one is not finished, or has other options of sigma, or two of a kind one seed.
     """
     kinds: dict[str, dict[int, dict]] = {}  # by its options: the rows of each seed
-    first = sigma_of(saved_config(runs[0]).run)
-    for run in runs:
-        config = saved_config(run)
-        for name, value in sigma_of(config.run).items():
+    first = sigma_of(saved_options(jobs[0]))
+    for job in jobs:
+        options = saved_options(job)
+        for name, value in sigma_of(options).items():
             if value != first[name]:
-                fault = f"{run}: differs from {runs[0]} in {name}, so its sigma is another"
-                raise ValueError(f"{fault}; compare runs of one target")
-        options = config.as_json().items()
-        own = json.dumps({name: value for name, value in options if name not in NEUTRAL})
-        kind = kinds.setdefault(own, {})
-        if config.run.seed in kind:
-            raise ValueError(f"{run}: another run has its seed; name each seed once")
-        kind[config.run.seed] = named_rows(read_results(run))
+                fault = f"{job}: differs from {jobs[0]} in {name}, so its sigma is another"
+                raise ValueError(f"{fault}; compare jobs of one target")
+        others = {name: v for name, v in options.as_json().items() if name not in NEUTRAL}
+        kind = kinds.setdefault(json.dumps(others), {})
+        if options.seed in kind:
+            raise ValueError(f"{job}: another job has its seed; name each seed once")
+        kind[options.seed] = named_rows(read_results(job))
     learners = [json.loads(own)["learner"] for own in kinds]
     named = {}
     for number, (name, kind) in enumerate(zip(learners, kinds.values(), strict=True), 1):
@@ -73,18 +73,19 @@ def read_texts(path: Path, prompt: str) -> list[str]:
 
 def log_q_row(path: Path, world: World) -> dict:
     """A row with KL(sigma||q) of a file of log q."""
-    if world.exact is None:
-        raise ValueError(f"--log-q {path}: the first run has no exact samples; name another first")
-    count = len(world.exact.tokens)
+    if world.reference is None:
+        raise ValueError(f"--log-q {path}: the first job has no exact samples; name another first")
+    tokens = world.reference.exact.tokens
+    count = len(tokens)
     with reading(path, "holds no log q", f"give {count} lines, a number in each"):
         numbers = [float(line) for line in path.read_text().split()]
-        log_q = torch.tensor(numbers, dtype=torch.float64, device=world.exact.tokens.device)
+        log_q = torch.tensor(numbers, dtype=torch.float64, device=tokens.device)
         if log_q.shape != (count,) or not bool((log_q <= 0).all()):
             raise ValueError(f"it has {len(log_q)} numbers, or some above 0")
-    return {"kl_target_proposal": kl_of_log_q(log_q, world.exact_log_p, world.exact).value}
+    return {"kl_target_proposal": world.reference.kl_to(log_q).value}
 
 
-def best_of_row(count: int, options: RunOptions, world: World) -> dict:
+def best_of_row(count: int, options: Options, world: World) -> dict:
     """The best by phi of n = count texts of p, G times: a fifth of the texts of a row."""
     groups = options.row_size() // 5
     streams = Streams(options.seed, options.torch_device())
@@ -94,11 +95,11 @@ def best_of_row(count: int, options: RunOptions, world: World) -> dict:
     log_phi = world.potential(tokens).view(groups, count)  # [G, n]
     best = tokens.view(groups, count, -1)[torch.arange(groups), log_phi.argmax(1)]  # [G, T]
     samples = world.score(best)
-    row = describe(samples, world.encode(samples.texts), world.exact_vectors)
-    if world.exact is not None:
-        log_ratio = best_of_log_ratio(world.exact.log_phi, log_phi.flatten(), count)
-        log_q = world.exact_log_p + log_ratio
-        row["kl_target_proposal"] = kl_of_log_q(log_q, world.exact_log_p, world.exact).value
+    row = describe(samples, world.encode(samples.texts), world.exact_vectors())
+    if world.reference is not None:
+        exact_log_phi = world.reference.exact.log_phi
+        log_ratio = best_of_log_ratio(exact_log_phi, log_phi.flatten(), count)
+        row["kl_target_proposal"] = world.reference.kl_to(world.reference.log_p + log_ratio).value
     return row
 
 
@@ -120,37 +121,39 @@ def main(arguments: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser("python -m eval.compare", description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, help="finished runs of main.py")
+    add("jobs", nargs="+", type=Path, help="finished jobs of main.py")
     add("--texts", nargs="+", type=Path, default=[], help="UTF-8, a text in each line")
     add("--best-of", type=int, metavar="N", help="a row for the best of N texts of p")
     add("--log-q", type=Path, help="log q of each exact sample, a number in each line")
     with one_line_errors("python -m eval.compare"):
         args = parser.parse_args(arguments)
-        kinds = kinds_of(args.runs)
-        options = saved_config(args.runs[0]).change(device="auto").run
+        kinds = kinds_of(args.jobs)
+        options = dataclasses.replace(saved_options(args.jobs[0]), device="auto")
         texts = {path: read_texts(path, options.prompt) for path in args.texts}
-        world = load_world(options, args.runs[0])  # with its exact samples
-        for run in args.runs[1:]:
-            check_unchanged(run, world)  # their networks and files may be others
+        world = load_world(options, args.jobs[0])  # with its exact samples
+        for job in args.jobs[1:]:
+            check_unchanged(job, world)  # their networks and files may be others
         rows: dict[str, list[dict]] = {}
-        for title, runs in kinds.items():
-            for name in runs[0]:
+        for title, jobs in kinds.items():
+            for name in jobs[0]:
                 if name in ("Base", "Target"):
-                    rows.setdefault(name, [runs[0][name]])
-                elif all(name in one for one in runs):
-                    rows[f"{title}, {name.lower()}"] = [one[name] for one in runs]
-        if texts and world.exact is not None:  # Target's noise level for as many as the smallest
-            target = world.score(world.exact.tokens)
+                    rows.setdefault(name, [jobs[0][name]])
+                elif all(name in one for one in jobs):
+                    rows[f"{title}, {name.lower()}"] = [one[name] for one in jobs]
+        if (
+            texts and world.reference is not None
+        ):  # Target's noise level for as many as the smallest
+            target = world.score(world.reference.exact.tokens)
             rows["Target"] = [target_row(world, target, min(map(len, texts.values())))]
         for path, own in texts.items():
             samples = world.score_texts(own)
-            rows[str(path)] = [describe(samples, world.encode(own), world.exact_vectors)]
+            rows[str(path)] = [describe(samples, world.encode(own), world.exact_vectors())]
         if args.best_of is not None:
             rows[f"Best of {args.best_of}"] = [best_of_row(args.best_of, options, world)]
         if args.log_q:
             rows[str(args.log_q)] = [log_q_row(args.log_q, world)]
         first = {name: found[0] for name, found in rows.items()}
-        print(aligned(rows, columns(first, read_results(args.runs[0]))))
+        print(aligned(rows, columns(first, read_results(args.jobs[0]))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rows of a run's table: Base, Target and generations (`eval/metrics.py` has the columns)."""
+"""The rows of a job's table: Base, Target and generations (`eval/metrics.py` has the columns)."""
 
 import math
 from functools import partial
@@ -6,29 +6,28 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distill import Learner, Pooled
+from distill import Learner, Pair, Pooled
 from eval import metrics
 from eval.command import say
-from eval.run import Run
+from eval.job import Job
 from eval.world import SAMPLES, World, checked_rows, save_target
 from tinystories.files import write_tensors
-from tsmc import streams
+from tsmc import processes
 from tsmc.estimate import Estimate, log_mean_estimate
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.rejection import exact_samples
 from tsmc.sampler import Population
-from twist.pair import Pair
 
-EXAMPLES = 3  # texts of a row that are shown when the run ends
+EXAMPLES = 3  # texts of a row that are shown when the job ends
 ENOUGH = 200  # exact samples of the target
 FEW = 10  # base samples with phi > 0; from fewer little can be learned
 
 
-def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
-    """The rows Base and Target, where p^(0) and sigma stand; measured once in a run."""
-    if run.has(None):
+def evaluate_ends(job: Job, world: World, learner: Learner) -> None:
+    """The rows Base and Target, where p^(0) and sigma stand; measured once in a job."""
+    if job.has(None):
         return
-    count = run.config.run.row_size()
+    count = job.options.row_size()
     draw = partial(sample_proposal, world.base, None)
     drawn = learner.streams.draw("base samples", None, count, draw)
     base = world.score(drawn["tokens"])
@@ -41,28 +40,28 @@ def evaluate_ends(run: Run, world: World, learner: Learner) -> None:
         remedy = "use --learner pooled" if hints else "use --learner pooled and hints"
         rate = f"{alive} of {count} base samples have phi > 0, which is little to learn from"
         say(f"{rate}; {remedy}, or soften the potential (docs/potentials.md)")
-    if world.exact is None and run.config.run.eval_target_proposals > 0:
-        draw_target(run, world, learner, log_phi)
+    if world.reference is None and job.options.eval_target_proposals > 0:
+        find_exact_samples(job, world, learner, log_phi)
     vectors = world.encode(base.texts)
-    row = metrics.describe(base, vectors, world.exact_vectors)
+    row = metrics.describe(base, vectors, world.exact_vectors())
     log_z = log_mean_estimate(log_phi)
     row |= {"log_z": log_z.value, "log_z_std_error": log_z.std_error}
     row |= {"num_samples": count, "examples": base.texts[:EXAMPLES]}
     rows, samples = {"base": row}, base.rows("base")
-    if world.exact is not None:
-        target = world.score(world.exact.tokens)
+    if world.reference is not None:
+        target = world.score(world.reference.exact.tokens)
         rows["target"] = target_row(world, target, count)
         samples += target.rows("target")
-    if streams.rank() == 0:
+    if processes.rank() == 0:
         tensors = {"tokens": drawn["tokens"], "log_p": drawn["log_p"].sum(1), "log_phi": log_phi}
         tensors["vectors"] = vectors[checked_rows(log_phi)]
-        write_tensors(run.folder(None) / SAMPLES, tensors)
-    run.keep(None, rows, samples, learner)
+        write_tensors(job.folder(None) / SAMPLES, tensors)
+    job.keep(None, rows, samples, learner)
 
 
-def target_row(world: World, samples: metrics.Samples, count: int) -> dict:
+def target_row(world: World, samples: metrics.ScoredTexts, count: int) -> dict:
     """Row Target of the exact samples; `count` is how many texts a generation's row has."""
-    exact, vectors = world.exact, world.exact_vectors
+    exact, vectors = world.reference.exact, world.reference.vectors
     row = metrics.describe(samples, vectors)
     if len(vectors) >= 4:  # two in each half
         row["energy"] = metrics.energy_floor(vectors, count)
@@ -70,12 +69,12 @@ def target_row(world: World, samples: metrics.Samples, count: int) -> dict:
     return row | {"num_samples": len(exact.tokens), "num_proposals": exact.num_proposals}
 
 
-def draw_target(run: Run, world: World, learner: Learner, base_log_phi: Tensor) -> None:
-    """Draw exact samples of sigma by rejection, if there are enough, and keep them in the run.
+def find_exact_samples(job: Job, world: World, learner: Learner, base_log_phi: Tensor) -> None:
+    """Draw exact samples of sigma by rejection, if there are enough, and keep them in the job.
 
     log phi [N] of base samples tells, before they are drawn, how many proposals are needed.
     """
-    proposals = run.config.run.eval_target_proposals
+    proposals = job.options.eval_target_proposals
     rate = base_log_phi.exp().mean().item()
     if rate > 0:
         proposals = min(proposals, math.ceil(ENOUGH / rate))
@@ -86,19 +85,19 @@ def draw_target(run: Run, world: World, learner: Learner, base_log_phi: Tensor) 
         say(f"{fault}, so there is no row Target and no KL; raise --eval-target-proposals")
         return
     world.set_exact(exact)
-    if streams.rank() == 0:
-        save_target(run.path / "target", world, run.config.run)
+    if processes.rank() == 0:
+        save_target(job.path / "target", world, job.options)
 
 
-def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:
+def evaluate(job: Job, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:
     """The row of generation m, and its texts, ready for JSON."""
-    options = run.config.run
+    options = job.options
     row = {"generation": m, "scores": learner.scores(m)}
-    if world.exact is not None:
-        log_p, log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)  # [N], [N]
-        kl = metrics.kl_of_log_q(log_q, world.exact_log_p, world.exact)
-        alone = metrics.kl_of_log_q(log_p, world.exact_log_p, world.exact)  # without its twist
-        row |= {"kl_target_proposal": kl.value, "kl_target_model": alone.value}
+    if world.reference is not None:
+        tokens = world.reference.exact.tokens  # [N, T]
+        log_p, log_q = proposal_log_probs(pair.model, pair.twist, tokens)  # [N], [N]
+        row["kl_target_proposal"] = world.reference.kl_to(log_q).value
+        row["kl_target_model"] = world.reference.kl_to(log_p).value  # without its twist
     if learner.samples_policy:  # all its texts, those with phi = 0 as well
         draw = partial(sample_proposal, pair.model, None)
         drawn = learner.streams.draw("evaluation", m, options.row_size(), draw)
@@ -106,14 +105,14 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
     else:
         particles, runs = options.eval_particles[0], options.eval_runs
         population = learner.population(pair, "evaluation", m, particles, runs)
-        samples = samples_of(world, population)
+        samples = score_population(world, population)
         row |= population_row(population)
-        base = run.row(None)["base"]
+        base = job.row(None)["base"]
         if base["log_z"] is not None:
             of_base = Estimate(base["log_z"], base["log_z_std_error"], base["num_samples"] - 1)
             if line := metrics.missing_part(log_mean_estimate(population.log_z), of_base):
                 say(line)
-    row |= metrics.describe(samples, world.encode(samples.texts), world.exact_vectors)
+    row |= metrics.describe(samples, world.encode(samples.texts), world.exact_vectors())
     source = torch.Generator().manual_seed(options.seed)
     places = torch.randperm(len(samples.texts), generator=source)[:EXAMPLES]
     row["examples"] = [samples.texts[n] for n in places]
@@ -122,16 +121,18 @@ def evaluate(run: Run, world: World, learner: Learner, pair: Pair, m: int) -> tu
         row["populations"] = {}
         for particles in options.eval_particles:
             word, runs = f"populations of {particles}", max(1, options.row_size() // particles)
-            scores = samples_of(world, learner.population(pair, word, m, particles, runs)).scores
+            scores = score_population(
+                world, learner.population(pair, word, m, particles, runs)
+            ).scores
             mean = scores.get("toxicity", scores["log_phi"]).mean().item()
             row["populations"][particles] = mean
     return row, samples.rows(f"generation {m}")
 
 
-def samples_of(world: World, population: Population) -> metrics.Samples:
+def score_population(world: World, population: Population) -> metrics.ScoredTexts:
     """The samples of the runs that are alive, grouped by their runs."""
     final = population.alive().samples  # [R, K, T]
-    group = [run for run in range(len(final)) for _ in range(final.shape[1])]  # [R K]
+    group = [r for r in range(len(final)) for _ in range(final.shape[1])]  # [R K]
     return world.score(final.flatten(0, 1), group)
 
 
@@ -140,7 +141,7 @@ def population_row(population: Population) -> dict:
     runs, particles = population.log_weights.shape
     alive = population.alive()
     log_z = alive.log_z
-    distinct = [len(run.unique(dim=0)) / particles for run in alive.samples]  # [R]
+    distinct = [len(tokens.unique(dim=0)) / particles for tokens in alive.samples]  # [R]
     return {
         "log_z": population.log_mean_z(),
         "log_z_hat_mean": log_z.mean().item(),

@@ -1,4 +1,4 @@
-"""The figures of a run, and of a study over several seeds.
+"""The figures of a job, and of a study over several seeds.
 
 A point is a mean over seeds with its 95 % interval. The score is the toxicity where the potential
 reads the classifier, else log phi. The colours, of Okabe and Ito, can be told apart by all readers.
@@ -72,8 +72,8 @@ def draw_panels(panels: dict[str, tuple[str, Lines]], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_figures(results: dict, run: Path) -> None:
-    """The figure of a run: the score, and KL(sigma||q) where it is known."""
+def draw_figures(results: dict, folder: Path) -> None:
+    """The figure of a job: the score, and KL(sigma||q) where it is known."""
     key = "toxicity" if "toxicity" in results["base"] else "log_phi"
     lines: Lines = {}
     for name in LEVELS:
@@ -83,4 +83,4 @@ def draw_figures(results: dict, run: Path) -> None:
     panels = {"Score of the samples": (key, lines)}
     if KL in results["generations"][0]:
         panels["Proposal"] = KL, lines
-    draw_panels(panels, run / "figures" / "generations.png")
+    draw_panels(panels, folder / "figures" / "generations.png")

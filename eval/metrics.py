@@ -28,12 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tsmc.estimate import Estimate, mean_estimate
-from tsmc.rejection import ExactSamples
+from tsmc.estimate import Estimate
 
 
 @dataclass(frozen=True)
-class Samples:
+class ScoredTexts:
     """Texts with their scores; `group` numbers the TSMC run a text came from."""
 
     texts: list[str]
@@ -85,7 +84,7 @@ def energy_floor(y: Tensor, n: int) -> float:
     return energies.quantile(0.95).item() * (1 / n + 1 / count) / (1 / half + 1 / other)
 
 
-def describe(samples: Samples, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict:
+def describe(samples: ScoredTexts, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict:
     """Columns of texts with embeddings [N, D]; [M, D] are those of exact samples, if any."""
     row = {"phi_positive": (samples.scores["log_phi"] > -torch.inf).double().mean().item()}
     for name, values in samples.scores.items():
@@ -103,15 +102,6 @@ def mean_pairwise_cosine(vectors: Tensor) -> float:
     unit = F.normalize(vectors.double(), dim=-1)  # [N, D]
     # The sum over all pairs is |sum_i e_i|^2.
     return float((unit.sum(0).square().sum() - unit.square().sum()) / (count * (count - 1)))
-
-
-def kl_of_log_q(log_q: Tensor, log_p: Tensor, exact: ExactSamples) -> Estimate:
-    """KL(sigma||q) in nats from log q [N] and log p^(0) [N] of the exact samples."""
-    mean = mean_estimate(log_p + exact.log_phi - log_q)
-    # As if it were independent of log Z_sigma, from the same draws: for q = p^(0) and the shipped
-    # samples the error is .065, where their covariance would make it .054.
-    error = math.hypot(mean.std_error, exact.log_z_std_error)
-    return Estimate(mean.value - exact.log_z, error, mean.dof)
 
 
 def missing_part(found: Estimate, base: Estimate) -> str:

@@ -1,4 +1,4 @@
-"""The options of `main.py`: those of a run, and those of its learner, which stand beside its code.
+"""The options of `main.py`: those of a job, and those of its learner, which stand beside its code.
 
 A field `ctl_updates` becomes `--ctl-updates`, and `--no-...` switches a switch off.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from distill import LEARNERS
-from distill.learner import check, kind_of, option
+from distill.options import check, kind_of, option
 from eval.command import OneLineParser, say
 from tinystories.files import reading
 
@@ -33,7 +33,9 @@ PRESETS: dict[str, dict[str, str]] = {  # of the networks
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class Options:
+    """Everything that a command may say of a job."""
+
     generations: int = option(2, "M, generations after generation 0 [2; of baselines 0]", low=0)
     learner: str = option("paper", "how to learn", choices=tuple(LEARNERS))
     potential: tuple[str, ...] = option(
@@ -52,7 +54,7 @@ class RunOptions:
     lm: str = option(str(POCKET / "lm"), "language model [the preset's]")
     toxicity_model: str = option(str(POCKET / "toxicity"), "classifier [the preset's]")
     similarity_model: str = option(str(POCKET / "similarity"), "sentence encoder [the preset's]")
-    target: str = option("", "exact samples of this sigma that another run has drawn (RUN/target)")
+    target: str = option("", "exact samples of this sigma that another job has drawn (JOB/target)")
     out: str = option("", "directory to write to, not existing yet [a new one in runs/]")
     seed: int = option(0, "seed of everything random", low=0, high=2**63 - 1)
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
@@ -65,8 +67,18 @@ class RunOptions:
         100_000, "most draws for 200 exact samples, if there are none yet; 0: none", low=0
     )
 
+    learning: Any = None  # the `Options` of the learner, by default with its own defaults
+
     def __post_init__(self):
         check(self)
+        if self.learning is None:
+            object.__setattr__(self, "learning", LEARNERS[self.learner].Options())
+        check(self.learning)
+
+    def as_json(self) -> dict[str, Any]:
+        """Every option by name."""
+        own = dataclasses.asdict(self)
+        return own | own.pop("learning")
 
     def row_size(self) -> int:
         """How many texts a row of the table has."""
@@ -83,53 +95,35 @@ class RunOptions:
             raise ValueError(f"--device {name} is not available here; use --device cpu") from error
 
 
-@dataclass(frozen=True)
-class Config:
-    """All options of a run."""
-
-    run: RunOptions
-    learner: Any  # the `Options` of the class that LEARNERS names
-
-    def as_json(self) -> dict[str, Any]:
-        """Every option by name."""
-        return dataclasses.asdict(self.run) | dataclasses.asdict(self.learner)
-
-    def change(self, **changes: Any) -> "Config":
-        """The same with other options of the run."""
-        return Config(dataclasses.replace(self.run, **changes), self.learner)
-
-
 def flag_of(name: str) -> str:
     """`--ctl-updates` of ctl_updates."""
     return "--" + name.replace("_", "-")
 
 
-def build(values: dict[str, Any]) -> Config:
-    """A config from options by name; the others have the defaults of the learner and the preset.
+def build(values: dict[str, Any]) -> Options:
+    """Options by name; the others have the defaults of the learner and the preset.
 
     ValueError names an option that does not fit, or that the learner does not have.
     """
     given = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
-    name = given.get("learner", RunOptions.learner)
-    learner = LEARNERS.get(name, LEARNERS[RunOptions.learner])  # RunOptions refuses another name
-    preset = PRESETS.get(given.get("preset", RunOptions.preset), {})
+    name = given.get("learner", Options.learner)
+    learner = LEARNERS.get(name, LEARNERS[Options.learner])  # Options refuses another name
+    preset = PRESETS.get(given.get("preset", Options.preset), {})
     full = {"generations": learner.generations} | preset | given
-    parts = []
-    for kind in (RunOptions, learner.Options):
-        names = [field.name for field in dataclasses.fields(kind) if field.name in full]
-        parts.append(kind(**{key: full.pop(key) for key in names}))
-    check(parts[1])  # as the learner does, but before the networks are loaded
-    for key in full:
+    names = {field.name for field in dataclasses.fields(Options) if field.name != "learning"}
+    own = {key: value for key, value in full.items() if key in names}
+    rest = {key: value for key, value in full.items() if key not in names}
+    for key in rest.keys() - {field.name for field in dataclasses.fields(learner.Options)}:
         owners = [other for other, kind in LEARNERS.items() if hasattr(kind.Options, key)]
         remedy = f"it belongs to {' and '.join(owners)}" if owners else "see main.py --help"
         raise ValueError(f"{flag_of(key)}: no option of --learner {name}; {remedy}")
-    return Config(*parts)
+    return Options(**own, learning=learner.Options(**rest))
 
 
 def add_arguments(group: Any, options: type, names: Sequence[str] = ()) -> None:
     """Add options, all or those named, to a parser or a group of it."""
     for field in dataclasses.fields(options):
-        if names and field.name not in names:
+        if field.name == "learning" or (names and field.name not in names):
             continue
         default, kind, choices = field.default, kind_of(field), field.metadata["choices"]
         text = field.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
@@ -147,10 +141,10 @@ def add_arguments(group: Any, options: type, names: Sequence[str] = ()) -> None:
         group.add_argument(flag_of(field.name), help=text.replace("%", "%%"), **extra)
 
 
-def read_config(arguments: list[str] | None, description: str) -> tuple[Config, Path | None]:
-    """The options of the command line, or those of the run that --resume names and its directory.
+def read_options(arguments: list[str] | None, description: str) -> tuple[Options, Path | None]:
+    """The options of the command line, or those of the job that --resume names and its folder.
 
-    With --resume only --generations may be given anew, to extend a run.
+    With --resume only --generations may be given anew, to extend a job.
     """
     parser = OneLineParser(
         usage="python main.py [options]",
@@ -161,10 +155,10 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[Config, 
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("--resume", metavar="RUN", help="continue this run, with its own options")
-    add_arguments(parser.add_argument_group("the run, its networks and its table"), RunOptions)
+    parser.add_argument("--resume", metavar="JOB", help="continue this job, with its own options")
+    add_arguments(parser.add_argument_group("the job, its networks and its table"), Options)
     chosen = parser.parse_known_args(arguments)[0]
-    learner = getattr(chosen, "learner", RunOptions.learner)
+    learner = getattr(chosen, "learner", Options.learner)
     add_arguments(parser.add_argument_group(f"the learner ({learner})"), LEARNERS[learner].Options)
     parser.add_argument("-h", "--help", action="help", help="show this")
     known, unknown = parser.parse_known_args(arguments)
@@ -174,27 +168,27 @@ def read_config(arguments: list[str] | None, description: str) -> tuple[Config, 
     if "resume" not in given:
         return build(given), None
     path = Path(given.pop("resume"))
-    config = saved_config(path)
+    options = saved_options(path)
     if "generations" in given:
-        config = config.change(generations=given.pop("generations"))
+        options = dataclasses.replace(options, generations=given.pop("generations"))
     if given:
         others = ", ".join(map(flag_of, given))
-        raise ValueError(f"--resume takes the options of the run; leave out {others}")
-    return config, path
+        raise ValueError(f"--resume takes the options of the job; leave out {others}")
+    return options, path
 
 
-def saved_config(run: Path) -> Config:
-    """The options in the config.json of a run's directory; ValueError where they do not fit.
+def saved_options(folder: Path) -> Options:
+    """The options in the config.json of a job's folder; ValueError where they do not fit.
 
-    Options that are absent, because the run is older than they are, have their defaults.
+    Options that are absent, because the job is older than they are, have their defaults.
     """
-    path = run / "config.json"
-    with reading(path, "holds no options of a run", "name a run of this version of main.py"):
+    path = folder / "config.json"
+    with reading(path, "holds no options of a job", "name a job of this version of main.py"):
         raw = json.loads(path.read_text(encoding="utf-8"))
         raw.pop("versions", None)
-        config = build(raw)
-    absent = config.as_json().keys() - raw.keys()
+        options = build(raw)
+    absent = options.as_json().keys() - raw.keys()
     if absent:
         names = ", ".join(sorted(map(flag_of, absent)))
         say(f"{path}: is of an older version; it is gone on with the defaults of {names}")
-    return config
+    return options

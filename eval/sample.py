@@ -6,9 +6,9 @@
 Texts are drawn by weight, their share of the weight of all particles of all runs. log Z is the
 evidence as estimated from all runs together; ESS is that of the weights at the last token, averaged
 over the runs; 1 / sum W^2 is how many independent samples all texts are worth at most; Pareto k
-says how heavy the tail of the weights is. Without RUN the language model proposes, or where the
+says how heavy the tail of the weights is. Without JOB the language model proposes, or where the
 potential has hints (keyword) draws that are forced to hold them. Options that are not given are
-those of RUN, without RUN those of main.py.
+those of JOB, without JOB those of main.py.
 """
 
 import argparse
@@ -18,51 +18,57 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from distill import LEARNERS
+from distill import LEARNERS, Weighted, load_pair, sample
 from eval.command import OneLineParser, one_line_errors, printable, say
-from eval.options import RunOptions, add_arguments, saved_config
-from eval.run import count_generations
+from eval.job import count_generations
+from eval.options import Options, add_arguments, saved_options
 from eval.world import check_unchanged, load_sigma
-from tsmc import SCHEMES
+from tsmc import SCHEMES, Rule
+from tsmc.draws import systematic
 from tsmc.estimate import Estimate
-from twist import Drawn, load_pair, sample
 
 OPTIONS = ("prompt", "length", "end", "seed", "potential", "lm", "device")  # of main.py
 
 
-class TrainedRun:
-    """The pair (p^(m), psi^(m)) of a run of main.py, and the potential that it was trained for."""
+class TrainedJob:
+    """The pair (p^(m), psi^(m)) of a job of main.py, and the potential that it was trained for."""
 
     def __init__(self, directory: str | Path, generation: int | None = None, device: str = "auto"):
         """The last generation unless another is named; ValueError names what is missing."""
-        run = Path(directory)
-        self.config = saved_config(run).change(device=device)
-        last = count_generations(run) - 1
+        folder = Path(directory)
+        self.options = dataclasses.replace(saved_options(folder), device=device)
+        last = count_generations(folder) - 1
         self.generation = last if generation is None else generation
         if last < 0:
-            raise ValueError(f"{run}: holds no saved generation; name a run that has finished one")
+            raise ValueError(
+                f"{folder}: holds no saved generation; name a job that has finished one"
+            )
         if not 0 <= self.generation <= last:
-            raise ValueError(f"generation {generation} is not in {run}; it holds 0 to {last}")
-        self.pair = run / f"generation-{self.generation}" / "pair.safetensors"
+            raise ValueError(f"generation {generation} is not in {folder}; it holds 0 to {last}")
+        self.pair = folder / f"generation-{self.generation}" / "pair.safetensors"
         self.world = lru_cache(maxsize=1)(load_sigma)
-        check_unchanged(run, self.world(self.config.run))
+        check_unchanged(folder, self.world(self.options))
 
-    def sample(self, particles: int = 50, runs: int = 8, **changes: Any) -> Drawn:
-        """R = runs populations of K = particles texts.
+    def rule(self) -> Rule:
+        """How its runs resample, unless another rule is given."""
+        return LEARNERS[self.options.learner].rule(self.options.learning)
 
-        `changes` are options of the run, as a prompt, length or seed, or of `tsmc`: resample,
-        ess_threshold. ValueError for options out of range, and where all weights are zero.
+    def sample(
+        self, particles: int = 50, runs: int = 8, rule: Rule | None = None, **changes: Any
+    ) -> Weighted:
+        """R = runs runs of K = particles texts, which resample by a rule, else that of the job.
+
+        `changes` are options of the job, as a prompt, length or seed. ValueError for options out of
+        range, and where all weights are zero.
         """
-        rule = LEARNERS[self.config.run.learner].rule(self.config.learner)
-        rule |= {name: changes.pop(name) for name in rule if name in changes}
-        seed = changes.pop("seed", self.config.run.seed)  # which loads no other networks
-        world = self.world(dataclasses.replace(self.config.run, **changes))
+        seed = changes.pop("seed", self.options.seed)  # which loads no other networks
+        world = self.world(dataclasses.replace(self.options, **changes))
         pair = load_pair(self.pair, world.base)
         given = (world.base, world.potential, pair, particles, runs, seed, world.scores)
-        return sample(*given, **rule)
+        return sample(*given, rule or self.rule())
 
 
-def report(drawn: Drawn, is_trained: bool, samples: int) -> str:
+def report(drawn: Weighted, is_trained: bool, samples: int) -> str:
     """Estimates, what they do not say by themselves, then a line for every sample."""
     rows = drawn.samples(samples)
     evidence = drawn.evidence()
@@ -98,45 +104,53 @@ def rate(evidence: Estimate) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Command line to samples; bad input ends with one line and exit code 2."""
     raw = argparse.RawDescriptionHelpFormatter
-    usage = "python -m eval.sample (RUN | --potential SPEC) [OPTIONS]"
+    usage = "python -m eval.sample (JOB | --potential SPEC) [OPTIONS]"
     parser = OneLineParser("python -m eval.sample", usage, __doc__, formatter_class=raw)
     add = parser.add_argument
-    add("run", nargs="?", help="directory that main.py wrote")
+    add("job", nargs="?", metavar="JOB", help="folder that main.py wrote")
     add("--generation", type=int, metavar="M", help="default: the last")
     add("--particles", type=int, metavar="K", default=50, help="particles (default: 50)")
-    add("--runs", type=int, metavar="R", help="runs, weighed by Z-hat (default: 8, without RUN 40)")
+    add("--runs", type=int, metavar="R", help="runs, weighed by Z-hat (default: 8, without JOB 40)")
     add("--samples", type=int, metavar="N", default=10, help="samples to draw (default: 10)")
     add("--resampling", choices=tuple(SCHEMES), help="resampling scheme")
-    add("--threshold", type=float, help="resample where ESS / K is lower; 1: at every step")
-    add_arguments(parser, RunOptions, OPTIONS)
+    add(
+        "--ess-threshold",
+        type=float,
+        metavar="SHARE",
+        help="resample where ESS / K is lower; 1: at every step",
+    )
+    add_arguments(parser, Options, OPTIONS)
     with one_line_errors("python -m eval.sample"):
         args = parser.parse_args(arguments)
         given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        rule = {"resample": SCHEMES.get(args.resampling), "ess_threshold": args.threshold}
+        rule = {"resample": SCHEMES.get(args.resampling), "ess_threshold": args.ess_threshold}
         rule = {name: value for name, value in rule.items() if value is not None}
-        runs = (8 if args.run else 40) if args.runs is None else args.runs
+        runs = (8 if args.job else 40) if args.runs is None else args.runs
         say("loading the networks")
-        if args.run is None:
+        if args.job is None:
             if args.potential is None:
-                parser.error(f"no run is named: {usage}")
+                parser.error(f"no job is named: {usage}")
             if args.generation is not None:
-                parser.error("--generation is one of RUN; leave it out or name RUN")
-            options = RunOptions(**given)
+                parser.error("--generation is one of JOB; leave it out or name JOB")
+            options = Options(**given)
             world = load_sigma(options)
             sizes = (args.particles, runs, options.seed)
-            drawn = sample(world.base, world.potential, None, *sizes, world.scores, **rule)
+            plain = Rule(systematic, 0.0)
+            chosen = dataclasses.replace(plain, **rule) if rule else None
+            drawn = sample(world.base, world.potential, None, *sizes, world.scores, chosen)
             source = "forced draws propose" if world.potential.hints else "p proposes"
         else:
             if args.lm is not None:
-                parser.error("--lm is for sampling without RUN; leave one of them out")
-            trained = TrainedRun(args.run, args.generation)
-            options = dataclasses.replace(trained.config.run, **given)
-            drawn = trained.sample(args.particles, runs, **given, **rule)
+                parser.error("--lm is for sampling without JOB; leave one of them out")
+            trained = TrainedJob(args.job, args.generation)
+            options = dataclasses.replace(trained.options, **given)
+            chosen = dataclasses.replace(trained.rule(), **rule)
+            drawn = trained.sample(args.particles, runs, chosen, **given)
             source = f"generation {trained.generation}"
         shown = f"{runs} runs of K = {args.particles}, T = {options.length}, seed {options.seed}"
         print(f"{printable(options.prompt)}\n{source}, {shown}")
-        print(report(drawn, args.run is not None, args.samples), flush=True)
+        print(report(drawn, args.job is not None, args.samples), flush=True)
 
 
 if __name__ == "__main__":

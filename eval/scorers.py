@@ -1,4 +1,4 @@
-"""What scores texts: the networks of the paper, and the potentials that `--potential` names.
+"""The networks of the paper that score texts.
 
     log p(toxic | s)   in the potential log phi(s) = beta log p(toxic | s) (paper, section 3)
         h = encoder(s)_0                                 [B, D]   state on the first token, <s>
@@ -17,14 +17,7 @@ gelu is the exact one (erf). The modules nest as the tensors of a Hugging Face c
 B batch, T tokens, D width, H heads, N texts.
 """
 
-import contextlib
 import dataclasses
-import functools
-import inspect
-import math
-import runpy
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +29,9 @@ from torch import Tensor, nn
 from tinystories.files import read_json
 from tinystories.gpt_neo import at_least_float32
 from tinystories.load import config_from_json, load_network, save_network
-from twist.factors import READY, ended
-from twist.potential import call_users
 
 BATCH = 64  # texts at most
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
-CLASSIFIED = ("toxicity", "nontoxicity")
-FORMS = "toxicity, nontoxicity, ended, keyword:WORD, regex:PATTERN, without:WORD or FILE.py:NAME"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,43 +218,3 @@ class ToxicityScorer(Runner):
     def log_nontoxic(self, texts: list[str]) -> Tensor:
         """log p(not toxic | s) [N]"""
         return F.logsigmoid(self.logits(texts))
-
-
-def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]:
-    """The factors that --potential names, by what it says, but for those of the classifier.
-
-    Everything after the first colon belongs to a pattern. ValueError if one is not understood.
-    """
-    factors: dict[str, Any] = {}
-    for spec in potential:
-        flag, (head, _, argument) = f"--potential {spec}", spec.partition(":")
-        name, tilde, number = head.partition("~")
-        if spec in CLASSIFIED:
-            continue
-        if ".py" in spec and name not in READY:
-            factors[spec] = users_factor(flag, spec)
-        else:
-            try:
-                strength = float(number) if tilde else math.inf
-                if not strength > 0 or (name == "ended") == bool(argument):
-                    raise ValueError("a word is missing or too many, or the strength after ~")
-                factors[spec] = READY[name](argument, strength) if argument else ended(strength)
-            except (KeyError, ValueError) as error:
-                raise ValueError(f"{flag}: {error}; give {FORMS}") from error
-        with contextlib.suppress(AttributeError):  # which methods do not take
-            factors[spec].name = flag  # in messages
-    return factors
-
-
-def users_factor(flag: str, spec: str) -> Any:
-    """The function of FILE.py:NAME, which finds modules that lie beside its file."""
-    file, _, name = spec.rpartition(":")
-    path = Path(file).absolute()
-    if not path.is_file():
-        raise ValueError(f"{flag}: there is no file {path}; give FILE.py:NAME")
-    sys.path.insert(0, str(path.parent))
-    defined = call_users(flag, functools.partial(runpy.run_path, str(path)))
-    if not callable(defined.get(name)):
-        names = [key for key, value in defined.items() if inspect.isfunction(value)]
-        raise ValueError(f"{flag}: {name!r} is no function; it defines {names}")
-    return defined[name]

@@ -1,9 +1,9 @@
-"""The runs of docs/results.md, and its tables and figures.
+"""The jobs of docs/results.md, and its tables and figures.
 
-    python -m eval.study --only paper pooled    makes the runs of these names that are not kept
+    python -m eval.study --only paper pooled    makes the jobs of these names that are not kept
     python -m eval.study --report               fills docs/results.md and draws its figures
 
-A run NAME-SEED is made in runs/study, and gone on with where it was begun. When it has finished,
+A job NAME-SEED is made in runs/study, and gone on with where it was begun. When it has finished,
 its numbers are kept in docs/results/runs/NAME-SEED.json with the command, version and commit that
 made them; nothing else of it is needed, so a study goes on where another machine left it. A table
 of the page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is "NAME M",
@@ -28,13 +28,13 @@ import torch
 from eval.command import OneLineParser, one_line_errors
 from eval.compare import best_of_row
 from eval.figures import KL, LEVELS, Lines, draw_panels
-from eval.options import read_config, saved_config
-from eval.run import read_lines
-from eval.sample import TrainedRun
+from eval.job import read_lines
+from eval.options import read_options, saved_options
+from eval.sample import TrainedJob
 from eval.table import TABLE, mean_cell
 from eval.world import load_world, save_target
 from tinystories.files import read_json, write_json, write_text
-from tsmc import SCHEMES, Streams
+from tsmc import SCHEMES, Rule, Streams
 from tsmc.rejection import exact_samples
 
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
@@ -104,7 +104,7 @@ Places = dict[str, dict[int, dict]]  # the row of each seed, by the name of the 
 
 
 def make(name: str) -> bool:
-    """Begin or resume a run, by its name with its seed, and keep its numbers; whether it ended."""
+    """Begin or resume a job, by its name with its seed, and keep its numbers; whether it ended."""
     path = RUNNING / name
     kind, _, seed = name.rpartition("-")
     command = RUNS[kind][0]
@@ -115,7 +115,7 @@ def make(name: str) -> bool:
     made |= {"version": version, "commit": commit}
     if "--target" in command:
         with DRAWING:  # the other runs of the task wait
-            draw_target(command.split())
+            make_target(command.split())
     arguments = [*command.split(), "--seed", seed, "--out", str(path)]
     if (path / "config.json").exists():
         arguments = ["--resume", str(path)]
@@ -126,45 +126,45 @@ def make(name: str) -> bool:
     return done.returncode == 0
 
 
-def draw_target(options: list[str]) -> None:
+def make_target(arguments: list[str]) -> None:
     """Exact samples of the sigma of these options, where --target says, unless they are there."""
-    run = read_config(options, "")[0].run
-    if not Path(run.target).exists():
-        own = dataclasses.replace(run, target="")
+    options = read_options(arguments, "")[0]
+    if not Path(options.target).exists():
+        own = dataclasses.replace(options, target="")
         world = load_world(own)
-        count = TARGETS[run.target]
+        count = TARGETS[options.target]
         exact = exact_samples(world.base, world.potential, Streams(), "exact samples", count)
         world.set_exact(exact)
-        save_target(Path(run.target), world, own)
+        save_target(Path(options.target), world, own)
 
 
-def keep(run: Path, made: dict) -> None:
-    """Write the numbers of a finished run for the tables: its rows, seconds, rules, best of n."""
-    config = saved_config(run)
-    results = read_json(run / "results.json") | read_json(run / "config.json")["versions"] | made
+def keep(job: Path, made: dict) -> None:
+    """Write the numbers of a finished job for the tables: its rows, seconds, rules, best of n."""
+    options = saved_options(job)
+    results = read_json(job / "results.json") | read_json(job / "config.json")["versions"] | made
     here = ("out", "lm", "toxicity_model", "similarity_model", "target", "device")
-    options = config.as_json().items()
-    results["options"] = {name: value for name, value in options if name not in here}
-    spent = read_json(run / "base" / "seconds.json")["core_seconds"]
+    kept = options.as_json().items()
+    results["options"] = {name: value for name, value in kept if name not in here}
+    spent = read_json(job / "base" / "seconds.json")["core_seconds"]
     for m, row in enumerate(results["generations"]):
-        spent += read_json(run / f"generation-{m}" / "seconds.json")["core_seconds"]
-        row["core_seconds"] = spent  # of the whole run up to here
-        for record in read_lines(run / f"generation-{m}" / "metrics.jsonl"):
+        spent += read_json(job / f"generation-{m}" / "seconds.json")["core_seconds"]
+        row["core_seconds"] = spent  # of the whole job up to here
+        for record in read_lines(job / f"generation-{m}" / "metrics.jsonl"):
             if "distinct" in record:
                 row["distinct_texts"] = record["distinct"]
     if made["name"] in RULED:
-        results["rules"] = [rules(run, m) for m in range(len(results["generations"]))]
+        results["rules"] = [rules(job, m) for m in range(len(results["generations"]))]
     if made["name"] in BEST_OF:
-        results["best_of"] = best_of_row(BEST, config.run, load_world(config.run, run))
-    write_json(KEPT / f"{run.name}.json", results)
+        results["best_of"] = best_of_row(BEST, options, load_world(options, job))
+    write_json(KEPT / f"{job.name}.json", results)
 
 
-def rules(run: Path, m: int) -> dict[str, dict]:
+def rules(job: Path, m: int) -> dict[str, dict]:
     """What the pair of generation m gives under each rule, by as many texts as a row has."""
-    trained, found = TrainedRun(run, m), {}
-    sizes = trained.config.run.eval_particles[0], trained.config.run.eval_runs
+    trained, found = TrainedJob(job, m), {}
+    sizes = trained.options.eval_particles[0], trained.options.eval_runs
     for name, (resampling, threshold) in RULES.items():
-        drawn = trained.sample(*sizes, resample=SCHEMES[resampling], ess_threshold=threshold)
+        drawn = trained.sample(*sizes, Rule(SCHEMES[resampling], threshold))
         scores = drawn.scores.get("toxicity", drawn.scores["log_phi"])
         ancestors = drawn.population.ancestors.cpu()  # of the samples [R, K]
         scores = scores.view_as(ancestors).gather(1, ancestors)[drawn.population.is_alive().cpu()]
@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser = OneLineParser("python -m eval.study", description=__doc__.splitlines()[0])
         parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="names")
         parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
-        parser.add_argument("--report", action="store_true", help=f"fill {PAGE}, make no run")
+        parser.add_argument("--report", action="store_true", help=f"fill {PAGE}, make no job")
         args = parser.parse_args(arguments)
         if args.report:
             places = read_runs(KEPT)

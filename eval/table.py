@@ -1,4 +1,4 @@
-"""The table of a run's results as text: one row for Base, Target and each generation."""
+"""The table of a job's results as text: one row for Base, Target and each generation."""
 
 import math
 import shlex
@@ -45,17 +45,17 @@ def columns(rows: dict[str, dict], results: dict) -> list[tuple[str, str, str]]:
     return [column for column in TABLE if column[1] in shown]
 
 
-def read_results(run: Path) -> dict:
-    """results.json of a run; ValueError where it holds none."""
-    path = run / "results.json"
-    if run.exists() and not path.exists():
-        command = f"python main.py --resume {shlex.quote(str(run))}"
-        raise ValueError(f"{run}: is not finished; go on with {command}")
+def read_results(folder: Path) -> dict:
+    """results.json of a job; ValueError where it holds none."""
+    path = folder / "results.json"
+    if folder.exists() and not path.exists():
+        command = f"python main.py --resume {shlex.quote(str(folder))}"
+        raise ValueError(f"{folder}: is not finished; go on with {command}")
     return read_json(path)
 
 
-def closing(results: dict, run: Path) -> str:
-    """What a run ends with: its table, texts, what it takes to beat rejection, the next command.
+def closing(results: dict, folder: Path) -> str:
+    """What a job ends with: its table, texts, what it takes to beat rejection, the next command.
 
     A score gives 1 / sum W^2 over the number of particles, for their weights W in the last row.
     """
@@ -69,8 +69,10 @@ def closing(results: dict, run: Path) -> str:
         cost = f"training has scored as many texts as {rows[last]['scores'] * rate:,.0f} exact"
         gain = f"now a score gives at most {rows[last]['worth']:.2f} effective samples"
         lines += ["", f"Rejection keeps 1 text in {1 / rate:,.0f}; {cost} samples need; {gain}."]
-    name = shlex.quote(str(run))
-    return "\n".join([*lines, f"Everything is in {run}; more texts: python -m eval.sample {name}"])
+    name = shlex.quote(str(folder))
+    return "\n".join(
+        [*lines, f"Everything is in {folder}; more texts: python -m eval.sample {name}"]
+    )
 
 
 def cell(row: dict, key: str, form: str) -> str:
@@ -100,7 +102,7 @@ def mean_cell(rows: list[dict], key: str, form: str) -> str:
 
 
 def aligned(rows: dict[str, list[dict]], shown: list[tuple[str, str, str]]) -> str:
-    """Rows by name, of one run or several, in columns: the first flush left, the others right."""
+    """Rows by name, of one job or several, in columns: the first flush left, the others right."""
     lines = [["", *(title for title, _, _ in shown)]]
     for name, found in rows.items():
         lines.append([name, *(mean_cell(found, key, form) for _, key, form in shown)])

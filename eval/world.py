@@ -1,4 +1,4 @@
-"""What a run starts from: p^(0), the potential, the scorers, and exact samples of the target sigma.
+"""What a job starts from: p^(0), the potential, the scorers, and exact samples of the target sigma.
 
     sigma(s) = p^(0)(s) phi(s) / Z_sigma (eq. 2),   drawn by rejection (`tsmc/rejection.py`)
 
@@ -9,6 +9,7 @@ such a file reads cannot change unnoticed. N samples, T tokens, D width of an em
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,16 +21,18 @@ from torch import Tensor
 
 from eval import scorers
 from eval.command import say
-from eval.metrics import Samples
-from eval.options import DTYPES, POCKET, RunOptions
+from eval.metrics import ScoredTexts
+from eval.options import DTYPES, POCKET, Options
 from tinystories import Conditional, load_model
 from tinystories.decoder import NO_END, is_end
 from tinystories.files import read_metadata, read_tensors, reading, write_tensors
 from tinystories.load import checkpoint_directory
+from tsmc.estimate import Estimate, mean_estimate
 from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import ExactSamples
-from twist.factors import power
-from twist.potential import TextPotential, check_potential, each_once
+from twist.factors import CLASSIFIED, load_factors, power
+from twist.guards import each_once
+from twist.potential import TextPotential, check_potential
 
 SHIPPED = POCKET / "target"
 SAMPLES = "samples.safetensors"
@@ -37,6 +40,23 @@ SAMPLES = "samples.safetensors"
 # .010 and log phi by .042 (930 texts of the preset). A user's own network may be in half precision.
 ROUNDING_PHI, ROUNDING_P = 0.05, {torch.float32: 1e-3, torch.bfloat16: 0.02}
 NUMBERS = ("num_proposals", "log_z", "log_z_std_error")  # of exact samples
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Exact samples of sigma with what the table compares texts and proposals with."""
+
+    exact: ExactSamples
+    log_p: Tensor  # [N] log p^(0) of the exact samples
+    vectors: Tensor  # [N, D] their embeddings
+
+    def kl_to(self, log_q: Tensor) -> Estimate:
+        """KL(sigma||q) in nats from log q [N] of the exact samples."""
+        mean = mean_estimate(self.log_p + self.exact.log_phi - log_q)
+        # As if it were independent of log Z_sigma, from the same draws: for q = p^(0) and the
+        # shipped samples the error is .065, where their covariance would make it .054.
+        error = math.hypot(mean.std_error, self.exact.log_z_std_error)
+        return Estimate(mean.value - self.exact.log_z, error, mean.dof)
 
 
 @dataclass
@@ -47,46 +67,48 @@ class World:
     potential: TextPotential
     scores: dict[str, Callable[[list[str]], Tensor]]  # "toxicity", where phi reads the classifier
     encode: scorers.Runner | None = None  # embeds texts, N texts -> [N, D], for the table
-    exact: ExactSamples | None = None  # exact samples of sigma, if there are any
-    exact_log_p: Tensor | None = None  # [N] log p^(0) of the exact samples
-    exact_vectors: Tensor | None = None  # [N, D] their embeddings
+    reference: Reference | None = None  # None where there are no exact samples
 
-    def score(self, tokens: Tensor, group: list[int] | None = None) -> Samples:
+    def score(self, tokens: Tensor, group: list[int] | None = None) -> ScoredTexts:
         """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
         finished = is_end(tokens, self.base.end).any(1).tolist()  # else cut at T
         return self.score_texts(self.potential.texts(tokens), group, finished)
 
     def score_texts(
         self, texts: list[str], group: list[int] | None = None, finished: list[bool] | None = None
-    ) -> Samples:
+    ) -> ScoredTexts:
         """The same of N texts, prompt included; all are finished unless it is said of each."""
         scores = {"log_phi": self.potential.of_texts(texts, finished)}
         if finished is not None and self.base.end != NO_END:
             scores["ended"] = torch.tensor(finished).double()
         for name, function in self.scores.items():
             scores[name] = each_once(function, texts, name)
-        return Samples(texts, scores, group or list(range(len(texts))))
+        return ScoredTexts(texts, scores, group or list(range(len(texts))))
+
+    def exact_vectors(self) -> Tensor | None:
+        """Embeddings [N, D] of the exact samples, if there are any."""
+        return None if self.reference is None else self.reference.vectors
 
     def set_exact(self, exact: ExactSamples) -> None:
         """Compare with these exact samples from here on."""
         device = self.base.prompt.device
         parts = {"tokens": exact.tokens.to(device), "log_phi": exact.log_phi.to(device)}
-        self.exact = dataclasses.replace(exact, **parts)
-        self.exact_log_p = sequence_log_probs(self.base, self.exact.tokens)
-        self.exact_vectors = self.encode(self.potential.texts(exact.tokens))
+        exact = dataclasses.replace(exact, **parts)
+        log_p = sequence_log_probs(self.base, exact.tokens)
+        self.reference = Reference(exact, log_p, self.encode(self.potential.texts(exact.tokens)))
 
 
-def load_sigma(options: RunOptions) -> World:
-    """The language model and what its potential reads, on the run's device."""
+def load_sigma(options: Options) -> World:
+    """The language model and what its potential reads, on the job's device."""
     device, dtype = options.torch_device(), DTYPES[options.dtype]
-    factors = scorers.load_factors(options.potential)  # what is misspelt waits for no network
+    factors = load_factors(options.potential)  # what is misspelt waits for no network
     if not options.end and any(spec.partition("~")[0] == "ended" for spec in factors):
         raise ValueError("--potential ended: no token finishes a text; name one with --end")
     base, tokenizer = load_model(
         options.lm, "--lm", options.prompt, options.length, options.end, device, dtype
     )
     scores = {}
-    if set(scorers.CLASSIFIED) & set(options.potential):  # else the classifier is not loaded
+    if set(CLASSIFIED) & set(options.potential):  # else the classifier is not loaded
         path = checkpoint_directory(options.toxicity_model, "--toxicity-model")
         classifier, words = scorers.load_scorer(scorers.ToxicityClassifier, path, device)
         scorer = scorers.ToxicityScorer(classifier.to(dtype), words)
@@ -117,19 +139,19 @@ def load_sigma(options: RunOptions) -> World:
     return World(base, potential, scores)
 
 
-def load_world(options: RunOptions, run: Path | None = None) -> World:
-    """`load_sigma`, the sentence encoder, and exact samples: those of --target, those that a run
-    has drawn, or the shipped ones where they are of this sigma.
+def load_world(options: Options, folder: Path | None = None) -> World:
+    """`load_sigma`, the sentence encoder, and exact samples: those of --target, those that the job
+    in a folder has drawn, or the shipped ones where they are of this sigma.
 
-    ValueError where they are of another, or where texts of the run have other scores than before.
+    ValueError where they are of another, or where texts of the job have other scores than before.
     """
-    has_own = run is not None and (run / "target" / SAMPLES).exists()
-    directory = Path(options.target or (run / "target" if has_own else SHIPPED))
+    has_own = folder is not None and (folder / "target" / SAMPLES).exists()
+    directory = Path(options.target or (folder / "target" if has_own else SHIPPED))
     is_shipped = not options.target and not has_own
     exact, sigma = load_target(directory)
     other = [name for name, value in sigma_of(options).items() if sigma.get(name) != value]
     fault = f"holds samples of another sigma, whose {other[0]} differs" if other else ""
-    remedy = "restore what it was drawn with, or name another --target, or make a new run"
+    remedy = "restore what it was drawn with, or name another --target, or begin a new job"
     if fault and not is_shipped:
         raise ValueError(f"{directory}: {fault}; {remedy}")
     say("loading the networks")
@@ -139,8 +161,8 @@ def load_world(options: RunOptions, run: Path | None = None) -> World:
     path = checkpoint_directory(options.similarity_model, "--similarity-model")
     encoder, words = scorers.load_scorer(scorers.SentenceEncoder, path, device)
     world.encode = scorers.Runner(encoder.to(DTYPES[options.dtype]), words)
-    if run is not None:
-        check_unchanged(run, world)
+    if folder is not None:
+        check_unchanged(folder, world)
     fault = fault or change_of(world, directory / SAMPLES)
     if not fault:
         world.set_exact(exact)
@@ -181,25 +203,25 @@ def change_of(world: World, path: Path) -> str:
     return ""
 
 
-def check_unchanged(run: Path, world: World) -> None:
-    """ValueError where texts of a run's row Base have other scores than when it was made."""
-    path = run / "base" / SAMPLES
+def check_unchanged(folder: Path, world: World) -> None:
+    """ValueError where texts of a job's row Base have other scores than when it was made."""
+    path = folder / "base" / SAMPLES
     if path.exists() and (fault := change_of(world, path)):
-        remedy = "restore the networks and files that the run was made with, or make a new run"
+        remedy = "restore the networks and files that the job was made with, or begin a new one"
         raise ValueError(f"{path}: {fault}; {remedy}")
 
 
-def sigma_of(options: RunOptions) -> dict[str, Any]:
+def sigma_of(options: Options) -> dict[str, Any]:
     """The options that sigma depends on, beside its networks, as JSON has them."""
     sigma = {name: getattr(options, name) for name in ("prompt", "length", "beta")}
     return sigma | {name: list(getattr(options, name)) for name in ("end", "potential")}
 
 
-def save_target(directory: Path, world: World, options: RunOptions) -> None:
+def save_target(directory: Path, world: World, options: Options) -> None:
     """Write the exact samples of a world, with the options of their sigma."""
-    exact = world.exact
+    exact = world.reference.exact
     tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi}
-    tensors["log_p"] = world.exact_log_p
+    tensors["log_p"] = world.reference.log_p
     values = sigma_of(options) | {name: getattr(exact, name) for name in NUMBERS}
     write_tensors(directory / SAMPLES, tensors, target=json.dumps(values))
 

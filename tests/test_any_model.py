@@ -28,7 +28,7 @@ class Changed(AnyModel):
 def gpt_neo(kind: str, window: int, prompt: torch.Tensor) -> Conditional:
     """A GPT-Neo, float64."""
     layers = {"window_size": window, "attention_layers": (kind, "local")}
-    return Conditional(tiny_gpt_neo(V, 3, **layers).double(), prompt, 9)
+    return GPTNeoModel(tiny_gpt_neo(V, 3, **layers).double(), prompt, 9)
 
 
 OPT = {"ffn_dim": 16, "word_embed_proj_dim": 4}

@@ -10,13 +10,13 @@ from worlds import generator, log_q, recorded, table_world, tiny_conditional
 
 import distill.paper
 from distill import Paper, PaperOptions, Streams
+from distill.pair import Pair, load_pair, save_pair
+from distill.pooled.adapter import Adapted, Adapter
 from tinystories.files import read_metadata
 from tsmc.exact import TableModel, TableTwist, Target
-from twist.adapter import Adapter, adapted
+from tsmc.sigma import seen_from
 from twist.ctl import ctl_loss, draw_batch, sixo_loss
 from twist.mlp import TwistMLP
-from twist.pair import Pair, load_pair, save_pair
-from twist.potential import seen_from
 
 
 def estimated_gradient(sigma, twist, batch_size, source, objective=ctl_loss) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_a_fresh_twist_is_one_everywhere_and_chosen_tokens_equal_the_full_output
 
 
 BASE = tiny_conditional(0)
-ADAPTED = adapted(BASE, Adapter(BASE, torch.linspace(-1, 1, 7), generator(0)))
+ADAPTED = Adapted(BASE, Adapter(BASE, torch.linspace(-1, 1, 7), generator(0)))
 PAIRS = [Pair(tiny_conditional(1), TwistMLP(8, 7, generator(0))), Pair(ADAPTED, None)]
 
 

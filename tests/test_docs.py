@@ -20,8 +20,8 @@ from distill import PooledOptions
 from tinystories.decoder import NO_END
 from tsmc.exact import TableModel, TableTwist, Target
 from tsmc.sampler import Sigma
+from tsmc.sigma import effective_potential
 from twist import TextPotential, draw_batch
-from twist.potential import effective_potential
 
 ROOT = Path(__file__).parents[1]
 TOUR = ROOT / "docs" / "tour.ipynb"

@@ -7,13 +7,14 @@ import pytest
 import torch
 from worlds import generator, letters, mutant, random_model
 
-import twist.forced
+import distill.pooled.forced
+from distill import sample
+from distill.pooled.forced import forced_draws
+from distill.pooled.pool import draw_round
 from tinystories.decoder import NO_END, is_end
 from tsmc.exact import Target, Tree
-from twist import TextPotential, sample
+from twist import TextPotential
 from twist.factors import regex
-from twist.forced import forced_draws
-from twist.pool import draw_round
 
 END = 2
 WORLDS = {  # hints by turns, T, end
@@ -77,7 +78,7 @@ def largest_error(module, model, turns):
 def test_draws_have_the_density_of_all_placements_and_are_weighted_by_it(turns, length, end):
     """Plain and forced draws are p and q by their frequencies, of up to 243 texts."""
     model, count, plain = random_model(length, end), 30000, 3000
-    assert largest_error(twist.forced, model, turns) < 1e-12
+    assert largest_error(distill.pooled.forced, model, turns) < 1e-12
     texts, log_p = enumerated(model)
     log_p, q = log_p.sum(1), torch.stack([density(model, hints) for hints in turns]).mean(0)  # [S]
     assert q.sum().item() == pytest.approx(1)
@@ -100,7 +101,7 @@ def test_draws_have_the_density_of_all_placements_and_are_weighted_by_it(turns, 
 
 @pytest.mark.parametrize("change", MUTANTS)
 def test_a_mutant_of_the_recursion_has_another_density(change):
-    broken, worlds = mutant(twist.forced, change), WORLDS.values()
+    broken, worlds = mutant(distill.pooled.forced, change), WORLDS.values()
     errors = [largest_error(broken, random_model(*sizes), turns) for turns, *sizes in worlds]
     assert max(errors) > 0.01
 

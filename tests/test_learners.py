@@ -22,6 +22,7 @@ from distill import RL, BaselineOptions, Paper, PaperOptions, Pooled, PooledOpti
 from distill.dpo import dpo_loss, preference_pairs
 from distill.finetune import Student
 from distill.grpo import advantages, grpo_loss
+from distill.pair import Pair
 from eval.metrics import missing_part
 from tinystories import Conditional
 from tinystories.decoder import counted
@@ -29,7 +30,6 @@ from tsmc.estimate import log_mean_estimate
 from tsmc.exact import Target, kl_divergence
 from tsmc.proposal import sample_proposal
 from tsmc.sampler import Population
-from twist.pair import Pair
 
 END = 4  # a third of the texts of sigma end early
 BASE = tiny_conditional(0, end=END)
@@ -164,7 +164,7 @@ def test_only_log_z_tells_that_a_student_has_collapsed_onto_a_part_of_sigma():
     def log_phi(tokens: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return -3.0 * torch.minimum((tokens != 5).sum(1), (tokens != 2).sum(1)).double()
 
-    base = Conditional(tiny_gpt_neo(7), torch.tensor([1, 2]), 5)
+    base = GPTNeoModel(tiny_gpt_neo(7), torch.tensor([1, 2]), 5)
     options = replace(PAPER, distill_runs=3, distill_updates=40, distill_learning_rate=3e-2)
     learner = Paper(base, log_phi, replace(options, ctl_updates=20), Streams(0))
     pair = learner.first_twist()

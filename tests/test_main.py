@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from jobs import JOBS, contents, products, refusal, run_main
 
 import main
+from distill import load_pair
 from eval import metrics
 from eval.command import one_line_errors
 from eval.evaluate import population_row
 from eval.figures import draw_figures
+from eval.job import read_lines
 from eval.metrics import energy_distance, energy_floor, mean_pairwise_cosine, missing_part
-from eval.options import RunOptions, read_config
-from eval.run import Run, read_lines
-from eval.sample import TrainedRun
+from eval.options import Options, read_options
+from eval.sample import TrainedJob
 from eval.table import read_results
 from eval.world import load_world
 from tsmc import Population
 from tsmc.estimate import Estimate
 from tsmc.proposal import proposal_log_probs
-from twist import load_pair
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time, there was a"
@@ -50,7 +50,7 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_job, tmp_path):
 
 
 def test_the_exact_samples_that_are_shipped_are_those_of_the_shipped_networks():
-    world = load_world(RunOptions(device="cpu"))
+    world = load_world(Options(device="cpu"))
     assert world.score(world.exact.tokens).scores["toxicity"].mean() > 0.5
 
 
@@ -91,7 +91,7 @@ def test_every_variant_learns_and_loads_as_it_was(tmp_path, finished_job, monkey
 
     monkeypatch.setattr(Run, "keep", keep_and_load)
     run_main([*options, "--out", path])
-    drawn = TrainedRun(path).sample(particles=3, runs=2)
+    drawn = TrainedJob(path).sample(particles=3, runs=2)
     assert len(drawn.texts) == 6 and drawn.evidence().value < 0
     if name in ("paper", "pooled", "dpo"):
         assert products(path) == products(finished_job(name))
@@ -207,7 +207,7 @@ def test_the_energy_distance_tells_distributions_apart_and_the_cosine_is_the_dou
 
 def test_defaults_are_those_of_the_learner_and_the_preset_and_what_is_given_comes_first():
     lines = ["--learner grpo", "--preset paper", "--preset paper --lm own --end . --end !"]
-    grpo, genuine, given = (read_config(line.split(), "")[0] for line in lines)
+    grpo, genuine, given = (read_options(line.split(), "")[0] for line in lines)
     assert (grpo.run.generations, grpo.learner.strength, grpo.run.end) == (0, 0.64, ())
     assert genuine.run.lm.startswith("roneneldan/TinyStories-33M@")
     assert (given.run.lm, given.run.end) == ("own", (".", "!"))

@@ -14,7 +14,7 @@ import tsmc.sampler
 from tsmc.draws import normalise
 from tsmc.exact import TableModel, Target
 from tsmc.sampler import EARLY, lineages
-from twist.potential import effective_potential
+from tsmc.sigma import effective_potential
 
 ADAPTIVE = 0.9  # two particles then resample where the smaller weight is under a third
 

@@ -10,14 +10,14 @@ from worlds import generator, log_q, rare_potential, recorded, table_world, tiny
 
 import distill.pooled
 from distill import Pooled, PooledOptions, Streams
+from distill.pair import Pair
+from distill.pooled.adapter import Adapted, Adapter
+from distill.pooled.pool import POWERS, Round, joined, tempered, truncated
+from distill.pooled.surrogate import fit_surrogate
 from tinystories import Conditional
 from tinystories.decoder import counted
 from tsmc.draws import log_mean_exp
 from tsmc.exact import Target
-from twist.adapter import Adapter, adapted
-from twist.pair import Pair
-from twist.pool import POWERS, Round, joined, tempered, truncated
-from twist.surrogate import fit_surrogate
 
 INF = math.inf
 
@@ -71,11 +71,11 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     draw = lambda weights, *_: drawn_by.append(weights) or rows  # noqa: E731
     monkeypatch.setattr(distill.pooled, "draw_batches", draw)
     with mock.patch("torch.optim.Adam", torch.optim.SGD):
-        fitted = learner.fit("x", 1, log_weights, 1, adapted(base, start)).adapter
+        fitted = learner.fit("x", 1, log_weights, 1, Adapted(base, start)).adapter
     torch.testing.assert_close(drawn_by, [truncated(log_weights, 0.4)])
     is_counted = counted(tokens[rows[0]], 6)
     assert 4 < is_counted.sum() < 16
-    loss = -adapted(base, start).log_probs(tokens[rows[0]])[0].sum() / is_counted.sum()
+    loss = -Adapted(base, start).log_probs(tokens[rows[0]])[0].sum() / is_counted.sum()
     gradients = torch.autograd.grad(loss, list(start.shift.parameters()))
     assert recorded(learner, "x", "loss") == [pytest.approx(loss.item(), rel=1e-5)]
     parameters = (start.shift.parameters(), fitted.shift.parameters(), gradients)
@@ -95,7 +95,7 @@ class Headed(Conditional):
 
 def test_the_adapter_moves_what_the_models_own_head_reads():
     base = Headed(tiny_conditional(0).network, torch.tensor([1, 2]), 4)
-    fresh = adapted(base, Adapter(base, torch.randn(7), generator(0)))
+    fresh = Adapted(base, Adapter(base, torch.randn(7), generator(0)))
     torch.testing.assert_close(log_q(Pair(fresh, None)), log_q(Pair(base, None)))
     sizes = {"pool_first_draws": 800, "pool_first_rounds": 4, "pool_learning_rate": 1e-3}
     learner = Pooled(base, rare_potential, PooledOptions(**sizes), Streams(0))

@@ -10,8 +10,9 @@ import pytest
 import torch
 from worlds import generator, letters, tiny_conditional
 
+from distill import sample
 from eval.scorers import load_factors
-from twist import TextPotential, sample
+from twist import TextPotential
 from twist.factors import ended, keyword, without
 from twist.potential import as_log_phi, check_potential
 

@@ -20,12 +20,11 @@ from safetensors.torch import load_file, save_file
 from worlds import rare_potential, tiny_conditional
 
 from distill import DPO, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions, Streams
-from eval.options import saved_config
-from eval.sample import TrainedRun
+from distill.pair import Pair
+from eval.options import saved_options
+from eval.sample import TrainedJob
 from eval.table import read_results
 from tinystories.files import read_metadata
-from tsmc import streams
-from twist.pair import Pair
 
 MOMENTS = {  # before what the run is killed, one time after the other
     "pooled": "base/samples.safetensors; base/row.json; ladder 0; generation-0/pair.safetensors; "
@@ -53,7 +52,7 @@ def test_a_run_that_is_killed_and_extended_is_one_of_two_generations(tmp_path, l
     assert is_killed([*arguments, "--generations", 2], "results.json")
     run_main(arguments)
     assert products(run) == products(whole)
-    assert saved_config(run).change(out=str(whole)) == saved_config(whole)
+    assert saved_options(run).change(out=str(whole)) == saved_options(whole)
 
 
 @pytest.fixture
@@ -144,14 +143,14 @@ def test_whatever_a_users_file_reads_must_stay_as_it_was(tmp_path):
     (tmp_path / "mine.py").write_text(lines)
     data.write_text("w")
     run_main([*JOBS["pooled"], "--generations", 0, "--potential", f"{own}:phi", "--out", run])
-    drawn = TrainedRun(run).sample(particles=3, runs=2)
+    drawn = TrainedJob(run).sample(particles=3, runs=2)
     assert drawn.scores["log_phi"].tolist() == [-0.5 * text.count("w") for text in drawn.texts]
     own.write_text(own.read_text() + "# a comment\n")
     run_main(["--resume", run])
     data.write_text("ae")
     assert "log_phi of one of its texts is" in refusal("--resume", run)
     with pytest.raises(ValueError, match="log_phi of one of its texts is"):
-        TrainedRun(run)
+        TrainedJob(run)
 
 
 def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, finished_job):

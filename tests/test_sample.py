@@ -11,8 +11,9 @@ from jobs import refusal
 from safetensors.torch import load_file, save_file
 from worlds import generator, letters, table_world, tiny_conditional
 
-from eval.options import RunOptions
-from eval.sample import TrainedRun, rate, report
+from distill import Pair, load_pair, sample
+from eval.options import Options
+from eval.sample import TrainedJob, rate, report
 from eval.sample import main as command
 from eval.world import load_sigma
 from tinystories.files import read_metadata
@@ -21,7 +22,7 @@ from tsmc.draws import log_mean_exp, normalise
 from tsmc.estimate import Estimate, pareto_k
 from tsmc.exact import Target
 from tsmc.proposal import sequence_log_probs
-from twist import Pair, TextPotential, load_pair, sample
+from twist import TextPotential
 from twist.factors import regex
 
 
@@ -133,7 +134,7 @@ RUNS = [("paper", 0, PROMPT), ("paper", 1, OTHER), ("pooled", 1, OTHER)]
 
 @pytest.mark.parametrize("prompt", [f"{PROMPT} girl V", PROMPT])
 def test_a_prompt_that_ends_inside_a_word_is_one_line(prompt, capsys):
-    load_sigma(RunOptions(prompt=prompt, device="cpu"))
+    load_sigma(Options(prompt=prompt, device="cpu"))
     is_told = "p mostly goes on with the last word" in capsys.readouterr().err
     assert is_told == prompt.endswith("V")
 
@@ -142,7 +143,7 @@ def test_a_prompt_that_ends_inside_a_word_is_one_line(prompt, capsys):
 def test_without_resampling_weights_are_p_phi_over_q(tmp_path, finished_job, learner, m, prompt):
     """Of a pair with noise in all its tensors, so that weights differ."""
     run = shutil.copytree(finished_job(learner), tmp_path / "run")
-    trained = TrainedRun(run, m)
+    trained = TrainedJob(run, m)
     tensors, told = load_file(trained.pair), read_metadata(trained.pair)
     for seed, name in enumerate(sorted(tensors)):
         tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=generator(seed))
@@ -163,11 +164,11 @@ def test_without_resampling_weights_are_p_phi_over_q(tmp_path, finished_job, lea
 
 def test_the_command_prints_what_programs_draw(finished_job, capsys):
     run, few = finished_job("paper"), ["--particles", "6", "--runs", "3"]
-    soft = TrainedRun(run).sample(6, 3, potential=("keyword~2:was",))
+    soft = TrainedJob(run).sample(6, 3, potential=("keyword~2:was",))
     had = [re.search(r"\bwas\b", text.removeprefix(PROMPT)) for text in soft.texts]
     assert soft.scores["log_phi"].tolist() == [0.0 if has else -2.0 for has in had]
     rule = {"resample": SCHEMES["systematic"], "ess_threshold": 0.0}
-    other = TrainedRun(run, generation=0).sample(6, 3, prompt=OTHER, length=3, seed=1, **rule)
+    other = TrainedJob(run, generation=0).sample(6, 3, prompt=OTHER, length=3, seed=1, **rule)
     changes = ["--generation", "0", "--prompt", OTHER, "--length", "3", "--seed", "1"]
     changes += ["--resampling", "systematic", "--threshold", "0"]
     for options, drawn, head in (

@@ -11,17 +11,17 @@ import pytest
 import torch
 from jobs import refusal
 
+from distill import load_pair
 from eval import compare, study
 from eval.compare import best_of_log_ratio
 from eval.figures import KL
-from eval.options import read_config, saved_config
-from eval.run import read_lines
-from eval.sample import TrainedRun
+from eval.job import read_lines
+from eval.options import read_options, saved_options
+from eval.sample import TrainedJob
 from eval.table import read_results
 from eval.world import load_world
 from tinystories.files import read_json, write_json, write_text
 from tsmc.proposal import proposal_log_probs
-from twist import load_pair
 
 PROMPT = "Once upon a time, there was a"
 
@@ -48,8 +48,8 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
     rude.write_text(f"{PROMPT} stupid ugly man.\n{PROMPT} fat ugly pig.\n\n")
     texts = [line["text"] for line in read_lines(paper / "generation-1" / "samples.jsonl")]
     own.write_text("\n".join(text.replace("\n", r"\n") for text in texts))
-    world = load_world(saved_config(paper).run, paper)
-    pair = load_pair(TrainedRun(paper).pair, world.base)
+    world = load_world(saved_options(paper).run, paper)
+    pair = load_pair(TrainedJob(paper).pair, world.base)
     log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)[1]
     numbers.write_text("\n".join(map(str, log_q.tolist())))
     options = ["--texts", rude, own, "--log-q", numbers, "--best-of", "3"]
@@ -92,7 +92,7 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     write_text(Path("pyproject.toml"), '[project]\nversion = "1.2.3"\n')
     for options, _ in study.RUNS.values():
-        read_config(options.split(), "")
+        read_options(options.split(), "")
     monkeypatch.setattr(study, "RUNS", {"paper": ("--length 5", (91, 92))})
     monkeypatch.setattr(study, "RULES", {"end alone": study.RULES["end alone"]})
     job, started = finished_job("paper"), []
@@ -134,7 +134,7 @@ def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
     drawn = file.read_bytes()
     study.draw_target(options)
     assert file.read_bytes() == drawn
-    world = load_world(read_config(options, "")[0].run)
+    world = load_world(read_options(options, "")[0].run)
     assert world.exact.num_proposals == 2000 and len(world.exact.tokens) > 5
 
 

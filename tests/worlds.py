@@ -18,10 +18,10 @@ import tsmc.draws
 import tsmc.proposal
 import tsmc.sampler
 from distill import Learner
+from distill.pair import Pair
 from tinystories import Conditional, GPTNeo, GPTNeoConfig
 from tinystories.decoder import NO_END, End, counted
 from tsmc.exact import TableModel, TableTwist, Target, Tree
-from twist.pair import Pair
 
 
 def generator(seed: int) -> torch.Generator:
@@ -105,7 +105,7 @@ def letters(rows: list[list[int]]) -> list[str]:
 
 def tiny_conditional(seed: int, end: End = NO_END) -> Conditional:
     """A random GPT-Neo of 7 tokens after a prompt, four tokens to come, float32."""
-    return Conditional(tiny_gpt_neo(7, seed), torch.tensor([1, 2]), 4, end)
+    return GPTNeoModel(tiny_gpt_neo(7, seed), torch.tensor([1, 2]), 4, end)
 
 
 def rare_potential(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
@@ -119,7 +119,7 @@ rare_potential.scale = 8.0  # for the surrogate
 
 def gpt_neo_world(vocab_size: int, length: int, seed: int = 0):
     """A tiny GPT-Neo after a prompt, a linear twist and a random potential, all float64."""
-    model = Conditional(tiny_gpt_neo(vocab_size, seed).double(), torch.tensor([1, 0, 1]), length)
+    model = GPTNeoModel(tiny_gpt_neo(vocab_size, seed).double(), torch.tensor([1, 0, 1]), length)
     weight = torch.randn(8, vocab_size, dtype=torch.float64, generator=generator(seed))
     return model, lambda hidden: hidden @ weight, table_world(vocab_size, length, seed)[2]
 

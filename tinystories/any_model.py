@@ -84,19 +84,18 @@ class AnyModel(Conditional):
         self.network = network.eval()
         if (output := network.get_output_embeddings()) is None:
             raise ValueError("the network has no output layer; load it as a causal language model")
-        self.width = output.in_features
         config = network.config.get_text_config()
-        self.prompt = as_tokens(prompt).to(network.device)
-        self.length = length
+        tokens = as_tokens(prompt).to(network.device)
         limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        check_positions(self.prompt, length, limit)
-        if not 0 <= self.prompt.min() <= self.prompt.max() < config.vocab_size:
+        check_positions(tokens, length, limit)
+        if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
             raise ValueError("the prompt has tokens that the network lacks; use its own tokenizer")
-        self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
-        self.end = tuple(end) if isinstance(end, list) else end
-        ends = self.end if isinstance(self.end, tuple) else (self.end,)
-        if end != NO_END and not all(one in range(self.vocab_size) for one in ends):
+        vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
+        end = tuple(end) if isinstance(end, list) else end
+        ends = end if isinstance(end, tuple) else (end,)
+        if end != NO_END and not all(one in range(vocab_size) for one in ends):
             raise ValueError(f"end is {end!r}; give tokens of the network, or leave it out")
+        super().__init__(tokens, length, output.in_features, vocab_size, end)
         # What transformers calls `past_key_values` is `cache` from 5.24 on.
         is_new = "cache" in inspect.signature(self.network.base_model.forward).parameters
         self.cache_name = "cache" if is_new else "past_key_values"

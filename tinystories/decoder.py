@@ -1,13 +1,13 @@
 """p(s_{1:T} | s_0): a language model after a prompt s_0, for many continuations at a time.
 
-    model = Conditional(gpt_neo, prompt, length)
+    model = GPTNeoModel(gpt_neo, prompt, length)
     model.log_probs(tokens)              teacher forcing: log p(s_t | s_{0:t-1}) of given texts
     decoder = model.decoder(rows)        N continuations token by token, which every sampler drives
     decoder.append(tokens, ancestors)    row n continues row ancestors[n] with tokens[n]
 
-`Conditional` is the one interface of a language model. Another one overrides how tokens are read
-(`cache`, `read`) and how states become logits (`head`): a network of `transformers`
-(`any_model.py`), a table (`tsmc/exact.py`), p^(0) with an adapter (`twist/adapter.py`).
+`Conditional` is the one interface of a language model. Each kind says how tokens are read (`cache`,
+`read`) and how states become logits (`head`): a GPT-Neo (`gpt_neo.py`), a network of `transformers`
+(`any_model.py`), a table (`tsmc/exact.py`), p^(0) with an adapter (`distill/pooled/adapter.py`).
 
 Rows whose texts are equal share their hidden state: all rows at first, those that chose the same
 words in the next steps, and the copies that resampling makes. What a finished text has behind its
@@ -15,6 +15,7 @@ end is certain: log p is 0 there, `counted` says where it is not, and every loss
 N rows, S distinct states, D width, V vocabulary, P prompt tokens, T continuation tokens.
 """
 
+import abc
 import copy
 from collections.abc import Iterator
 from typing import Any, Self
@@ -22,8 +23,6 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from tinystories.gpt_neo import GPTNeo, KeyValueCache
 
 GROUP = 16  # states are padded to a multiple of this, to avoid fragmentation of the heap
 NO_END = -1  # in place of the token that finishes a text: texts have T tokens
@@ -109,29 +108,28 @@ class Decoder:
         self.states = self.model.read(tokens[:, None], self.cache)[:, 0]  # [S, D]
 
 
-class Conditional:
-    """A language model conditioned on one prompt; this one is a GPT-Neo."""
+class Conditional(abc.ABC):
+    """A language model conditioned on one prompt."""
+
+    network: Any  # what is fine-tuned, where the model has one
 
     def __init__(
         self,
-        network: GPTNeo,
         prompt: Tensor,
         length: int,
+        width: int,
+        vocab_size: int,
         end: End = NO_END,
-        vocab_size: int | None = None,
     ):
-        """prompt [P], then `length` tokens; ValueError where they do not fit.
+        """prompt [P], then `length` tokens below vocab_size, from states of D = width numbers.
 
         A text is finished once it has an `end`: the same token follows with probability one.
-        Tokens from `vocab_size` on, which a tokenizer may lack, are never drawn.
         """
-        check_positions(prompt, length, network.config.max_position_embeddings)
-        self.network = network
         self.prompt = prompt
         self.length = length
+        self.width = width
+        self.vocab_size = vocab_size
         self.end = end
-        self.vocab_size = vocab_size or network.config.vocab_size
-        self.width = network.config.hidden_size  # D
 
     def with_network(self, network: Any) -> Self:
         """Another network of this kind after the same prompt."""
@@ -139,17 +137,17 @@ class Conditional:
         model.network = network
         return model
 
+    @abc.abstractmethod
     def cache(self) -> Any:
         """An empty cache of keys and values, with a method `reorder_cache`."""
-        return KeyValueCache()
 
+    @abc.abstractmethod
     def read(self, ids: Tensor, cache: Any) -> Tensor:
         """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
-        return self.network.transformer(ids, cache)
 
+    @abc.abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V], float32 or wider, of hidden states [..., D]."""
-        return self.network.head(hidden)[..., : self.vocab_size]
 
     def states(self, tokens: Tensor) -> Tensor:
         """The hidden states [N, T, D] that predict each of tokens [N, T]."""

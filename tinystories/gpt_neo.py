@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinystories.decoder import NO_END, Conditional, End, check_positions
+
 Part = tuple[Tensor, ...]  # keys and values of some positions, of each row or of all rows
 
 
@@ -170,3 +172,33 @@ class GPTNeo(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.transformer(ids))
+
+
+class GPTNeoModel(Conditional):
+    """p(s_{1:T} | s_0) of a GPT-Neo."""
+
+    def __init__(
+        self,
+        network: GPTNeo,
+        prompt: Tensor,
+        length: int,
+        end: End = NO_END,
+        vocab_size: int | None = None,
+    ):
+        """prompt [P], then T = length tokens; ValueError where they do not fit the network.
+
+        Tokens from `vocab_size` on, which a tokenizer may lack, are never drawn.
+        """
+        config = network.config
+        check_positions(prompt, length, config.max_position_embeddings)
+        super().__init__(prompt, length, config.hidden_size, vocab_size or config.vocab_size, end)
+        self.network = network
+
+    def cache(self) -> KeyValueCache:
+        return KeyValueCache()
+
+    def read(self, ids: Tensor, cache: KeyValueCache) -> Tensor:
+        return self.network.transformer(ids, cache)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.network.head(hidden)[..., : self.vocab_size]

@@ -24,7 +24,7 @@ from torch import Tensor
 from tinystories import files
 from tinystories.decoder import NO_END, Conditional
 from tinystories.files import read_json, reading
-from tinystories.gpt_neo import GPTNeo, GPTNeoConfig
+from tinystories.gpt_neo import GPTNeo, GPTNeoConfig, GPTNeoModel
 
 CONFIG, WEIGHTS, OLDER_WEIGHTS = "config.json", "model.safetensors", "pytorch_model.bin"
 TOKENIZER, OLDER_TOKENIZER = "tokenizer.json", ("vocab.json", "merges.txt")
@@ -150,7 +150,7 @@ def load_model(
     directory = checkpoint_directory(name, flag)
     kind = read_json(directory / CONFIG).get("model_type")
     if kind == "gpt_neo":
-        model_class = Conditional
+        model_class = GPTNeoModel
         network, tokenizer = load(directory, device)
     else:
         try:

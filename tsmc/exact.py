@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tinystories.decoder import NO_END, Conditional, End, counted, row_slices
 from tsmc.proposal import Twist
-from tsmc.sampler import LogPotential
+from tsmc.sigma import LogPotential
 
 LIMIT = 2**21  # sequences
 
@@ -139,12 +139,9 @@ class TableModel(Conditional):
     """A language model given by its logits [prefixes, V]; a state [.., 1] is a prefix's number."""
 
     def __init__(self, table: Tensor, length: int, end: End = NO_END):
+        prompt = torch.zeros(1, dtype=torch.long, device=table.device)  # leads to prefix 0
+        super().__init__(prompt, length, width=1, vocab_size=table.shape[1], end=end)
         self.table = table
-        self.prompt = torch.zeros(1, dtype=torch.long, device=table.device)  # leads to prefix 0
-        self.length = length
-        self.end = end
-        self.vocab_size = table.shape[1]
-        self.width = 1
 
     @classmethod
     def random(cls, vocab_size: int, length: int, generator: torch.Generator) -> "TableModel":

@@ -18,7 +18,7 @@ from tinystories.decoder import Conditional
 from tsmc.draws import uniforms
 from tsmc.estimate import log_mean_estimate
 from tsmc.proposal import sample_proposal
-from tsmc.sampler import call_potential
+from tsmc.sigma import call_potential
 from tsmc.streams import Streams
 
 

@@ -18,46 +18,28 @@ The paper's weight at t = T sums p phi over all s_T; here s_T is drawn from q_T 
 token, and the weight corrects for it. The paper resamples at every step, here the caller decides.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tinystories.decoder import Conditional
 from tsmc.draws import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise, uniforms
 from tsmc.proposal import Twist, extend, wait
+from tsmc.sigma import Sigma, call_potential
 
 EARLY = 0.5  # ESS / K below which a run with a prefix part resamples
-LogPotential = Callable[[Tensor, Tensor], Tensor]
-"""log_potential(tokens [N, T], log_p [N]) -> log phi [N].
-
-log_p = log p(s_{1:T}) is passed because effective potentials divide by it (eq. 8).
-"""
-LogPrefix = Callable[[Tensor], Tensor]
-"""log_prefix(tokens [N, t]) -> log f_t [N] of unfinished sequences, t < T; None means f = 1."""
-
-
-def call_potential(log_phi: Callable[..., Tensor], tokens: Tensor, *log_p: Tensor) -> Tensor:
-    """log phi [N] of tokens [N, T], given as a copy, and of log_p [N] where it is given.
-
-    ValueError for NaN and infinity, else the best text in one place and the worst in another.
-    """
-    values = log_phi(tokens.clone(), *log_p)
-    assert values.shape == tokens.shape[:1], "log phi must be a tensor with a number for each text"
-    assert values.dtype.is_floating_point, "log phi must be floating-point: 0 for true, else -inf"
-    if not bool((values < torch.inf).all()):
-        raise ValueError("log phi is NaN or infinite on some text; return numbers below infinity")
-    return values
 
 
 @dataclass(frozen=True)
-class Sigma:
-    """The target, proportional to p(s) phi(s) (eq. 2), as seen from one language model."""
+class Rule:
+    """How a run resamples at T, and before T where ESS / K is below the threshold."""
 
-    model: Conditional
-    log_potential: LogPotential
-    log_prefix: LogPrefix | None = None  # log f_t of beginnings
+    resample: Scheme = multinomial
+    ess_threshold: float = 1.0  # 1: at every step, as in the paper; 0: at T alone
+
+    def __post_init__(self):
+        if not 0 <= self.ess_threshold <= 1:
+            raise ValueError(f"the threshold is {self.ess_threshold}; give a number from 0 to 1")
 
 
 @dataclass
@@ -106,27 +88,25 @@ class Step:
 
 @torch.no_grad()
 def tsmc(
-    model: Conditional,
+    sigma: Sigma,
     twist: Twist | None,
-    log_potential: LogPotential,
     particles: int,
     generator: torch.Generator,
     runs: int = 1,
-    resample: Scheme = multinomial,
-    ess_threshold: float = 1.0,
-    log_prefix: LogPrefix | None = None,
+    rule: Rule = Rule(),
     trace: list[Step] | None = None,
 ) -> Population:
-    """R = runs independent populations of K = particles sequences.
+    """R = runs independent runs of K = particles sequences of p = sigma.model.
 
-    A run resamples at T and where its ESS is below ess_threshold * K: at every step for 1, as in
-    the paper. With a prefix part, which tells good beginnings from bad ones early, the threshold is
-    at least EARLY. Every step is appended to `trace`, from which `lineages` follow. ValueError for
-    NaN or infinite weights.
+    With a prefix part, which tells good beginnings from bad ones early, the threshold of the rule
+    is at least EARLY. Every step is appended to `trace`, from which `lineages` follow. ValueError
+    for NaN or infinite weights.
     """
-    if log_prefix is not None:
+    model = sigma.model
+    ess_threshold = rule.ess_threshold
+    if sigma.log_prefix is not None:
         ess_threshold = max(ess_threshold, EARLY)
-    assert min(runs, particles, model.length) >= 1 and 0 <= ess_threshold <= 1, "give a share"
+    assert min(runs, particles, model.length) >= 1, "give at least one run, particle and token"
     decoder = model.decoder(runs * particles)
     # In the type of the logits, which may be narrower than what the potential returns.
     log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})
@@ -136,7 +116,7 @@ def tsmc(
     log_weights = torch.zeros_like(log_p)  # [R, K]
     log_z = log_p.new_zeros(runs)  # [R]
     tokens = log_p.new_empty(runs, particles, 0, dtype=torch.long)  # [R, K, t]
-    run = torch.arange(runs, device=log_p.device)[:, None]  # [R, 1]
+    row = torch.arange(runs, device=log_p.device)[:, None]  # [R, 1] the number of the run
     identity = torch.arange(particles, device=log_p.device).repeat(runs, 1)  # [R, K]
     # Everything that a particle owns is reordered below; whoever adds something adds it there too.
     for t in range(model.length):
@@ -150,7 +130,7 @@ def tsmc(
         # 2. reweight
         rows = tokens.flatten(0, 1)  # [R K, t]
         if is_last:
-            log_phi = call_potential(log_potential, rows, log_p.flatten())
+            log_phi = call_potential(sigma.log_potential, rows, log_p.flatten())
             # phi takes the place of psi, with which the token was drawn: nothing cancels (D1).
             log_w = step.log_p + log_phi - step.log_q - log_psi.flatten()
         else:
@@ -159,8 +139,8 @@ def tsmc(
         # f_{t-1} came in one step ago; divided out here, only the latest f stays in the weight.
         log_w = log_w.view_as(log_p) - log_f  # [R, K]
         log_psi = step.log_psi.view_as(log_p)
-        if log_prefix is not None and not is_last:
-            log_f = call_potential(log_prefix, rows).view_as(log_p)
+        if sigma.log_prefix is not None and not is_last:
+            log_f = call_potential(sigma.log_prefix, rows).view_as(log_p)
             log_w = log_w + log_f
             log_f = log_f.masked_fill(log_f == -torch.inf, 0.0)  # else -inf - (-inf) next
         log_weights = log_weights + log_w
@@ -171,7 +151,7 @@ def tsmc(
         is_due = (ess < ess_threshold * particles) | (ess_threshold == 1) | is_last  # [R]
         ancestors = identity  # [R, K]
         if is_due.any():
-            drawn = resample(normalise(log_weights), generator)
+            drawn = rule.resample(normalise(log_weights), generator)
             ancestors = torch.where(is_due[:, None], drawn, identity)
         if trace is not None:
             numbers = (log_psi, log_w, log_weights, ess, evidence)
@@ -180,14 +160,14 @@ def tsmc(
         # At T nothing is reordered: the particles are also returned as a weighted set.
         if not is_last:
             log_weights = torch.where(is_due[:, None], 0.0, log_weights)
-            tokens = tokens[run, ancestors]
-            log_p = log_p[run, ancestors]
-            log_psi = log_psi[run, ancestors]
-            log_f = log_f[run, ancestors]
-            decoder.append(tokens[..., -1].flatten(), (particles * run + ancestors).flatten())
+            tokens = tokens[row, ancestors]
+            log_p = log_p[row, ancestors]
+            log_psi = log_psi[row, ancestors]
+            log_f = log_f[row, ancestors]
+            decoder.append(tokens[..., -1].flatten(), (particles * row + ancestors).flatten())
     if not bool((log_z < torch.inf).all()):
         raise ValueError("log Z-hat is NaN or infinite; check log phi and log psi for NaN")
-    samples = tokens[run, ancestors]
+    samples = tokens[row, ancestors]
     assert log_phi is not None  # there was a last step
     log_phi = log_phi.view_as(log_p)
     return Population(tokens, log_phi, log_weights, ancestors, samples, log_z, ess)

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinystories.decoder import counted
-from tsmc import streams
+from tsmc import processes
 from tsmc.draws import effective_sample_size, normalise
 from tsmc.proposal import Trajectories, sample_proposal
-from tsmc.sampler import Sigma, call_potential
+from tsmc.sigma import Sigma, call_potential
 from twist.mlp import TwistMLP
 
 EXPLODED = 1000.0  # nats: beyond this, float32 no longer resolves the weights
@@ -73,10 +73,10 @@ def draw_batch(
     sigma: Sigma, twist: TwistMLP | None, size: int, generator: torch.Generator
 ) -> Batch:
     """Draw K = size sequences from the current q; each process draws some, and all have all."""
-    drawn = sample_proposal(sigma.model, twist, size, generator, streams.own_rows(size))
+    drawn = sample_proposal(sigma.model, twist, size, generator, processes.own_rows(size))
     log_phi = call_potential(sigma.log_potential, drawn.tokens, drawn.log_p.sum(-1))  # [k]
     parts = vars(drawn) | {"log_phi": log_phi, "is_counted": counted(drawn.tokens, sigma.model.end)}
-    return Batch(**{name: streams.gather_rows(part) for name, part in parts.items()})
+    return Batch(**{name: processes.gather_rows(part) for name, part in parts.items()})
 
 
 def ctl_loss(twist: TwistMLP, batch: Batch) -> Tensor:

@@ -1,4 +1,6 @@
-"""Factors of a potential that are ready to use. Each has log phi [N] at most 0 for N texts:
+"""Factors of a potential by name, as `--potential` gives them, and those that are ready to use.
+
+A ready factor has log phi [N] at most 0 for N texts:
 
     power             log phi = beta log score(text)
     keyword, regex    log phi = 0 where the continuation holds the word or pattern, else -strength
@@ -11,12 +13,23 @@ a word unfinished. `without` has a prefix part log f_t (`tsmc/sampler.py`), the 
 no continuation can change: there only finished words count.
 """
 
+import contextlib
+import functools
+import inspect
 import math
 import re
+import runpy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from twist.guards import call_users
+
+CLASSIFIED = ("toxicity", "nontoxicity")
+FORMS = "toxicity, nontoxicity, ended, keyword:WORD, regex:PATTERN, without:WORD or FILE.py:NAME"
 
 
 def power(log_score: Callable[[list[str]], Tensor], beta: float) -> Callable[[list[str]], Tensor]:
@@ -71,3 +84,43 @@ def ended(strength: float = math.inf) -> Any:
 
 READY = {"keyword": keyword, "regex": regex, "without": without}
 """Functions (argument, strength) -> factor by name; `ended` takes no argument."""
+
+
+def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]:
+    """The factors that --potential names, by what it says, but for those of the classifier.
+
+    Everything after the first colon belongs to a pattern. ValueError if one is not understood.
+    """
+    factors: dict[str, Any] = {}
+    for spec in potential:
+        flag, (head, _, argument) = f"--potential {spec}", spec.partition(":")
+        name, tilde, number = head.partition("~")
+        if spec in CLASSIFIED:
+            continue
+        if ".py" in spec and name not in READY:
+            factors[spec] = users_factor(flag, spec)
+        else:
+            try:
+                strength = float(number) if tilde else math.inf
+                if not strength > 0 or (name == "ended") == bool(argument):
+                    raise ValueError("a word is missing or too many, or the strength after ~")
+                factors[spec] = READY[name](argument, strength) if argument else ended(strength)
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"{flag}: {error}; give {FORMS}") from error
+        with contextlib.suppress(AttributeError):  # which methods do not take
+            factors[spec].name = flag  # in messages
+    return factors
+
+
+def users_factor(flag: str, spec: str) -> Any:
+    """The function of FILE.py:NAME, which finds modules that lie beside its file."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file).absolute()
+    if not path.is_file():
+        raise ValueError(f"{flag}: there is no file {path}; give FILE.py:NAME")
+    sys.path.insert(0, str(path.parent))
+    defined = call_users(flag, functools.partial(runpy.run_path, str(path)))
+    if not callable(defined.get(name)):
+        names = [key for key, value in defined.items() if inspect.isfunction(value)]
+        raise ValueError(f"{flag}: {name!r} is no function; it defines {names}")
+    return defined[name]

@@ -1,11 +1,9 @@
-"""The potential phi of whole texts, and as each generation sees it.
+"""The potential phi of whole texts: a product of factors.
 
     log phi(s_{1:T}) = sum of the factors' log phi, by default beta log p(toxic | s)    (Sec. 3)
-    log phi^(m)(s) = log p^(0)(s) + log phi(s) - log p^(m)(s)                           eq. 8
 
-The effective potential phi^(m) keeps the target sigma the same in every generation, because p^(m)
-phi^(m) = p^(0) phi. A factor is any function of N texts that returns log phi, N numbers below
-infinity; it may have attributes:
+A factor is any function of N texts that returns log phi, N numbers below infinity; it may have
+attributes:
 
     reads     "texts" (with the prompt, the default), "continuations" (without it), or "finished":
               N pairs (continuation, whether a token `end` has finished it)
@@ -16,11 +14,6 @@ infinity; it may have attributes:
 `twist/factors.py` has factors that are ready to use. N texts, T tokens, P tokens of the prompt.
 """
 
-import contextlib
-import math
-import numbers
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,69 +21,15 @@ import torch
 from torch import Generator, Tensor
 
 from tinystories.decoder import NO_END, Conditional, End, is_end
-from tsmc.proposal import sample_proposal, sequence_log_probs
-from tsmc.sampler import LogPotential, LogPrefix, Sigma, call_potential
-from twist.forced import MOST_HINTS
+from tsmc.proposal import sample_proposal
+from tsmc.sigma import LogPrefix
+from twist.guards import check_equal, each_once, name_of
 
 READS = ("texts", "continuations", "finished")
-ROUNDING = 0.1  # relative error of log phi: a network in half precision has as much
 UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
+MOST_HINTS = 6  # factors whose hints are used, as forced draws take 2^F times as long
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
-
-
-def name_of(factor: Callable) -> str:
-    """What messages call a factor."""
-    return getattr(factor, "name", getattr(factor, "__name__", "the potential"))
-
-
-def call_users(name: str, function: Callable, *arguments: Any) -> Any:
-    """function(*arguments); whatever a user's code raises becomes a ValueError with its line."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-            return function(*arguments)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, MemoryError) or "memory" in str(error):
-            raise  # of a large network; the command knows what to ask less of
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        frames = [frame for frame in frames if "runpy" not in frame.filename]  # imports the file
-        # The last line in the file of the function; a SyntaxError tells its line itself.
-        lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
-        place = f"line {lines[-1]}: " if lines else ""
-        reason = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")[:300]
-        fault = f"{name} failed ({place}{reason})"
-        raise ValueError(f"{fault}; give a function that returns N numbers below inf") from error
-
-
-def as_log_phi(values: Any, texts: Sequence[Any], name: str = "the potential") -> Tensor:
-    """log phi [N] float64 on the CPU of what a factor has returned for N texts.
-
-    ValueError for another shape, for truth values, which are no logarithms, for complex numbers,
-    and for NaN and +inf, with the text at fault.
-    """
-    listed = values.tolist() if hasattr(values, "tolist") else values  # of a tensor or an array
-    if not isinstance(listed, (list, tuple)) or len(listed) != len(texts):
-        fault = f"{name} returned {type(values).__name__} for {len(texts)} texts"
-        raise ValueError(f"{fault}; return one number for each text")
-    log_phi = []
-    for value, text in zip(listed, texts, strict=True):
-        number = value.tolist() if hasattr(value, "tolist") else value
-        fault = f"{name} is {number!r} for {str(text)[-80:]!r}"
-        if isinstance(number, bool):  # each is looked at: true beside numbers would count as 1
-            raise ValueError(f"{fault}; return 0 for true and -inf for false")
-        if not isinstance(number, numbers.Real) or not number < math.inf:
-            raise ValueError(f"{fault}; return one number below infinity for each text")
-        log_phi.append(float(number))
-    return torch.tensor(log_phi, dtype=torch.float64)
-
-
-def each_once(
-    function: Callable[[list], Any], texts: Sequence[Any], name: str = "the potential"
-) -> Tensor:
-    """function(texts) [N] float64, called with the distinct texts only."""
-    place = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-    values = as_log_phi(call_users(name, function, list(place)), list(place), name)
-    return values[torch.tensor([place[text] for text in texts], dtype=torch.long)]
 
 
 class TextPotential:
@@ -120,12 +59,12 @@ class TextPotential:
         self.prompt = torch.as_tensor(prompt).flatten().tolist()
         self.end = tuple(end) if isinstance(end, list) else end
         self.encode = encode
-        self.scale = 1.0  # phi^(1/scale) is what the surrogate learns (`twist/surrogate.py`)
+        self.scale = 1.0  # phi^(1/scale) is what the surrogate learns
         self.is_checked = False  # by `check_potential`
 
     @property
     def hints(self) -> list[list[tuple[int, ...]]]:
-        """Hints in turns (`twist/forced.py`): for each turn the tokens of one of every factor."""
+        """Hints in turns, for forced draws: for each turn the tokens of one of every factor."""
         encode = self.encode
         if encode is None:
             return []
@@ -232,41 +171,3 @@ def check_alone(
     alone = [potential.apply(factor, function, [texts[row]], [finished[row]]) for row in rows]
     check_equal(together[list(rows)], torch.cat(alone), [texts[row] for row in rows], factor)
     return together
-
-
-def check_equal(first: Tensor, again: Tensor, texts: Sequence[str], factor: Any) -> None:
-    """ValueError where log phi [N] of the same texts differs by more than ROUNDING."""
-    scale = first.where(first > -torch.inf, 0.0).abs().amax().clamp(min=1.0)
-    differs = (first != again) & ~((first - again).abs() <= ROUNDING * scale)  # [N]
-    if differs.any():
-        n = int(differs.nonzero()[0])
-        numbers_of = f"is {first[n].item():.4g} in one call, {again[n].item():.4g} in another"
-        fault = f"{name_of(factor)}: the number of {texts[n][-80:]!r} {numbers_of}"
-        raise ValueError(f"{fault}; it must depend on its text alone")
-
-
-def effective_potential(log_phi: Callable[[Tensor], Tensor], base: Conditional) -> LogPotential:
-    """phi^(m) (eq. 8) with p^(0) = base; log_p [N] is that of p^(m)."""
-
-    def log_phi_m(tokens: Tensor, log_p: Tensor) -> Tensor:
-        return sequence_log_probs(base, tokens) + call_potential(log_phi, tokens) - log_p
-
-    return log_phi_m
-
-
-def seen_from(
-    model: Conditional,
-    base: Conditional,
-    log_phi: Callable[[Tensor], Tensor],
-    is_effective: bool = True,
-) -> Sigma:
-    """sigma as p^(m) = model sees it: through phi^(m) (eq. 8), which is phi if p^(m) is p^(0).
-
-    Without `is_effective` phi stays as it is, and the target drifts with p^(m). Only p^(0) has the
-    prefix part: another p^(m) has learned what it says, which would count twice (measured in
-    docs/results.md). Z-hat is unbiased with and without it.
-    """
-    if model is not base and is_effective:
-        return Sigma(model, effective_potential(log_phi, base))
-    log_prefix = getattr(log_phi, "log_prefix", None) if model is base else None
-    return Sigma(model, lambda tokens, log_p: log_phi(tokens), log_prefix)

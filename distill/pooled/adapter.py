@@ -6,12 +6,11 @@ h = h_{t-1} is the final hidden state of p^(0), and `head` is whatever makes its
 output embeddings e [V, D], with a bias, a scale, a cap or a mask where p^(0) has one. Neither is
 trained. The MLP moves h by U, so what is learned about one token serves tokens with similar
 embeddings as well, and one product gives the logits. g [V] are the scores of the surrogate
-(`twist/surrogate.py`): an embedding of one number for each token. They may be left out.
+(`surrogate.py`): an embedding of one number for each token. They may be left out.
 
 psi = q / p^(0) is the twist that has q as its proposal. D width, V vocabulary.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -46,9 +45,19 @@ class Adapter(nn.Module):
         return logits + moved[..., width:] * self.scores
 
 
-def adapted(base: Conditional, adapter: Adapter) -> Any:
-    """The language model q: p^(0) = base, whose logits an adapter makes; it is in `q.adapter`."""
-    q: Any = copy.copy(base)
-    q.head = adapter
-    q.adapter = adapter
-    return q
+class Adapted(Conditional):
+    """The language model q: p^(0) = base, whose logits an adapter makes."""
+
+    def __init__(self, base: Conditional, adapter: Adapter):
+        super().__init__(base.prompt, base.length, base.width, base.vocab_size, base.end)
+        self.base = base
+        self.adapter = adapter
+
+    def cache(self) -> Any:
+        return self.base.cache()
+
+    def read(self, ids: Tensor, cache: Any) -> Tensor:
+        return self.base.read(ids, cache)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.adapter(hidden)

@@ -5,8 +5,8 @@ Of the weight of all runs, particle k of run r has the share
     W_rk = Z-hat_r / (sum over all runs of Z-hat) * softmax(log_weights_r)_k
 
 so the more runs, the nearer are draws by W to sigma. Without a pair forced draws propose
-(`twist/forced.py`) where the potential has hints, and p^(0) where it has none. R runs, K particles,
-T tokens.
+(`pooled/forced.py`) where the potential has hints, and p^(0) where it has none. R runs, K
+particles, T tokens.
 """
 
 import math
@@ -17,28 +17,23 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
+from distill.pair import Pair
+from distill.pooled.pool import draw_round
 from tinystories.decoder import Conditional
 from tsmc.draws import effective_sample_size, invert, log_mean_exp, normalise, systematic, uniforms
 from tsmc.estimate import Estimate, log_mean_estimate, pareto_k
 from tsmc.proposal import sequence_log_probs
-from tsmc.sampler import Population
+from tsmc.sampler import Population, Rule
+from tsmc.sigma import seen_from
 from tsmc.streams import Streams, draw_population
-from twist.pair import Pair
-from twist.pool import draw_round
-from twist.potential import (
-    TextPotential,
-    call_users,
-    check_equal,
-    check_potential,
-    each_once,
-    seen_from,
-)
+from twist.guards import call_users, check_equal, each_once
+from twist.potential import TextPotential, check_potential
 
 LARGE_DOF = 1000.0  # Student's t is then the normal distribution
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Weighted:
     """What R runs of K particles have given: weighted texts, and an estimate of the evidence."""
 
     texts: list[str]  # [R K], prompt included
@@ -151,13 +146,13 @@ def sample(
     runs: int = 8,
     seed: int = 0,
     scores: dict[str, Callable[[list[str]], Any]] | None = None,
-    **rule: Any,
-) -> Drawn:
-    """R = runs populations of K = particles of sigma, proportional to p^(0) phi with p^(0) = model.
+    rule: Rule | None = None,
+) -> Weighted:
+    """R = runs runs of K = particles of sigma, proportional to p^(0) phi with p^(0) = model.
 
-    `scores` are further functions of N texts that give N numbers; `rule` has options of `tsmc`,
-    whose threshold is 0 by default. ValueError for a potential that depends on the other texts or
-    on earlier calls, and where all weights are zero.
+    `scores` are further functions of N texts that give N numbers. Runs resample by a rule, at T
+    alone by default. ValueError for a potential that depends on the other texts or on earlier
+    calls, and where all weights are zero.
     """
     assert isinstance(potential, TextPotential), "give TextPotential([log_phi], decode, prompt)"
     streams = Streams(seed, model.prompt.device)
@@ -165,19 +160,17 @@ def sample(
     is_forced = pair is None and bool(potential.hints)
     pair = pair or Pair(model, None)
     if is_forced:
-        if rule:
+        if rule is not None:
             fault = "forced draws resample at the end alone"
             raise ValueError(f"{fault}; leave out the resampling scheme and the threshold")
         is_independent = True
         population = forced_population(streams, model, potential, particles, runs)
     else:
-        rule = {"resample": systematic, "ess_threshold": 0.0} | rule
-        if not 0 <= rule["ess_threshold"] <= 1:
-            raise ValueError(f"the threshold is {rule['ess_threshold']}; give a number from 0 to 1")
+        rule = rule or Rule(systematic, ess_threshold=0.0)
         sigma = seen_from(pair.model, model, potential)
-        is_independent = rule["ess_threshold"] == 0 and sigma.log_prefix is None
-        given = (sigma, pair.twist, particles, runs)
-        population = draw_population(streams, "sample", None, *given, **rule)
+        is_independent = rule.ess_threshold == 0 and sigma.log_prefix is None
+        given = (sigma, pair.twist, particles, runs, rule)
+        population = draw_population(streams, "sample", None, *given)
     tokens = population.tokens.flatten(0, 1)  # [R K, T]
     texts = potential.texts(tokens)
     log_phi = potential(tokens).cpu()
@@ -190,4 +183,4 @@ def sample(
     for name, function in (scores or {}).items():
         found[name] = each_once(function, texts, name)
     log_weights = population.shares().flatten().log()
-    return Drawn(texts, found, log_weights, population, is_independent, seed)
+    return Weighted(texts, found, log_weights, population, is_independent, seed)

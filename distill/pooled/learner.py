@@ -1,7 +1,7 @@
 """Our learner: lines 1 and 3 of Algorithm 1 draw from q, weigh the draws, and fit q to them.
 
     draw    s ~ q, independent sequences without resampling; they join the pool of all draws
-    weigh   w(s) = p^(0)(s) phi(s) / q(s)                               truncated, `twist/pool.py`
+    weigh   w(s) = p^(0)(s) phi(s) / q(s)                               truncated, `pool.py`
     fit     q <- argmin_q sum_i W_i [-log q(s_i)], an adapter of p^(0)  the weighted eq. 7
 
 Weighted likelihood is the objective of distributional policy gradients (Parshakova et al., 2019;
@@ -17,7 +17,7 @@ the minimum is q = sigma, of all q that an adapter can be.
 psi^(0)(s_{1:t}) is q^(0)_t(s_t) / p^(0)(s_t | s_{0:t-1}), and for m >= 1 psi^(m) is 1; the pair
 (p^(0), psi^(0)) is kept as (q^(0), 1), which is the same by eq. 8. The ladder tempers by ESS, as
 adaptive SMC samplers do (Jasra et al. 2011; Del Moral et al. 2012). Each fit may use the scores g
-of the surrogate (`twist/surrogate.py`), a logistic regression of phi on all draws: few draws have a
+of the surrogate (`surrogate.py`), a logistic regression of phi on all draws: few draws have a
 weight, but all have a score. N sequences in the pool, U updates, n rows of a batch, T tokens, D
 width, V vocabulary.
 """
@@ -32,15 +32,16 @@ import torch
 from torch import Tensor
 
 from distill.finetune import draw_batches
-from distill.learner import Learner, option
+from distill.learner import Learner
+from distill.options import option
+from distill.pair import Pair
+from distill.pooled.adapter import Adapted, Adapter
+from distill.pooled.held_out import GROUP, HeldOut, Texts
+from distill.pooled.pool import Round, draw_round, joined, tempered, truncated
+from distill.pooled.surrogate import fit_surrogate
 from tinystories.decoder import Conditional
-from tsmc.streams import progress
-from twist.adapter import Adapter, adapted
+from tsmc.processes import progress
 from twist.ctl import EXPLODED
-from twist.pair import Pair
-from twist.pool import Round, draw_round, joined, tempered, truncated
-from twist.surrogate import fit_surrogate
-from twist.texts import GROUP, HeldOut, Texts
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Pooled(Learner):
         if not largest < EXPLODED:
             fault = f"{word} of generation {m}: the adapter has exploded to {largest:.0f} nats"
             raise ValueError(f"{fault}; lower --pool-learning-rate")
-        return adapted(base, adapter.requires_grad_(False))
+        return Adapted(base, adapter.requires_grad_(False))
 
     def scores(self, generations: int) -> int:
         return self.options.pool_first_draws + generations * self.options.pool_draws

@@ -1,15 +1,15 @@
-"""A run of `main.py` is a directory, which process 0 locks and writes.
+"""A job of `main.py` is a folder, which process 0 locks and writes.
 
     config.json                  every option, and the versions of Python and PyTorch
     base/                        the rows Base and Target, and the texts that they were made of
-    target/samples.safetensors   exact samples of sigma, where the run has drawn some
+    target/samples.safetensors   exact samples of sigma, where the job has drawn some
     generation-0/ ...            a generation each
     results.json                 all rows, once the last one is there
 
 A folder of a generation holds pair.safetensors, state.safetensors (what the learner needs to go
 on), samples.jsonl, metrics.jsonl (the figures of each step), seconds.json, and last row.json: what
-has a row is complete. With --resume a run goes on behind its last row; at most one generation is
-lost. Every random stream has a name, so the results are those of a run that was never interrupted,
+has a row is complete. With --resume a job goes on behind its last row; at most one generation is
+lost. Every random stream has a name, so the results are those of a job that was never interrupted,
 to the byte.
 """
 
@@ -24,32 +24,31 @@ from typing import Any
 import filelock
 import torch
 
-from distill import Learner
+from distill import Learner, Pair, load_pair, save_pair
 from eval.command import say
-from eval.options import Config
+from eval.options import Options
 from tinystories import files
-from tsmc import streams
-from twist.pair import Pair, load_pair, save_pair
+from tsmc import processes
 
 PAIR, STATE, ROW = "pair.safetensors", "state.safetensors", "row.json"
 
 
-class Run(contextlib.AbstractContextManager):
-    """The directory of a run, locked inside the `with` block."""
+class Job(contextlib.AbstractContextManager):
+    """The folder of a job, locked inside the `with` block."""
 
-    def __init__(self, config: Config, resumed: Path | None):
-        """A new run, or that in the directory `resumed`; ValueError where it cannot be."""
-        self.config = config
+    def __init__(self, options: Options, resumed: Path | None):
+        """A new job, or that in the folder `resumed`; ValueError where it cannot be."""
+        self.options = options
         self.is_resumed = resumed is not None
-        path = resumed or Path(config.run.out or f"runs/{config.run.preset}")
+        path = resumed or Path(options.out or f"runs/{options.preset}")
         number = 1
-        while not (resumed or config.run.out) and path.exists():
+        while not (resumed or options.out) and path.exists():
             number += 1
-            path = Path(f"runs/{config.run.preset}-{number}")
-        self.path = streams.first(path)
-        if streams.first(resumed is None and self.path.exists()):
+            path = Path(f"runs/{options.preset}-{number}")
+        self.path = processes.first(path)
+        if processes.first(resumed is None and self.path.exists()):
             raise ValueError(f"--out {path}: exists already; choose another, or use --resume")
-        last, wanted = self.generations() - 1, config.run.generations
+        last, wanted = self.generations() - 1, options.generations
         if last > wanted:
             fault = f"--generations {wanted}: {self.path} has {last} already"
             raise ValueError(f"{fault}; give at least {last}")
@@ -57,14 +56,14 @@ class Run(contextlib.AbstractContextManager):
             if self.has(m):
                 self.row(m)  # what is damaged is found before anything is learned
 
-    def __enter__(self) -> "Run":
-        """Lock the directory and write config.json; ValueError where another process writes."""
+    def __enter__(self) -> "Job":
+        """Lock the folder and write config.json; ValueError where another process writes."""
         self.start, self.core_start = time.monotonic(), time.process_time()
-        if streams.rank() > 0:
+        if processes.rank() > 0:
             return self
         try:
             self.path.mkdir(parents=True, exist_ok=self.is_resumed)
-        except FileExistsError:  # another run has begun there since
+        except FileExistsError:  # another job has begun there since
             raise ValueError(f"{self.path}: exists already; choose another --out") from None
         self.lock = filelock.FileLock(self.path / ".lock", fallback_to_soft=False)
         try:
@@ -80,11 +79,11 @@ class Run(contextlib.AbstractContextManager):
         path = self.path / "config.json"
         versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
         made = files.read_json(path) if path.exists() else {"versions": versions}
-        files.write_json(path, made | self.config.as_json())
+        files.write_json(path, made | self.options.as_json())
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if streams.rank() == 0:
+        if processes.rank() == 0:
             self.lock.release()
         if isinstance(error, KeyboardInterrupt):
             message = f"interrupted; continue with --resume {shlex.quote(str(self.path))}"
@@ -96,11 +95,11 @@ class Run(contextlib.AbstractContextManager):
 
     def has(self, m: int | None) -> bool:
         """Whether the folder is complete, the same answer in all processes."""
-        return streams.first((self.folder(m) / ROW).exists())
+        return processes.first((self.folder(m) / ROW).exists())
 
     def generations(self) -> int:
         """How many generations are there, the same answer in all processes."""
-        return streams.first(count_generations(self.path))
+        return processes.first(count_generations(self.path))
 
     def row(self, m: int | None) -> dict:
         """A generation's row, or the rows of Base and Target by name; ValueError if damaged."""
@@ -115,7 +114,7 @@ class Run(contextlib.AbstractContextManager):
         self, m: int | None, row: dict, samples: list, learner: Learner, pair: Pair | None = None
     ) -> None:
         """Write the folder of a generation: pair, learner's state, figures and texts, row last."""
-        if streams.rank() == 0:
+        if processes.rank() == 0:
             folder = self.folder(m)
             (folder / ROW).unlink(missing_ok=True)  # where a generation before it was lost
             if pair is not None:
@@ -129,12 +128,12 @@ class Run(contextlib.AbstractContextManager):
         if pair is not None:
             learner.records.clear()
             seconds = time.monotonic() - self.start
-            left = (self.config.run.generations - m) * seconds
+            left = (self.options.generations - m) * seconds
             named = {"toxicity": "toxicity", "log phi": "log_phi", "KL": "kl_target_proposal"}
             said = [f"{name} {row[key]:.3g}" for name, key in named.items() if row.get(key)]
             say(", ".join([f"generation {m}: {seconds:.0f} s", *said, f"about {left:.0f} s left"]))
         self.start, self.core_start = time.monotonic(), time.process_time()
-        streams.gather(None)  # nobody reads before it is there
+        processes.gather(None)  # nobody reads before it is there
 
     def restore(self, m: int, learner: Learner) -> Pair:
         """(p^(m), psi^(m)) of a generation, and the learner as it was then."""
@@ -146,19 +145,19 @@ class Run(contextlib.AbstractContextManager):
 
     def finish(self) -> dict:
         """Write results.json: the rows Base and Target, and those of all generations."""
-        run = self.config.run
-        results: dict[str, Any] = {"learner": run.learner, "seed": run.seed}
-        results |= {"potential": list(run.potential)} | self.row(None)
-        results["generations"] = [self.row(m) for m in range(run.generations + 1)]
-        if streams.rank() == 0:
+        options = self.options
+        results: dict[str, Any] = {"learner": options.learner, "seed": options.seed}
+        results |= {"potential": list(options.potential)} | self.row(None)
+        results["generations"] = [self.row(m) for m in range(options.generations + 1)]
+        if processes.rank() == 0:
             files.write_json(self.path / "results.json", results)
         return results
 
 
-def count_generations(run: Path) -> int:
-    """How many generations the directory of a run holds, up to the first that is not there."""
+def count_generations(folder: Path) -> int:
+    """How many generations the folder of a job holds, up to the first that is not there."""
     count = 0
-    while (run / f"generation-{count}" / ROW).exists():
+    while (folder / f"generation-{count}" / ROW).exists():
         count += 1
     return count
 

@@ -14,8 +14,8 @@ import copy
 import torch
 from torch import Generator, Tensor
 
+from distill.pooled.adapter import Adapter
 from tinystories.decoder import Conditional, counted, padded, row_slices
-from twist.adapter import Adapter
 
 GROUP = 256  # prefixes of a step are padded to a multiple of this, so freed blocks are reused
 CHECKED = 10  # the loss of the texts held out is computed once in so many gradient steps

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distill.pooled.adapter import Adapted, Adapter
 from tinystories.decoder import Conditional
 from tinystories.files import read_metadata, read_tensors, reading, write_tensors
-from twist.adapter import Adapter, adapted
 from twist.mlp import TwistMLP
 
 BASE, NETWORK, ADAPTER = "p^(0)", "fine-tuned", "adapter"  # what p^(m) may be
@@ -34,7 +34,7 @@ class Pair:
     def modules(self, base: Conditional) -> dict[str, nn.Module]:
         """What the pair has beside p^(0) = base: "model" and "twist", where there are any."""
         found = {}
-        if hasattr(self.model, "adapter"):
+        if isinstance(self.model, Adapted):
             found["model"] = self.model.adapter
         elif self.model is not base:
             found["model"] = self.model.network
@@ -46,7 +46,7 @@ class Pair:
 def save_pair(path: str | Path, pair: Pair, base: Conditional) -> None:
     """Write what a pair has beside p^(0) = base, as `load_pair` reads it."""
     kind = BASE if pair.model is base else NETWORK
-    if hasattr(pair.model, "adapter"):
+    if isinstance(pair.model, Adapted):
         kind = ADAPTER
     tensors = {}
     for part, module in pair.modules(base).items():
@@ -74,7 +74,7 @@ def load_pair(path: str | Path, base: Conditional) -> Pair:
             scores = torch.zeros(base.vocab_size) if has_scores else None  # loaded below
             adapter = Adapter(base, scores, source).to(base.prompt.device)
             adapter.load_state_dict(parts["model"])
-            model = adapted(base, adapter.requires_grad_(False))
+            model = Adapted(base, adapter.requires_grad_(False))
         elif kind == NETWORK:
             network = copy.deepcopy(base.network)
             network.load_state_dict(parts["model"])

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distill.pooled.forced import forced_draws
 from tinystories.decoder import Conditional
 from tsmc.draws import effective_sample_size, normalise
 from tsmc.proposal import sample_proposal
-from tsmc.sampler import call_potential
-from twist.forced import forced_draws
+from tsmc.sigma import call_potential
 
 HALVINGS = 40  # of the interval in which log c is searched
 POWERS = 2.0 ** -torch.arange(0, 14, 0.125, dtype=torch.float64)  # among which b is searched
@@ -53,8 +53,8 @@ def draw_round(
 ) -> Round:
     """Draw N = count sequences from q_r = q, which is p^(0) = base or p^(0) with an adapter.
 
-    With sets of hints q_r is the mixture of `twist/forced.py` in place of q. ValueError for weights
-    that are NaN or infinite.
+    With sets of hints q_r is the mixture of `forced.py` in place of q. ValueError for weights that
+    are NaN or infinite.
     """
     if turns:
         tokens, log_ratio = forced_draws(base, turns, count, generator)

@@ -32,8 +32,8 @@ from torch import Tensor
 from tinystories.decoder import Conditional, End, counted
 from tsmc.draws import uniforms
 from tsmc.proposal import DRAWN, complete
+from twist.potential import MOST_HINTS
 
-MOST_HINTS = 6
 PLAIN = 0.1  # share of plain draws
 
 

@@ -5,7 +5,7 @@
 
 phi is rare under p, so only a few draws have a weight; but all of them have a score, and this
 logistic regression learns from all scores alike. It adds one number g[v] for each token v to the
-embeddings (`twist/adapter.py`), which the learned networks may use or not: the importance weights
+embeddings (`adapter.py`), which the learned networks may use or not: the importance weights
 contain phi itself, so sigma stays the target whatever g is. For the classifier, c = beta makes y =
 p(toxic | s). N texts, T tokens, V vocabulary.
 """

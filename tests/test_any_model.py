@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from worlds import generator, tiny_gpt_neo
 
 from eval.options import POCKET
-from tinystories import Conditional, load_model
+from tinystories import Conditional, GPTNeoModel, load_model
 from tinystories import decoder as decoders
 from tinystories.any_model import AnyModel, is_close
 from tinystories.gpt_neo import KeyValueCache
@@ -172,6 +172,6 @@ def test_a_directory_of_any_causal_language_model_is_loaded(tmp_path, monkeypatc
 def test_a_gpt_neo_is_read_by_hand_and_a_space_that_its_tokenizer_would_join_is_refused():
     path = str(POCKET / "lm")
     model, tokenizer = load_model(path, "--lm", "there was a\n", T, ("Once",))
-    assert type(model) is Conditional and model.end == (tokenizer.token_to_id("Once"),)
+    assert type(model) is GPTNeoModel and model.end == (tokenizer.token_to_id("Once"),)
     with pytest.raises(ValueError, match="the prompt ends in a space; leave the space out"):
         load_model(path, "--lm", "there was a ", T)

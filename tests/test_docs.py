@@ -19,8 +19,7 @@ import docs.tiny
 from distill import PooledOptions
 from tinystories.decoder import NO_END
 from tsmc.exact import TableModel, TableTwist, Target
-from tsmc.sampler import Sigma
-from tsmc.sigma import effective_potential
+from tsmc.sigma import Sigma, effective_potential
 from twist import TextPotential, draw_batch
 
 ROOT = Path(__file__).parents[1]

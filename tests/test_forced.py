@@ -13,6 +13,7 @@ from distill.pooled.forced import forced_draws
 from distill.pooled.pool import draw_round
 from tinystories.decoder import NO_END, is_end
 from tsmc.exact import Target, Tree
+from tsmc.sampler import Rule
 from twist import TextPotential
 from twist.factors import regex
 
@@ -135,4 +136,4 @@ def test_without_a_pair_forced_draws_propose(words):
     assert abs(evidence.value - target.log_z) < 2.5 * evidence.std_error < 0.1
     assert abs(share.value - target.log_sigma[1][1].exp()) < 1.5 * share.half_width() < 0.1
     plain = TextPotential(factors, letters, model.prompt)  # without `encode` p^(0) proposes
-    assert sample(model, plain, particles=40, runs=2, ess_threshold=1.0).texts
+    assert sample(model, plain, particles=40, runs=2, rule=Rule()).texts

@@ -24,7 +24,7 @@ from distill.finetune import Student
 from distill.grpo import advantages, grpo_loss
 from distill.pair import Pair
 from eval.metrics import missing_part
-from tinystories import Conditional
+from tinystories import Conditional, GPTNeoModel
 from tinystories.decoder import counted
 from tsmc.estimate import log_mean_estimate
 from tsmc.exact import Target, kl_divergence

@@ -20,7 +20,7 @@ from eval import metrics
 from eval.command import one_line_errors
 from eval.evaluate import population_row
 from eval.figures import draw_figures
-from eval.job import read_lines
+from eval.job import Job, read_lines
 from eval.metrics import energy_distance, energy_floor, mean_pairwise_cosine, missing_part
 from eval.options import Options, read_options
 from eval.sample import TrainedJob
@@ -51,7 +51,7 @@ def test_the_files_of_a_run_hold_what_is_promised(finished_job, tmp_path):
 
 def test_the_exact_samples_that_are_shipped_are_those_of_the_shipped_networks():
     world = load_world(Options(device="cpu"))
-    assert world.score(world.exact.tokens).scores["toxicity"].mean() > 0.5
+    assert world.score(world.reference.exact.tokens).scores["toxicity"].mean() > 0.5
 
 
 NARROW = ["--dtype", "bfloat16"]
@@ -70,7 +70,7 @@ VARIANTS = JOBS | {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_learns_and_loads_as_it_was(tmp_path, finished_job, monkeypatch, name):
     """And a run of the same options elsewhere is the same to the byte."""
-    keep, path, options = Run.keep, tmp_path / "run", VARIANTS[name]
+    keep, path, options = Job.keep, tmp_path / "run", VARIANTS[name]
     is_policy, is_adapter = "--updates" in options, "--pool-draws" in options
     wanted = "(q|v)_proj.weight" if "lora" in options else "wte|wpe|proj|fc|ln_"
 
@@ -89,7 +89,7 @@ def test_every_variant_learns_and_loads_as_it_was(tmp_path, finished_job, monkey
             assert changed and (not unlike or "bfloat16" in options)  # where a step may vanish
         assert (pair.twist is None) == (is_policy or is_adapter)
 
-    monkeypatch.setattr(Run, "keep", keep_and_load)
+    monkeypatch.setattr(Job, "keep", keep_and_load)
     run_main([*options, "--out", path])
     drawn = TrainedJob(path).sample(particles=3, runs=2)
     assert len(drawn.texts) == 6 and drawn.evidence().value < 0
@@ -208,9 +208,9 @@ def test_the_energy_distance_tells_distributions_apart_and_the_cosine_is_the_dou
 def test_defaults_are_those_of_the_learner_and_the_preset_and_what_is_given_comes_first():
     lines = ["--learner grpo", "--preset paper", "--preset paper --lm own --end . --end !"]
     grpo, genuine, given = (read_options(line.split(), "")[0] for line in lines)
-    assert (grpo.run.generations, grpo.learner.strength, grpo.run.end) == (0, 0.64, ())
-    assert genuine.run.lm.startswith("roneneldan/TinyStories-33M@")
-    assert (given.run.lm, given.run.end) == ("own", (".", "!"))
+    assert (grpo.generations, grpo.learning.strength, grpo.end) == (0, 0.64, ())
+    assert genuine.lm.startswith("roneneldan/TinyStories-33M@")
+    assert (given.lm, given.end) == ("own", (".", "!"))
 
 
 MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory"

@@ -13,8 +13,8 @@ import tsmc.proposal
 import tsmc.sampler
 from tsmc.draws import normalise
 from tsmc.exact import TableModel, Target
-from tsmc.sampler import EARLY, lineages
-from tsmc.sigma import effective_potential
+from tsmc.sampler import EARLY, Rule, lineages
+from tsmc.sigma import Sigma, effective_potential
 
 ADAPTIVE = 0.9  # two particles then resample where the smaller weight is under a third
 
@@ -37,8 +37,8 @@ def records(sampler) -> float:
     errors = []
     for threshold, log_prefix in ((0.7, None), (0.0, lambda tokens: -1.0 * (tokens == 0).sum(-1))):
         trace, gathered = [], torch.zeros(50, 6, dtype=torch.float64)
-        options = {"ess_threshold": threshold, "log_prefix": log_prefix, "trace": trace}
-        population = sampler.tsmc(model, twist, potential, 6, generator(0), 50, **options)
+        sigma, rule = Sigma(model, potential, log_prefix), Rule(ess_threshold=threshold)
+        population = sampler.tsmc(sigma, twist, 6, generator(0), 50, rule, trace)
         evidence, lines = 0.0, lineages(trace)  # [R], [T, R, K]
         for t, step in enumerate(trace):
             gathered = gathered + step.log_w
@@ -93,7 +93,7 @@ EVIDENCE = "evidence = log_z + log_mean_exp(log_weights)"
 GAINED = "log_z = torch.where(is_due, evidence, log_z)"
 ESS = "ess = effective_sample_size(log_weights)"
 KEPT = "log_weights = torch.where(is_due[:, None], 0.0, log_weights)"
-EXTEND = ", (particles * run + ancestors).flatten())"
+EXTEND = ", (particles * row + ancestors).flatten())"
 DRAW = "resample(normalise(log_weights), generator)"
 WITHOUT_F = "log_w.view_as(log_p)"
 ZERO_F = "log_f = log_f.masked_fill(log_f == -torch.inf, 0.0)"
@@ -103,12 +103,12 @@ MUTANTS = {  # name: the check that notices it, what is replaced, by what
     "final correction dropped": ("always", LAST, "step.log_normaliser"),
     "log psi kept at the end": ("always", "- step.log_q - log_psi.flatten()", "- step.log_q"),
     "log psi kept before": ("always", "log_normaliser - log_psi.flatten()", "log_normaliser"),
-    "log psi not reordered": ("always", "log_psi = log_psi[run, ancestors]", "pass"),
-    "log p not reordered": ("generation one", "log_p = log_p[run, ancestors]", "pass"),
-    "tokens not reordered": ("always", " tokens = tokens[run, ancestors]", " pass"),
+    "log psi not reordered": ("always", "log_psi = log_psi[row, ancestors]", "pass"),
+    "log p not reordered": ("generation one", "log_p = log_p[row, ancestors]", "pass"),
+    "tokens not reordered": ("always", " tokens = tokens[row, ancestors]", " pass"),
     "table position not reordered": ("always", EXTEND, ")"),
     "cache not reordered": ("network", EXTEND, ")"),
-    "ancestors of another run": ("always", "particles * run + ancestors", "ancestors"),
+    "ancestors of another run": ("always", "particles * row + ancestors", "ancestors"),
     "log K dropped": ("always", EVIDENCE, "evidence = log_z + log_weights.logsumexp(-1)"),
     "every-step evidence": ("adaptive", GAINED, "log_z = log_z + log_mean_exp(log_w)"),
     "evidence of last weights": ("adaptive", EVIDENCE, EVIDENCE.replace("weights", "w")),
@@ -118,11 +118,11 @@ MUTANTS = {  # name: the check that notices it, what is replaced, by what
     "ESS of the last increment": ("records", ESS, "ess = effective_sample_size(log_w)"),
     "resampled at every step": ("records", "ess_threshold * particles)", "particles)"),
     "other weights resampled": ("always", DRAW, DRAW.replace("weights)", "weights).square()")),
-    "no final samples": ("always", "samples = tokens[run, ancestors]", "samples = tokens"),
+    "no final samples": ("always", "samples = tokens[row, ancestors]", "samples = tokens"),
     "f leaves no trace in the weights": ("dead beginnings", "log_w = log_w + log_f", "pass"),
     "f is not divided out": ("dead beginnings", "log_w.view_as(log_p) - log_f", WITHOUT_F),
     "f = 0 is divided out": ("dead beginnings", ZERO_F, "pass"),
-    "f not reordered": ("dead beginnings", "log_f = log_f[run, ancestors]", "pass"),
+    "f not reordered": ("dead beginnings", "log_f = log_f[row, ancestors]", "pass"),
     "no early resampling": ("records", "max(ess_threshold, EARLY)", "ess_threshold"),
     "f counts at T too": ("dead beginnings", "log_prefix is not None and not is_last", HAS_F),
 }

@@ -8,13 +8,13 @@ import torch
 from torch.nn.functional import logsigmoid, one_hot
 from worlds import generator, log_q, rare_potential, recorded, table_world, tiny_conditional
 
-import distill.pooled
+import distill.pooled.learner
 from distill import Pooled, PooledOptions, Streams
 from distill.pair import Pair
 from distill.pooled.adapter import Adapted, Adapter
 from distill.pooled.pool import POWERS, Round, joined, tempered, truncated
 from distill.pooled.surrogate import fit_surrogate
-from tinystories import Conditional
+from tinystories import GPTNeoModel
 from tinystories.decoder import counted
 from tsmc.draws import log_mean_exp
 from tsmc.exact import Target
@@ -67,9 +67,9 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     options = PooledOptions(pool_learning_rate=1.0, pool_least_ess=0.4)
     learner = Pooled(base, rare_potential, options, Streams(0))
     learner.pool = Round(tokens, log_weights, torch.zeros(9))
-    monkeypatch.setattr(distill.pooled, "fit_surrogate", lambda *_: scores)
+    monkeypatch.setattr(distill.pooled.learner, "fit_surrogate", lambda *_: scores)
     draw = lambda weights, *_: drawn_by.append(weights) or rows  # noqa: E731
-    monkeypatch.setattr(distill.pooled, "draw_batches", draw)
+    monkeypatch.setattr(distill.pooled.learner, "draw_batches", draw)
     with mock.patch("torch.optim.Adam", torch.optim.SGD):
         fitted = learner.fit("x", 1, log_weights, 1, Adapted(base, start)).adapter
     torch.testing.assert_close(drawn_by, [truncated(log_weights, 0.4)])
@@ -85,7 +85,7 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     assert all(parameter.grad is None for parameter in base.network.parameters())
 
 
-class Headed(Conditional):
+class Headed(GPTNeoModel):
     """A model whose logits are scaled, capped, biased, and masked at the last token."""
 
     def head(self, hidden):

@@ -11,10 +11,10 @@ import torch
 from worlds import generator, letters, tiny_conditional
 
 from distill import sample
-from eval.scorers import load_factors
 from twist import TextPotential
-from twist.factors import ended, keyword, without
-from twist.potential import as_log_phi, check_potential
+from twist.factors import ended, keyword, load_factors, without
+from twist.guards import as_log_phi
+from twist.potential import check_potential
 
 INF = math.inf
 PROMPT = torch.tensor([1, 2])

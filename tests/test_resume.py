@@ -1,6 +1,7 @@
 """A run that is killed, interrupted or starved of disk goes on as if nothing had happened, with
 what it was made with. Two processes share one run; if one is lost the other ends."""
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -25,6 +26,7 @@ from eval.options import saved_options
 from eval.sample import TrainedJob
 from eval.table import read_results
 from tinystories.files import read_metadata
+from tsmc import processes
 
 MOMENTS = {  # before what the run is killed, one time after the other
     "pooled": "base/samples.safetensors; base/row.json; ladder 0; generation-0/pair.safetensors; "
@@ -52,7 +54,7 @@ def test_a_run_that_is_killed_and_extended_is_one_of_two_generations(tmp_path, l
     assert is_killed([*arguments, "--generations", 2], "results.json")
     run_main(arguments)
     assert products(run) == products(whole)
-    assert saved_options(run).change(out=str(whole)) == saved_options(whole)
+    assert dataclasses.replace(saved_options(run), out=str(whole)) == saved_options(whole)
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ CHANGED = [  # a file of the run; its options that are others now, a tensor, or 
     *((name, None, f"{name}: ") for name in KEPT),  # is cut off
     ("generation-0/row.json", b"{}", "generation-0/row.json: holds no row of a table"),
     ("config.json", {"beta": 0.4}, "target: holds samples of another sigma, whose beta differs"),
-    ("config.json", {"length": 6.5}, "holds no options of a run .*--length is 6.5; .* type int"),
+    ("config.json", {"length": 6.5}, "holds no options of a job .*--length is 6.5; .* type int"),
     ("config.json", {"networks": None}, "--networks: no option"),
     ("target/samples.safetensors", "log_p", "log_p of one of its texts is .* now, and was .*;"),
     ("base/samples.safetensors", "log_p", "log_p of one of its texts is .* now, and was .*;"),
@@ -199,13 +201,13 @@ def step_of(name: str) -> tuple[int, list]:
 
     learner = kind(tiny_conditional(0, END), log_phi, options, Streams(0, rows=20))
     learned = step(learner)
-    if streams.count() == 2:
+    if processes.count() == 2:
         with pytest.raises(ValueError, match=r"^2 processes cannot share a batch of 1; start"):
-            streams.own_rows(1)
-        assert streams.gather_rows(torch.arange(5)[streams.own_rows(5)]).tolist() == [*range(5)]
+            processes.own_rows(1)
+        assert processes.gather_rows(torch.arange(5)[processes.own_rows(5)]).tolist() == [*range(5)]
         for tensor in learned.state_dict().values():
-            tensor.add_(streams.rank())
-        streams.align([learned, None])  # the tensors are those of process 0 again
+            tensor.add_(processes.rank())
+        processes.align([learned, None])  # the tensors are those of process 0 again
     losses = [record["loss"] for record in learner.records if "loss" in record]
     return sum(scored), [torch.tensor(losses), list(learned.state_dict().values())]
 
@@ -216,9 +218,9 @@ def test_a_step_of_two_processes_is_that_of_one(name, tmp_path):
     assert scored == STEPS[name][-1]
 
     def save() -> None:
-        streams.join(torch.device("cpu"))
-        torch.save(step_of(name), tmp_path / f"{streams.rank()}.pt")
-        streams.leave()
+        processes.join(torch.device("cpu"))
+        torch.save(step_of(name), tmp_path / f"{processes.rank()}.pt")
+        processes.leave()
 
     assert exit_codes(2, save) == [0, 0]
     (some, first), (others, second) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

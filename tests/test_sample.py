@@ -17,7 +17,7 @@ from eval.sample import TrainedJob, rate, report
 from eval.sample import main as command
 from eval.world import load_sigma
 from tinystories.files import read_metadata
-from tsmc import SCHEMES, proposal_log_probs
+from tsmc import SCHEMES, Rule, proposal_log_probs
 from tsmc.draws import log_mean_exp, normalise
 from tsmc.estimate import Estimate, pareto_k
 from tsmc.exact import Target
@@ -96,8 +96,8 @@ def test_intervals_cover_where_weights_are_light_and_a_heavy_tail_is_told(scale,
     places = target.tree.sequences().tolist()
     log_phi = dict(zip(letters(places), potential.log_phi.tolist(), strict=True))
     phi = TextPotential([lambda texts: [log_phi[one[1:]] for one in texts]], letters, model.prompt)
-    options = {"particles": 20, "ess_threshold": ess_threshold}
-    parts = [sample(model, phi, pair, seed=seed, **options) for seed in range(count)]
+    rule = Rule(SCHEMES["systematic"], ess_threshold)
+    parts = [sample(model, phi, pair, 20, seed=seed, rule=rule) for seed in range(count)]
     evidence = [part.evidence() for part in parts]
     share = target.log_sigma[1][1].exp().item()
     found = [part.probability(lambda text: text[1] == "b") for part in parts]
@@ -148,10 +148,10 @@ def test_without_resampling_weights_are_p_phi_over_q(tmp_path, finished_job, lea
     for seed, name in enumerate(sorted(tensors)):
         tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=generator(seed))
     save_file(tensors, trained.pair, told)
-    options = dataclasses.replace(trained.config.run, prompt=prompt)
+    options = dataclasses.replace(trained.options, prompt=prompt)
     world = load_sigma(options)
     pair = load_pair(trained.pair, world.base)
-    drawn = trained.sample(9, 4, prompt=prompt, ess_threshold=0.0)
+    drawn = trained.sample(9, 4, Rule(SCHEMES["multinomial"], 0.0), prompt=prompt)
     tokens = drawn.population.tokens.flatten(0, 1)  # [R K, T]
     log_phi = options.beta * world.scores["toxicity"](drawn.texts).log()
     log_q = proposal_log_probs(pair.model, pair.twist, tokens)[1]
@@ -167,10 +167,10 @@ def test_the_command_prints_what_programs_draw(finished_job, capsys):
     soft = TrainedJob(run).sample(6, 3, potential=("keyword~2:was",))
     had = [re.search(r"\bwas\b", text.removeprefix(PROMPT)) for text in soft.texts]
     assert soft.scores["log_phi"].tolist() == [0.0 if has else -2.0 for has in had]
-    rule = {"resample": SCHEMES["systematic"], "ess_threshold": 0.0}
-    other = TrainedJob(run, generation=0).sample(6, 3, prompt=OTHER, length=3, seed=1, **rule)
+    rule = Rule(SCHEMES["systematic"], 0.0)
+    other = TrainedJob(run, generation=0).sample(6, 3, rule, prompt=OTHER, length=3, seed=1)
     changes = ["--generation", "0", "--prompt", OTHER, "--length", "3", "--seed", "1"]
-    changes += ["--resampling", "systematic", "--threshold", "0"]
+    changes += ["--resampling", "systematic", "--ess-threshold", "0"]
     for options, drawn, head in (
         (changes, other, "0, 3 runs of K = 6, T = 3, seed 1"),
         (["--potential", "keyword~2:was"], soft, "1, 3 runs of K = 6, T = 5"),
@@ -184,11 +184,11 @@ def test_the_command_prints_what_programs_draw(finished_job, capsys):
 def test_bad_input_is_one_line(tmp_path, finished_job):
     run = finished_job("paper")
     for arguments, words in (
-        ([], "no run is named: python -m eval.sample "),
-        ([tmp_path / "none"], f"{tmp_path / 'none'}/config.json: no such file; name a run"),
+        ([], "no job is named: python -m eval.sample "),
+        ([tmp_path / "none"], f"{tmp_path / 'none'}/config.json: no such file; name a job"),
         ([run, "--generation", 7], f"generation 7 is not in {run}; it holds 0 to 1"),
-        (["--potential", "keyword:dog", "--threshold", 1], "forced draws resample at the end"),
-        ([run, "--threshold", 1.5], "the threshold is 1.5; give a number from 0 to 1"),
+        (["--potential", "keyword:dog", "--ess-threshold", 1], "forced draws resample at the end"),
+        ([run, "--ess-threshold", 1.5], "the threshold is 1.5; give a number from 0 to 1"),
         (["--potential", "ended_stories.py:log_phi"], "there is no file .*ended_stories.py"),
     ):
         line = refusal(*arguments, command=command)

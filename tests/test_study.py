@@ -48,9 +48,9 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
     rude.write_text(f"{PROMPT} stupid ugly man.\n{PROMPT} fat ugly pig.\n\n")
     texts = [line["text"] for line in read_lines(paper / "generation-1" / "samples.jsonl")]
     own.write_text("\n".join(text.replace("\n", r"\n") for text in texts))
-    world = load_world(saved_options(paper).run, paper)
+    world = load_world(saved_options(paper), paper)
     pair = load_pair(TrainedJob(paper).pair, world.base)
-    log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)[1]
+    log_q = proposal_log_probs(pair.model, pair.twist, world.reference.exact.tokens)[1]
     numbers.write_text("\n".join(map(str, log_q.tolist())))
     options = ["--texts", rude, own, "--log-q", numbers, "--best-of", "3"]
     compare.main([str(word) for word in (one, two, pooled, drifting, *options)])
@@ -71,7 +71,7 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
         (["--texts", rude], f"{rude}: .*'A man.' does not begin with 'Once upon a"),
         (["--log-q", numbers], f"{numbers}: holds no log q .*give {len(log_q)}"),
         ([other], "differs from .*one in beta"),
-        ([paper], "another run has its seed"),
+        ([paper], "another job has its seed"),
         ([begun], f"begun: is not finished; go on with python main.py --resume {begun}"),
     ):
         assert re.search(words, refusal(one, *arguments, command=compare.main))
@@ -130,12 +130,12 @@ def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
     target, file = str(tmp_path / "dogs"), tmp_path / "dogs" / "samples.safetensors"
     options = ["--potential", "keyword:dog", "--length", "5", "--target", target]
     monkeypatch.setattr(study, "TARGETS", {target: 2000})
-    study.draw_target(options)
+    study.make_target(options)
     drawn = file.read_bytes()
-    study.draw_target(options)
+    study.make_target(options)
     assert file.read_bytes() == drawn
-    world = load_world(read_options(options, "")[0].run)
-    assert world.exact.num_proposals == 2000 and len(world.exact.tokens) > 5
+    world = load_world(read_options(options, "")[0])
+    assert world.reference.exact.num_proposals == 2000 and len(world.reference.exact.tokens) > 5
 
 
 TABLES = """text

@@ -19,9 +19,11 @@ import tsmc.proposal
 import tsmc.sampler
 from distill import Learner
 from distill.pair import Pair
-from tinystories import Conditional, GPTNeo, GPTNeoConfig
+from tinystories import Conditional, GPTNeo, GPTNeoConfig, GPTNeoModel
 from tinystories.decoder import NO_END, End, counted
 from tsmc.exact import TableModel, TableTwist, Target, Tree
+from tsmc.sampler import Rule
+from tsmc.sigma import Sigma
 
 
 def generator(seed: int) -> torch.Generator:
@@ -147,11 +149,13 @@ class Paths:
         return torch.cat(columns, 1)
 
 
-def bias(model, twist, potential, target=None, module=tsmc.sampler, **rule) -> float:
+def bias(
+    model, twist, potential, target=None, module=tsmc.sampler, log_prefix=None, ess_threshold=1.0
+) -> float:
     """The larger of two errors, both relative to Z_sigma, of the sampler in a module, K = 2.
 
     That of E[Z-hat] = Z_sigma, and the largest of E[Z-hat * share of samples that equal s] =
-    Z_sigma sigma(s) over all sequences s. `rule` has further options of the sampler.
+    Z_sigma sigma(s) over all sequences s.
     """
     target = target or Target(model, potential)
     runs = (model.vocab_size**2 * 4) ** model.length
@@ -171,8 +175,8 @@ def bias(model, twist, potential, target=None, module=tsmc.sampler, **rule) -> f
         mock.patch.object(module, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
         mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere),
     ):
-        given = (2, generator(0), runs, resample)
-        population = module.tsmc(model, twist, potential, *given, **rule)
+        sigma, rule = Sigma(model, potential, log_prefix), Rule(resample, ess_threshold)
+        population = module.tsmc(sigma, twist, 2, generator(0), runs, rule)
     assert runs % paths.stride == 0
     chances = paths.chances * paths.stride / runs  # [R], unused combinations are counted once
     assert abs(chances.sum().item() - 1) < 1e-12

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 tiny.GENERATIONS = 2
-K, RUNS, T, N = 16, 201, tiny.T, tiny.N
+K, RUNS, T, N = 16, 2001, tiny.T, tiny.N
 SIZE = 34  # pixels of a letter in a picture of 720: its words are 13 high where it is shown at 360
 ACTS = {
     "No twist": "Words are judged only at their end.",

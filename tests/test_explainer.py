@@ -55,6 +55,13 @@ def test_its_numbers_are_those_of_tiny():
     assert found == pytest.approx(kl, abs=1e-4)
 
 
+def twist_at_work(page) -> list:
+    """p(v), psi(v), their product and q(v) of the chosen particle, and N, as the page says them."""
+    rows = [row.split() for row in page.locator("#step tr").all_inner_texts()]
+    numbers = [[float(cell.replace("−", "-")) for cell in row[1:]] for row in rows[1:5]]
+    return [*map(list, zip(*numbers, strict=True)), float(rows[5][-1])]
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_both_learners_step_to_their_end(width):
@@ -67,16 +74,27 @@ def test_both_learners_step_to_their_end(width):
         page = browser.new_page(viewport={"width": width, "height": 800})
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text))
-        page.goto(PAGE.as_uri())
+        page.goto(PAGE.as_uri() + "#twist=learned")
         page.wait_for_selector("#pool td", state="attached")
+        if width == 390:  # the settings are folded at the lower edge, within reach of the figure
+            page.click("#settings summary")
         for learner, steps in (("paper", 24), ("pooled", 17)):
             page.click(f"[data-choose] button:text-is('{learner}')")
             page.click("#first")
             assert page.inner_text("#question").startswith("Each particle draws its first letter")
             for _ in range(steps):
                 assert page.locator("#question button").count() == 0
+                if page.is_visible("#step"):
+                    p, psi, products, q, total = twist_at_work(page)
+                    assert products == pytest.approx(
+                        [x * y for x, y in zip(p, psi, strict=True)], abs=0.02
+                    )
+                    assert [x * total for x in q] == pytest.approx(products, abs=0.02)
                 page.click("#next")
             assert page.inner_text("#question").endswith("Try it")
+        page.click("#question button")  # pooled, generation 1, whose psi is 1
+        twists = page.locator("[data-choose=twist] button")
+        assert all(twists.nth(i).is_disabled() for i in range(4))
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         browser.close()
     assert not errors

@@ -39,7 +39,7 @@ def run_tiny(**functions) -> list[list[float]]:
     return [list(map(float, line.split()[1:7])) for line in table.getvalue().splitlines()[1:]]
 
 
-# %% 1. A twist that sees the mirrored letter (30 minutes)
+# %% 1. A twist that sees the mirrored letter (10 minutes)
 # The twist of tiny.py sees the step and the letter before, but whether a word becomes a palindrome
 # depends on the letter opposite. Say which it is, and the twist below learns a second table that
 # sees it; log psi is the sum of both. KL(sigma||q) falls from 4.04 and 1.29, in generations 0 and
@@ -70,7 +70,7 @@ def check_1() -> None:
     say(kl[0] < 2 and kl[3] < 1, f"KL(sigma||q) {kl[0]:.2f}, then {kl[3]:.2f}")
 
 
-# %% 2. A resampling scheme (30 minutes)
+# %% 2. A resampling scheme (10 minutes)
 # Stratified resampling draws one point in each of K intervals of length 1 / K, and takes the
 # particles in whose parts of the cumulative weight they fall. W = (.4, .3, .2, .1) is resampled
 # 20,000 times: the variances of the four numbers of copies add up to 2.8 under multinomial

@@ -1,7 +1,8 @@
 """`python docs/picture.py` writes docs/picture.gif: twisted SMC in the world of docs/tiny.py.
 
 K particles write words, first without a twist (psi = 1), then with the twist of each generation.
-Each tree is the run whose log Z-hat is the median of RUNS runs; the bars count all of them.
+Each tree is the run whose log Z-hat is the median of RUNS runs; the bars count all of them. The
+first frame is the end of the last generation, where the loop ends.
 """
 
 from itertools import product
@@ -13,14 +14,15 @@ import torch
 from PIL import Image
 
 tiny.GENERATIONS = 2
-K, RUNS, T, N = 16, 201, tiny.T, tiny.N
-KEY = "orange: a mirrored pair differs; area: weight; pale: is not copied"
+K, RUNS, T, N = 16, 2001, tiny.T, tiny.N
+SIZE = 34  # pixels of a letter in a picture of 720: its words are 13 high where it is shown at 360
 ACTS = {
-    "ψ = 1": "All weigh the same until φ compares whole words: too late.",
-    "Generation 0": "The twist ψ has learned to look ahead, but not far.",
-    "Generation 1": "p has learned from those words, then ψ learned anew.",
-    "Generation 2": "Once more: nearly as many palindromes as under σ.",
+    "No twist": "Words are judged only at their end.",
+    "Generation 0": "A twist learns to look ahead.",
+    "Generation 1": "The model learns from words found.",
+    "Generation 2": "Model and twist learn once more.",
 }
+X, Y = range(-27, 57 * T, 57), [236 + 29.5 * k for k in range(K)]  # of step t, of particle k
 # By the number of a prefix: its letters, how many of its mirrored pairs differ, its colour.
 WORDS = ["".join(word) for t in range(T + 1) for word in product("abcd", repeat=t)]
 DIFFERING = [sum(word[i] != word[T - 1 - i] for i in range(T // 2, len(word))) for word in WORDS]
@@ -42,31 +44,35 @@ def trace(log_p, log_psi, log_phi, generator):
     return [[each[log_z.median(0).indices].tolist() for each in step] for step in steps], prefixes
 
 
-def draw(steps, bars, name):
-    """One frame: a run so far, and the shares of palindromes so far."""
+def draw(steps, bars, target, name):
+    """One frame, 720 x 760: the shares of palindromes so far, and a run so far."""
     plt.close()
-    canvas = plt.figure(figsize=(7, 4.6), dpi=100).canvas
-    plt.axes((0, 0, 1, 1), xlim=(0.3, 15.5), ylim=(17.6, -2)).axis("off")
-    plt.text(0.8, -1, name, size=16)
-    plt.text(0.8, 17.1, ACTS[name], size=14)
-    plt.text(15, -1, KEY, size=9.5, ha="right")
+    plt.rcParams["font.size"] = SIZE
+    canvas = plt.figure(figsize=(10, 10.5556), dpi=72).canvas
+    plt.axes((0, 0, 1, 1), xlim=(0, 720), ylim=(760, 0)).axis("off")
+    middle = {"va": "center_baseline"}
+    plt.text(12, 26, f"Palindromes found (target: {target:.0%})", **middle)
+    for y, act in zip((70, 108, 146, 184), ACTS, strict=True):
+        plt.text(12, y, act, color="black" if act == name else "gray", **middle)
+        if act in bars:
+            plt.text(345, y, f"{bars[act]:.0%}", ha="right", **middle)
+            plt.barh(y, 350 * bars[act], 28, left=356, color=COLOURS[0])
+    plt.plot([356 + 350 * target] * 2, [52, 202], "k--", lw=2)
     for (t, (prefixes, shares, ancestors)), k in product(enumerate(steps, 1), range(K)):
         n = prefixes[k]
-        alpha = 1 if k in ancestors else 0.3
-        look = {"va": "center_baseline"}
-        plt.text(t, k, WORDS[n][-1], color=COLOURS[n], alpha=alpha, ha="center", **look)
-        plt.scatter(t, k, 20 + 110 * min(K * shares[k], 4), COLOURS[n], alpha=0.35 * alpha, lw=0)
+        look = {"color": COLOURS[n], "alpha": 1 if k in ancestors else 0.3}
+        plt.text(X[t], Y[k], WORDS[n][-1], size=0.85 * SIZE, ha="center", **middle, **look)
+        area = 1100 * min(K * shares[k], 4)
+        plt.scatter(X[t], Y[k], area, COLOURS[n], alpha=0.3 * look["alpha"], lw=0)
         if t > 1:
-            plt.plot([t - 0.7, t - 0.3], [steps[t - 2][2][k], k], "gray", alpha=alpha, lw=1)
+            ends = [Y[steps[t - 2][2][k]], Y[k]]
+            plt.plot([X[t] - 40, X[t] - 17], ends, "gray", alpha=look["alpha"], lw=2)
         if t == T:
             n = prefixes[ancestors[k]]
-            plt.text(t + 0.9, k, WORDS[n], color=COLOURS[n], family="monospace", **look)
-            plt.plot([t + 0.3, t + 0.7], [ancestors[k], k], "gray", lw=1)
-    plt.text(12, 0.3, f"palindromes in\n{RUNS} such runs", va="center")
-    for row, (label, share) in enumerate(bars.items(), 1):
-        plt.text(12, 2.6 * row, f"{label}: {share:.0%}")
-        plt.barh(2.6 * row + 0.7, 3 * share, 0.7, left=12, color=COLOURS[0] if row > 1 else "gray")
-    return Image.frombuffer("RGBA", (700, 460), canvas.print_to_buffer()[0]).convert("RGB")
+            plt.text(530, Y[k], WORDS[n], color=COLOURS[n], family="monospace", **middle)
+            plt.plot([X[t] + 20, 520], [Y[ancestors[k]], Y[k]], "gray", lw=2)
+    plt.text(12, 735, ACTS[name], **middle)
+    return Image.frombuffer("RGBA", canvas.get_width_height(), canvas.print_to_buffer()[0])
 
 
 if __name__ == "__main__":
@@ -75,13 +81,17 @@ if __name__ == "__main__":
     base = tiny.language_model(logits)
     log_phi = -tiny.BETA * torch.tensor(DIFFERING[N:], dtype=torch.float64)
     sigma = tiny.enumerate_target(base, log_phi)[0][N:].exp()
-    bars, frames = {"target σ": sigma[log_phi == 0].sum().item()}, []
+    target, bars, frames = sigma[log_phi == 0].sum().item(), {}, []
     learned = [pair[:2] for pair in tiny.self_distilled_tsmc(logits, log_phi, generator)]
     for (log_p, log_psi), name in zip([(base, 0 * base), *learned], ACTS, strict=True):
         log_phi_m = tiny.effective_potential(base, log_phi, log_p)
         run, samples = trace(log_p, log_psi, log_phi_m, generator)
-        frames += [draw(run[:t], bars, name) for t in range(1, T)]
+        frames += [draw(run[:t], bars, target, name) for t in range(1, T)]
         bars[name] = (log_phi[samples - N] == 0).double().mean().item()
-        frames.append(draw(run, bars, name))
-    more = {"append_images": frames[1:], "duration": ([600] * (T - 1) + [4000]) * len(ACTS)}
-    frames[0].save(Path(__file__).with_name("picture.gif"), save_all=True, loop=0, **more)
+        frames.append(draw(run, bars, target, name))
+    frames = [frames.pop(), *frames]  # the result comes first
+    palette = frames[0].convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE)
+    frames = [frame.convert("RGB").quantize(palette=palette, dither=0) for frame in frames]
+    times = [3500, *([180] * (T - 1) + [900]) * len(ACTS)][: len(frames)]  # milliseconds
+    more = {"append_images": frames[1:], "duration": times, "loop": 0}
+    frames[0].save(Path(__file__).with_name("picture.gif"), save_all=True, **more)

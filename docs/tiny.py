@@ -129,7 +129,11 @@ def ctl_loss(log_sigma, log_p, log_psi):
 
 
 def ctl_gradient(log_p, log_psi, log_phi, batch_size, generator):
-    """eq. 6: the negative gradient for log psi [S] from K words of q, and the ESS of positives."""
+    """eq. 6: the negative gradient for log psi [S] from K words of q, and the ESS of positives.
+
+    psi enters eq. 5 by log Z_t - E_sigma[log psi], and the gradient of log Z_t, which is
+    sum p grad psi / Z_t, is the mean of grad log psi under pi_t.
+    """
     log_q, _ = proposal(log_p, log_psi)
     prefixes = torch.zeros(batch_size, 1, dtype=torch.long)
     for _ in range(T):  # without resampling: the weights below are those of plain draws from q

@@ -73,6 +73,7 @@ def largest_error(module, model, turns):
     return max(errors)
 
 
+@pytest.mark.learned
 @pytest.mark.parametrize(("turns", "length", "end"), WORLDS.values(), ids=WORLDS)
 def test_draws_have_the_density_of_all_placements_and_are_weighted_by_it(turns, length, end):
     """Plain and forced draws are p and q by their frequencies, of up to 243 texts."""
@@ -92,7 +93,7 @@ def test_draws_have_the_density_of_all_placements_and_are_weighted_by_it(turns, 
         expected = len(part) * chance
         surprise = part.bincount(minlength=len(texts)) - expected
         assert (surprise[chance == 0] == 0).all()
-        assert (surprise / (expected * (1 - chance)).clamp(min=1).sqrt()).abs().max() < 4.5
+        assert (surprise / (expected * (1 - chance)).clamp(min=1).sqrt()).abs().max() < 6
     mixture = 0.1 * log_p.exp() + 0.9 * q  # [S]
     wanted = (log_p + log_phi(texts) - mixture.log())[place]
     torch.testing.assert_close(drawn.log_weights, wanted, rtol=0, atol=1e-9)
@@ -116,6 +117,7 @@ def test_what_the_model_cannot_write_has_weight_zero_and_hints_must_fit():
             forced_draws(model, [hints], 10, generator(0))
 
 
+@pytest.mark.learned
 @pytest.mark.parametrize("words", [(["bb"],), (["bb", "ca"],), (["bb"], ["ca"])], ids=str)
 def test_without_a_pair_forced_draws_propose(words):
     """Texts that hold a word of each list, with the evidence and a probability of enumeration."""
@@ -131,7 +133,7 @@ def test_without_a_pair_forced_draws_propose(words):
     assert drawn.population.tokens.shape == (200, 40, 5)
     evidence, share = drawn.evidence(), drawn.probability(lambda text: text[1] == "b")
     assert drawn.population.log_mean_z() == pytest.approx(evidence.value)
-    assert abs(evidence.value - target.log_z) < 2.5 * evidence.std_error < 0.1
-    assert abs(share.value - target.log_sigma[1][1].exp()) < 1.5 * share.half_width() < 0.1
+    assert abs(evidence.value - target.log_z) < 5 * evidence.std_error < 0.2
+    assert abs(share.value - target.log_sigma[1][1].exp()) < 2.5 * share.half_width() < 0.2
     plain = TextPotential(factors, letters, model.prompt)  # without `encode` p^(0) proposes
     assert sample(model, plain, particles=40, runs=2, ess_threshold=1.0).texts

@@ -107,6 +107,7 @@ def test_every_variant_learns_and_loads_as_it_was(tmp_path, finished_job, monkey
         assert row["phi_positive"] < 1 and row["log_phi"] is None and len(row["examples"]) == 3
 
 
+@pytest.mark.learned
 def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys, monkeypatch):
     """The classifier is neither loaded nor shown where phi does not read it."""
     run, own = tmp_path / "my run", tmp_path / "own.py"
@@ -190,6 +191,7 @@ def test_a_log_z_far_below_that_of_base_is_told():
     assert "log Z -4.60 of the runs lies below -4.00" in missing_part(far, base)
 
 
+@pytest.mark.learned
 def test_the_energy_distance_tells_distributions_apart_and_the_cosine_is_the_double_loop():
     source = torch.Generator().manual_seed(0)
     y, same, other = (torch.randn(400, 3, generator=source) for _ in range(3))

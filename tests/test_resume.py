@@ -154,6 +154,7 @@ def test_whatever_a_users_file_reads_must_stay_as_it_was(tmp_path):
         TrainedRun(run)
 
 
+@pytest.mark.learned
 def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, finished_job):
     """Two begin, one is lost and the other ends; two finish the run.
 
@@ -211,6 +212,7 @@ def step_of(name: str) -> tuple[int, list]:
     return sum(scored), [torch.tensor(losses), list(learned.state_dict().values())]
 
 
+@pytest.mark.learned
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_two_processes_is_that_of_one(name, tmp_path):
     scored, wanted = step_of(name)  # first, so that forked processes have all libraries

@@ -26,6 +26,7 @@ from twist import load_pair
 PROMPT = "Once upon a time, there was a"
 
 
+@pytest.mark.learned
 def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finished_job):
     """Seeds are averaged, and variants have rows of their own."""
     paper, pooled = finished_job("paper"), finished_job("pooled")
@@ -126,6 +127,7 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypat
     assert 0 < seconds[0] < seconds[1] and kept["generations"][1]["distinct_texts"] > 1
 
 
+@pytest.mark.learned
 def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
     target, file = str(tmp_path / "dogs"), tmp_path / "dogs" / "samples.safetensors"
     options = ["--potential", "keyword:dog", "--length", "5", "--target", target]

@@ -8,7 +8,7 @@ in their last bit, as on another processor, and names what has failed.
 
 import pytest
 
-SHIFTS = 20
+SHIFTS = 6
 
 
 def pytest_generate_tests(metafunc):

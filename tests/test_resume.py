@@ -66,7 +66,7 @@ PAIR = "generation-1/pair.safetensors"
 INTERRUPT = partial(signal_at, PAIR, signal.SIGINT)
 FULL_DISK = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))
 STOPS = [
-    (INTERRUPT, 130, "interrupted; continue with --resume .*/run$"),
+    (INTERRUPT, 130, "interrupted; continue with --resume .*/run'?$"),
     (FULL_DISK, 2, f"{PAIR}: cannot be written .*; free space"),  # the pair is larger
 ]
 

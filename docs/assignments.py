@@ -130,7 +130,7 @@ def prefix_cost(texts: list[str]) -> list[float]:
 
 
 def check_4() -> None:
-    """Both potentials give the same log Z, that with a prefix part more certainly."""
+    """Both potentials give the same log Z, and with a prefix part more of the texts count."""
 
     def cost(texts):
         return prefix_cost([f"{text}." for text in texts])  # the end finishes the last word
@@ -145,11 +145,10 @@ def check_4() -> None:
         drawn = sample(world.base, potential, particles=50, runs=20)
         log_z, half = drawn.evidence().value, drawn.evidence().half_width()
         print(f"prefix {with_prefix}: log Z {log_z:.2f} +- {half:.2f}, worth {drawn.ess:.0f}")
-        found.append((log_z, half))
-    plain, wide = found[0]
-    better, narrow = found[1]
+        found.append((log_z, half, drawn.ess))
+    (plain, wide, few), (better, narrow, many) = found
     say(abs(plain - better) < 2 * (wide + narrow), "both estimate the same log Z")
-    say(narrow < wide, "the prefix part makes it more certain")
+    say(many > 3 * few, "with the prefix part the texts are worth more")
 
 
 # %% 5. A worse proposal (60 minutes)

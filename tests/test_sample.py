@@ -107,7 +107,7 @@ def test_intervals_cover_where_weights_are_light_and_a_heavy_tail_is_told(scale,
     covered_share = sum(abs(x.value - share) < x.half_width() for x in found) / count
     told = sum("Pareto k" in part.warning() for part in parts) / count
     if scale == 0.5:
-        assert min(covered, covered_share) >= 0.85 and told < 0.1
+        assert min(covered, covered_share) >= 0.75 and told < 0.1
     else:
         assert covered < 0.7 < told
 

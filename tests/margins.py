@@ -8,7 +8,7 @@ in their last bit, as on another processor, and names what has failed.
 
 import pytest
 
-SHIFTS = 6
+SHIFTS = 20
 
 
 def pytest_generate_tests(metafunc):

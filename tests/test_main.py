@@ -58,8 +58,7 @@ NARROW = ["--dtype", "bfloat16"]
 END_ALONE = [*JOBS["paper"], "--resampling", "systematic", "--ess-threshold", "0"]
 OTHER_SEED = ["--seed", "1", "--eval-target-proposals", "0"]  # and no exact samples
 VARIANTS = JOBS | {
-    "LoRA": [*END_ALONE, "--student", "lora", "--no-effective-potential"],
-    "narrow": [*END_ALONE, *NARROW],
+    "narrow LoRA": [*END_ALONE, *NARROW, "--student", "lora", "--no-effective-potential"],
     "pooled, narrow": [*JOBS["pooled"], *NARROW],
     "no surrogate": [*JOBS["pooled"], "--no-surrogate", *OTHER_SEED],
     "narrow GRPO by LoRA": [*JOBS["grpo"], *NARROW, "--student", "lora"],

@@ -28,10 +28,10 @@ from tsmc import streams
 from twist.pair import Pair
 
 MOMENTS = {  # before what the run is killed, one time after the other
-    "pooled": "base/samples.safetensors; base/row.json; ladder 0; generation-0/pair.safetensors; "
-    "generation-0/row.json; distillation 1; generation-1/row.json; results.json",
-    "paper": "twist learning 0; distillation 1; generation-1/row.json",
-    "dpo": "generation-0/row.json; fine-tuning 1",
+    "pooled": "base/samples.safetensors; ladder 0; generation-0/pair.safetensors; "
+    "generation-0/row.json; distillation 1; results.json",
+    "paper": "base/row.json; twist learning 0; distillation 1; generation-1/row.json",
+    "dpo": "fine-tuning 1",
 }
 
 

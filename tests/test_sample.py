@@ -132,7 +132,7 @@ def test_the_shape_of_a_pareto_distribution_is_found_where_there_is_one():
 
 PROMPT = "Once upon a time, there was a"
 OTHER = "The ugly dog said"
-RUNS = [("paper", 0, PROMPT), ("paper", 1, OTHER), ("pooled", 1, OTHER)]
+RUNS = [("paper", 1, OTHER), ("pooled", 1, PROMPT)]
 
 
 @pytest.mark.parametrize("prompt", [f"{PROMPT} girl V", PROMPT])

@@ -2,7 +2,8 @@
 
 Fill in the functions that raise NotImplementedError; `python docs/assignments.py 1` then checks the
 first. With `--solved` it checks docs/solutions.py, which also answers the questions. Minutes are
-for readers of docs/tiny.py. Numbers are of one thread with seed 0; digits differ by processor.
+for readers of docs/tiny.py. Numbers are of one thread with seed 0; on another processor those of 3
+and 4, which draw from a network, are as if of another seed.
 """
 
 import contextlib
@@ -100,7 +101,8 @@ def check_2() -> None:
 # beginnings of sigma from beginnings of p, and its logit is log psi(s_{1:t}).
 # Hints: one batch of draws from q serves both classes by its weights, `batch.log_positive()` [K]
 # and p(s_{1:t}) / q(s_{1:t}) of batch.log_p and batch.log_q, both [K, T]; `batch.log_psi_of(psi)`
-# is [K, T], with gradient. KL(sigma||q) is 5.1 with CTL, and 4.3 with yours after a minute.
+# is [K, T], with gradient. KL(sigma||q) is 5 to 7 with CTL, by the seed, and 4 to 4.5 with yours
+# after a minute.
 # Question: which psi makes this loss least, and what does it say about levels that CTL leaves open?
 def twist_loss(psi, batch) -> torch.Tensor:
     """A scalar whose gradient psi descends."""
@@ -114,7 +116,7 @@ def check_3() -> None:
     learner.twist_loss = twist_loss
     log_p, log_q = proposal_log_probs(world.base, learner.first_twist().twist, exact.tokens)
     kl = (log_p + exact.log_phi - log_q).mean().item() - exact.log_z
-    say(kl < 4.7, f"KL(sigma||q) {kl:.2f}, where CTL has 5.1")
+    say(kl < 4.9, f"KL(sigma||q) {kl:.2f}, where CTL has 5 to 7")
 
 
 # %% 4. A potential with a prefix part (30 minutes)
@@ -130,7 +132,7 @@ def prefix_cost(texts: list[str]) -> list[float]:
 
 
 def check_4() -> None:
-    """Both potentials give the same log Z, that with a prefix part more certainly."""
+    """Both potentials give the same log Z, and with a prefix part more of the texts count."""
 
     def cost(texts):
         return prefix_cost([f"{text}." for text in texts])  # the end finishes the last word
@@ -145,11 +147,10 @@ def check_4() -> None:
         drawn = sample(world.base, potential, particles=50, runs=20)
         log_z, half = drawn.evidence().value, drawn.evidence().half_width()
         print(f"prefix {with_prefix}: log Z {log_z:.2f} +- {half:.2f}, worth {drawn.ess:.0f}")
-        found.append((log_z, half))
-    plain, wide = found[0]
-    better, narrow = found[1]
+        found.append((log_z, half, drawn.ess))
+    (plain, wide, few), (better, narrow, many) = found
     say(abs(plain - better) < 2 * (wide + narrow), "both estimate the same log Z")
-    say(narrow < wide, "the prefix part makes it more certain")
+    say(many > 3 * few, "with the prefix part the texts are worth more")
 
 
 # %% 5. A worse proposal (60 minutes)

@@ -13,7 +13,12 @@ import pytest
 from jobs import JOBS, run_main
 
 
-@pytest.fixture(scope="session")
+def scope(config: pytest.Config, **_: object) -> str:
+    """Runs are made once, or for each shift of the seeds."""
+    return "function" if config.pluginmanager.has_plugin("tests.margins") else "session"
+
+
+@pytest.fixture(scope=scope)
 def finished_job(tmp_path_factory) -> Callable[[str], Path]:
     """finished_job(learner): a finished run of JOBS; do not change it."""
     root = tmp_path_factory.mktemp("jobs")

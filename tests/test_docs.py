@@ -27,6 +27,7 @@ TOUR = ROOT / "docs" / "tour.ipynb"
 DECIMAL = re.compile(r"-?\d+\.\d+")
 
 
+@pytest.mark.learned
 def test_the_examples_run_and_the_attributes_are_there(finished_job, tmp_path, monkeypatch, capsys):
     (tmp_path / "pocket").symlink_to(finished_job("paper"))
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
@@ -132,6 +133,7 @@ def test_every_link_leads_to_a_function_of_that_name():
         assert re.search(rf"^ *(def|class) {name}\b", code, re.MULTILINE), (name, path)
 
 
+@pytest.mark.learned
 @pytest.mark.parametrize("generation", [0, 1])
 def test_the_page_agrees_with_enumeration(generation):
     """For a random p^(0), p^(1), twist psi and potential: log Z_sigma, log sigma, KL(sigma || q)
@@ -163,12 +165,13 @@ def test_the_page_agrees_with_enumeration(generation):
     for function in (torch.ones_like(sigma), third):
         found = log_z.exp() * function[words - tiny.N].mean(1)  # [R]
         wanted = math.exp(target.log_z) * (sigma * function).sum()
-        assert (found.mean() - wanted).abs() < 4 * found.std() / math.sqrt(len(found))
+        assert (found.mean() - wanted).abs() < 5 * found.std() / math.sqrt(len(found))
     target.ctl_loss(twist).backward()
     wanted = tiny.by_prefix(-twist.log_psi.grad)
     source = generator(2)
-    gradients = [tiny.ctl_gradient(*given, 20000, source)[0] for _ in range(20)]
-    assert (sum(gradients) / 20 - wanted).abs().max() < 0.006
+    gradients = torch.stack([tiny.ctl_gradient(*given, 4000, source)[0] for _ in range(100)])
+    error = gradients.std(0) / 100**0.5
+    assert ((gradients.mean(0) - wanted).abs() <= 5 * error + 1e-12).all()
 
 
 def test_a_solution_passes_its_check():

@@ -14,7 +14,6 @@ from worlds import (
     rare_potential,
     recorded,
     tiny_conditional,
-    tiny_gpt_neo,
 )
 
 import distill
@@ -23,12 +22,11 @@ from distill.dpo import dpo_loss, preference_pairs
 from distill.finetune import Student
 from distill.grpo import advantages, grpo_loss
 from distill.pair import Pair
-from eval.metrics import missing_part
-from tinystories import Conditional, GPTNeoModel
+from distill.pooled.adapter import Adapted, Adapter
+from distill.pooled.held_out import HeldOut
+from tinystories import Conditional
 from tinystories.decoder import counted
-from tsmc.estimate import log_mean_estimate
 from tsmc.exact import Target, kl_divergence
-from tsmc.proposal import sample_proposal
 from tsmc.sampler import Population
 
 END = 4  # a third of the texts of sigma end early
@@ -45,14 +43,14 @@ LINES = {  # the learner, its options, and what KL after lines 1, 3 and 4 may be
     "paper": (Paper, PAPER, (0.62, 0.43, 0.31)),
     "resampled at the end": (Paper, AT_THE_END, (0.62, 0.34, 0.26)),
     "LoRA": (Paper, replace(AT_THE_END, student="lora"), (0.62, 0.56, 0.34)),
-    "pooled": (Pooled, POOLED, (0.49, 0.32, 0.32)),
-    "no surrogate": (Pooled, replace(POOLED, surrogate=False), (0.51, 0.43, 0.43)),
+    "pooled": (Pooled, POOLED, (0.55, 0.38, 0.38)),
 }
 
 
+@pytest.mark.learned
 @pytest.mark.parametrize("name", LINES)
 def test_every_line_brings_the_proposal_closer_to_sigma(name):
-    """KL(sigma||q), its mean over four seeds, is at most 1.3 times what was found.
+    """KL(sigma||q), its mean over four seeds, is at most five standard errors above what was found.
 
     And phi scores as many texts as the learner says.
     """
@@ -75,9 +73,10 @@ def test_every_line_brings_the_proposal_closer_to_sigma(name):
         assert kind is Paper or min(recorded(learner, "ladder", "power")) < 1  # it tempers
         found.append([TARGET.kl_to(log_q(pair)) for pair in pairs])
     means = torch.tensor(found).mean(0) / TARGET.kl_to(TARGET.log_p[-1])
-    assert (means < torch.tensor(most)).all() and means[2] < 0.9 * means[0], means
+    assert (means < torch.tensor(most)).all(), means
 
 
+@pytest.mark.learned
 @pytest.mark.parametrize(("student", "ess_threshold"), [("full", 1.0), ("lora", 0.0)])
 def test_distilled_texts_become_likelier_and_the_teacher_stays(student, ess_threshold, monkeypatch):
     """Two living runs of texts, some of which end, count alike whatever their Z-hat is.
@@ -108,6 +107,7 @@ def test_distilled_texts_become_likelier_and_the_teacher_stays(student, ess_thre
     torch.testing.assert_close(teacher.network.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.learned
 def test_without_the_effective_potential_the_target_drifts():
     """log Z-hat is that of p^(1) phi, not of p^(0) phi."""
     model = tiny_conditional(1, end=END)
@@ -130,51 +130,49 @@ def test_the_ladder_draws_from_what_it_has_fitted(monkeypatch):
     assert proposals[0] is BASE and len(set(proposals)) == len(proposals) == 4
 
 
+@pytest.mark.learned
 def test_with_hints_the_ladder_finds_what_p0_does_not():
-    """phi = 1 where a 2 follows a 5, which 1 of 117 texts has."""
+    """phi = 1 where a 2 follows a 5, which 1 of 137 texts has."""
 
     def log_phi(tokens: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         is_met = (tokens[:, :-1] == 5) & (tokens[:, 1:] == 2)
         return torch.where(is_met.any(1), 0.0, -math.inf)
 
+    nothing = lambda tokens: torch.full((len(tokens),), -math.inf)  # noqa: E731
     with pytest.raises(ValueError, match=r"^none of the 50 texts .* has phi > 0; .*give it hints"):
-        Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
+        Pooled(BASE, nothing, POOLED, Streams(0)).first_twist()
     log_phi.hints = [[(5, 2)]]
     pair = Pooled(BASE, log_phi, POOLED, Streams(0)).first_twist()
     target = Target(BASE, log_phi)
-    assert target.kl_to(log_q(pair)) < 0.2 * target.kl_to(target.log_p[-1])
+    assert target.kl_to(log_q(pair)) < 0.5 * target.kl_to(target.log_p[-1])
 
 
-def test_texts_held_out_end_a_fit_before_it_learns_the_heavy_ones_by_heart():
-    """At a step size ten times too large, 300 steps lead away from sigma."""
-    sizes = {"pool_first_draws": 800, "pool_updates": 300, "pool_learning_rate": 1e-2}
-    found = []
-    for share in (0.0, 0.2):
-        options = replace(POOLED, **sizes, pool_held_out=share)
-        learner = Pooled(BASE, rare_potential, options, Streams(0))
-        found.append(TARGET.kl_to(log_q(learner.first_twist())))
-    assert found[1] < 0.85 * found[0]
-    assert len(recorded(learner, "distillation", "loss")) < 150
+@pytest.mark.learned
+def test_texts_held_out_tell_when_a_fit_learns_the_heavy_ones_by_heart(monkeypatch):
+    """Of 400 texts of p^(0), few have nearly all the weight. At a step size ten times too large the
+    adapter that is kept is closer to sigma than that of step 100, where the fit would have ended.
+    """
+    last, kept, is_over = [], [], HeldOut.is_over
 
+    def go_on(held: HeldOut, adapter: Adapter, step: int, steps: int) -> bool:
+        is_over(held, adapter, step, steps)
+        if step == steps:
+            last.append(TARGET.kl_to(log_q(Pair(Adapted(BASE, adapter), None))))
+        return False
 
-def test_only_log_z_tells_that_a_student_has_collapsed_onto_a_part_of_sigma():
-    """phi is largest for 2 2 2 2 2 and 5 5 5 5 5; the student learns few texts by heart, and its
-    runs agree with each other."""
-
-    def log_phi(tokens: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return -3.0 * torch.minimum((tokens != 5).sum(1), (tokens != 2).sum(1)).double()
-
-    base = GPTNeoModel(tiny_gpt_neo(7), torch.tensor([1, 2]), 5)
-    options = replace(PAPER, distill_runs=3, distill_updates=40, distill_learning_rate=3e-2)
-    learner = Paper(base, log_phi, replace(options, ctl_updates=20), Streams(0))
-    pair = learner.first_twist()
-    for m in range(1, 4):
-        pair = learner.learn_twist(learner.distil(pair, m), m)
-    found = learner.population(pair, "evaluation", 3, 50, 40).log_z  # [R]
-    drawn = log_phi(sample_proposal(base, None, 2000, generator(0)).tokens)  # row Base
-    assert found.std() < 0.2 and Target(base, log_phi).kl_to(log_q(pair)) > 5
-    line = missing_part(log_mean_estimate(found), log_mean_estimate(drawn))
-    assert "of the runs lies below" in line
+    options = replace(POOLED, surrogate=False, pool_updates=100, pool_learning_rate=1e-2)
+    for seed in range(4):
+        learner = Pooled(BASE, rare_potential, options, Streams(seed))
+        learner.draw(BASE, "sampling", 0, 400)
+        with monkeypatch.context() as patch:
+            patch.setattr(HeldOut, "is_over", go_on)
+            kept.append(TARGET.kl_to(log_q(Pair(learner.fit_to_sigma(0), None))))
+    assert sum(kept) < 0.85 * sum(last)
+    assert sum(kept) < 0.6 * len(kept) * TARGET.kl_to(TARGET.log_p[-1])
+    learner = Pooled(BASE, rare_potential, replace(options, pool_updates=200), Streams(0))
+    learner.draw(BASE, "sampling", 0, 400)
+    learner.fit_to_sigma(0)
+    assert len(recorded(learner, "distillation", "loss")) < 200
 
 
 LAYERS = {"gpt_neo": ["q_proj"] * 2 + ["v_proj"] * 2, "gpt2": ["c_attn"] * 2}
@@ -205,6 +203,7 @@ def test_lora_starts_at_the_base_model_to_the_bit_and_what_it_trains_is_what_is_
 POLICIES = [(distill.DPO, "full", 1e-2, math.log(2)), (distill.GRPO, "lora", 3e-2, 0.0)]
 
 
+@pytest.mark.learned
 @pytest.mark.parametrize(("kind", "student", "rate", "loss"), POLICIES)
 def test_the_policy_gains_reward_by_samples_of_the_right_model(kind, student, rate, loss):
     """DPO samples the reference, GRPO the current policy. What the loss is at first is known."""
@@ -221,13 +220,14 @@ def test_the_policy_gains_reward_by_samples_of_the_right_model(kind, student, ra
     assert pair.twist is None and len(torch.cat(rewards)) == learner.scores(0)
     policies = (Pair(base, None), pair)
     before, after = (3 * log_q(policy).exp() @ potential.log_phi for policy in policies)
-    assert after > before + 0.5
+    assert after > before + 1
     sampled = before if kind is distill.DPO else after
-    assert abs(torch.cat(rewards[-10:]).mean() - sampled) < 0.2
+    assert abs(torch.cat(rewards[-10:]).mean() - sampled) < 0.5
     losses = recorded(learner, "fine-tuning", "loss")
     assert len(losses) == 40 and losses[0] == pytest.approx(loss, abs=1e-12)
 
 
+@pytest.mark.learned
 def test_rl_approaches_sigma_and_its_objective_log_z():
     base, _, potential = gpt_neo_world(3, 3)
     target = Target(base, potential)

@@ -58,8 +58,7 @@ NARROW = ["--dtype", "bfloat16"]
 END_ALONE = [*JOBS["paper"], "--resampling", "systematic", "--ess-threshold", "0"]
 OTHER_SEED = ["--seed", "1", "--eval-target-proposals", "0"]  # and no exact samples
 VARIANTS = JOBS | {
-    "LoRA": [*END_ALONE, "--student", "lora", "--no-effective-potential"],
-    "narrow": [*END_ALONE, *NARROW],
+    "narrow LoRA": [*END_ALONE, *NARROW, "--student", "lora", "--no-effective-potential"],
     "pooled, narrow": [*JOBS["pooled"], *NARROW],
     "no surrogate": [*JOBS["pooled"], "--no-surrogate", *OTHER_SEED],
     "narrow GRPO by LoRA": [*JOBS["grpo"], *NARROW, "--student", "lora"],
@@ -107,6 +106,7 @@ def test_every_variant_learns_and_loads_as_it_was(tmp_path, finished_job, monkey
         assert row["phi_positive"] < 1 and row["log_phi"] is None and len(row["examples"]) == 3
 
 
+@pytest.mark.learned
 def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys, monkeypatch):
     """The classifier is neither loaded nor shown where phi does not read it."""
     run, own = tmp_path / "my run", tmp_path / "own.py"
@@ -190,6 +190,7 @@ def test_a_log_z_far_below_that_of_base_is_told():
     assert "log Z -4.60 of the runs lies below -4.00" in missing_part(far, base)
 
 
+@pytest.mark.learned
 def test_the_energy_distance_tells_distributions_apart_and_the_cosine_is_the_double_loop():
     source = torch.Generator().manual_seed(0)
     y, same, other = (torch.randn(400, 3, generator=source) for _ in range(3))

@@ -93,6 +93,7 @@ class Headed(GPTNeoModel):
         return logits.masked_fill(torch.arange(7) == 6, -INF)
 
 
+@pytest.mark.learned
 def test_the_adapter_moves_what_the_models_own_head_reads():
     base = Headed(tiny_conditional(0).network, torch.tensor([1, 2]), 4)
     fresh = Adapted(base, Adapter(base, torch.randn(7), generator(0)))
@@ -106,6 +107,7 @@ def test_the_adapter_moves_what_the_models_own_head_reads():
         assert found == pytest.approx(target.log_z, abs=0.08)
 
 
+@pytest.mark.learned
 def test_the_surrogate_finds_the_tokens_that_phi_depends_on():
     """log phi = c log sigmoid(b + sum of g over different tokens), recovered from random texts."""
     scores = torch.tensor([0.0, 0.0, 3.0, -2.0, 1.0, 0.0])

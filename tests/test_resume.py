@@ -29,10 +29,10 @@ from tinystories.files import read_metadata
 from tsmc import processes
 
 MOMENTS = {  # before what the run is killed, one time after the other
-    "pooled": "base/samples.safetensors; base/row.json; ladder 0; generation-0/pair.safetensors; "
-    "generation-0/row.json; distillation 1; generation-1/row.json; results.json",
-    "paper": "twist learning 0; distillation 1; generation-1/row.json",
-    "dpo": "generation-0/row.json; fine-tuning 1",
+    "pooled": "base/samples.safetensors; ladder 0; generation-0/pair.safetensors; "
+    "generation-0/row.json; distillation 1; results.json",
+    "paper": "base/row.json; twist learning 0; distillation 1; generation-1/row.json",
+    "dpo": "fine-tuning 1",
 }
 
 
@@ -67,7 +67,7 @@ PAIR = "generation-1/pair.safetensors"
 INTERRUPT = partial(signal_at, PAIR, signal.SIGINT)
 FULL_DISK = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))
 STOPS = [
-    (INTERRUPT, 130, "interrupted; continue with --resume .*/run$"),
+    (INTERRUPT, 130, "interrupted; continue with --resume .*/run'?$"),
     (FULL_DISK, 2, f"{PAIR}: cannot be written .*; free space"),  # the pair is larger
 ]
 
@@ -155,6 +155,7 @@ def test_whatever_a_users_file_reads_must_stay_as_it_was(tmp_path):
         TrainedJob(run)
 
 
+@pytest.mark.learned
 def test_a_job_of_two_makes_the_run_of_one_even_if_it_is_killed(tmp_path, finished_job):
     """Two begin, one is lost and the other ends; two finish the run.
 
@@ -212,6 +213,7 @@ def step_of(name: str) -> tuple[int, list]:
     return sum(scored), [torch.tensor(losses), list(learned.state_dict().values())]
 
 
+@pytest.mark.learned
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_two_processes_is_that_of_one(name, tmp_path):
     scored, wanted = step_of(name)  # first, so that forked processes have all libraries

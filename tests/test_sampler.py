@@ -16,6 +16,7 @@ from tsmc.sigma import Sigma
 from tsmc.streams import Streams, draw_population
 
 
+@pytest.mark.learned
 @pytest.mark.parametrize("weights", [[0.1, 0.9], [0.0, 0.7, 0.3], [0.6, 0.05, 0.3, 0.05]])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_copies_are_k_w_on_average_and_rows_are_independent(scheme, weights):
@@ -75,6 +76,7 @@ def test_a_grid_of_uniforms_meets_every_group_in_proportion():
     assert (leading - 1024 * cumulative).abs().max() < 0.51 + 1024 * 1e-5
 
 
+@pytest.mark.learned
 def test_runs_that_die_where_phi_is_zero_almost_everywhere():
     model, twist, _ = table_world(2, 3, seed=6)
     potential = hard_potential({5: -1.0})
@@ -90,6 +92,7 @@ def test_runs_that_die_where_phi_is_zero_almost_everywhere():
         draw_population(Streams(), "x", None, Sigma(model, hard_potential({})), None, 2, 6, Rule())
 
 
+@pytest.mark.learned
 @pytest.mark.parametrize("ess_threshold", [1.0, 0.5, 0.0])
 def test_twist_that_rules_out_every_continuation_kills_the_particle_not_the_run(ess_threshold):
     model, twist, potential = table_world(2, 3, seed=6)

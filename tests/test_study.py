@@ -26,6 +26,7 @@ from tsmc.proposal import proposal_log_probs
 PROMPT = "Once upon a time, there was a"
 
 
+@pytest.mark.learned
 def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finished_job):
     """Seeds are averaged, and variants have rows of their own."""
     paper, pooled = finished_job("paper"), finished_job("pooled")
@@ -58,13 +59,14 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
     # Student's t with one degree of freedom: 12.71 times the error of .05
     for name, cell in (("paper (1)", "0.550 ± 0.635"), ("paper (3)", "0.700"), ("pooled", "")):
         assert re.search(rf"\n{re.escape(name)}, generation 1 .* {cell} ", "\n".join(printed))
-    cells = {line.split("  ")[0].split("/")[-1]: line.split() for line in lines}
+    rows = (re.split("  +", line) for line in lines)  # a path may hold single spaces
+    cells = {row[0].split("/")[-1]: row for row in rows}
     assert "toxicity" in head and {"Base", "Target"} < cells.keys()
     row = read_results(paper)["generations"][1]
     assert f"{row['kl_target_proposal']:.2f}" == cells["log-q"][1]
     assert f"{row['toxicity']:.3f}" == cells["own.txt"][1]
     assert float(cells["rude.txt"][1]) > 0.5 > float(cells["Base"][1])
-    assert float(cells["Best of 3"][3]) >= float(cells["Base"][1])
+    assert float(cells["Best of 3"][1]) >= float(cells["Base"][1])
     rude.write_text(f"{PROMPT} man.\nA man.\n")
     numbers.write_text("-1.0\n" * (len(log_q) + 1))
     for arguments, words in (
@@ -72,7 +74,7 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
         (["--log-q", numbers], f"{numbers}: holds no log q .*give {len(log_q)}"),
         ([other], "differs from .*one in beta"),
         ([paper], "another job has its seed"),
-        ([begun], f"begun: is not finished; go on with python main.py --resume {begun}"),
+        ([begun], "begun: is not finished; go on with python main.py --resume .*begun"),
     ):
         assert re.search(words, refusal(one, *arguments, command=compare.main))
 
@@ -126,6 +128,7 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypat
     assert 0 < seconds[0] < seconds[1] and kept["generations"][1]["distinct_texts"] > 1
 
 
+@pytest.mark.learned
 def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
     target, file = str(tmp_path / "dogs"), tmp_path / "dogs" / "samples.safetensors"
     options = ["--potential", "keyword:dog", "--length", "5", "--target", target]

@@ -27,8 +27,8 @@ from eval.command import OneLineParser, one_line_errors
 from eval.options import POCKET, Options
 from eval.scorers import Runner, SentenceEncoder, ToxicityClassifier, load_scorer, save_scorer
 from eval.world import load_sigma
-from tsmc.proposal import sample_proposal
 from tsmc.processes import progress
+from tsmc.proposal import sample_proposal
 
 MEAN, MEAN_POWER = 0.010, 0.0006  # of p(toxic | s) and p(toxic | s)^10 (the paper's table 1)
 END = "<|endoftext|>"  # in a line of its own behind each story of a file

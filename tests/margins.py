@@ -22,16 +22,16 @@ def shift(request, monkeypatch):
     """Generators with other seeds, and other last bits of the logits of language models."""
     import torch  # only now: conftest.py sets the number of threads first
 
-    from tinystories import Conditional
+    from tinystories import GPTNeoModel
 
     class Shifted(torch.Generator):
         def manual_seed(self, seed: int) -> torch.Generator:
             return super().manual_seed((seed + 10**9 * request.param) % 2**63)
 
-    def head(self: Conditional, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self: GPTNeoModel, hidden: torch.Tensor) -> torch.Tensor:
         logits = exact(self, hidden)
         return logits * (1 + torch.finfo(logits.dtype).eps)
 
-    exact = Conditional.head
+    exact = GPTNeoModel.head
     monkeypatch.setattr(torch, "Generator", Shifted)
-    monkeypatch.setattr(Conditional, "head", head)
+    monkeypatch.setattr(GPTNeoModel, "head", head)

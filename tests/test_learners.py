@@ -50,7 +50,7 @@ LINES = {  # the learner, its options, and what KL after lines 1, 3 and 4 may be
 @pytest.mark.learned
 @pytest.mark.parametrize("name", LINES)
 def test_every_line_brings_the_proposal_closer_to_sigma(name):
-    """KL(sigma||q), its mean over four seeds, is at most five standard errors above what was found.
+    """KL(sigma||q), its mean over four seeds; the limits are five standard errors or more above it.
 
     And phi scores as many texts as the learner says.
     """

@@ -28,6 +28,7 @@ GROUP = 16  # states are padded to a multiple of this, to avoid fragmentation of
 NO_END = -1  # in place of the token that finishes a text: texts have T tokens
 SHARING_PAYS = 0.875  # up to this share of distinct texts; above, it costs more than it saves
 MAX_LOGITS = 2**22  # entries of one tensor of logits: 16 MB in float32, of which a few are alive
+ON_GPU = 16  # times as many, where memory is large and starting an operation takes long
 End = int | tuple[int, ...]
 """The token that finishes a text, or several of which any does."""
 
@@ -37,10 +38,13 @@ def padded(rows: Tensor, group: int) -> Tensor:
     return torch.cat([rows, rows[-1:].repeat(-len(rows) % group)])
 
 
-def row_slices(rows: int, entries: int) -> Iterator[slice]:
-    """Slices of range(rows), at least one, with `entries` numbers a row within MAX_LOGITS."""
-    size = max(1, MAX_LOGITS // entries)
-    return (slice(start, min(rows, start + size)) for start in range(0, max(1, rows), size))
+def row_slices(rows: Tensor, entries: int) -> Iterator[slice]:
+    """Slices of the rows, at least one, with `entries` numbers a row within MAX_LOGITS."""
+    limit = MAX_LOGITS * (ON_GPU if rows.is_cuda else 1)
+    size = max(1, limit // entries)
+    return (
+        slice(start, min(len(rows), start + size)) for start in range(0, max(1, len(rows)), size)
+    )
 
 
 def is_end(tokens: Tensor, end: End) -> Tensor:

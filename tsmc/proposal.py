@@ -77,20 +77,21 @@ def extend(
     given: Tensor | None = None,
     reference: Twist | None = None,
 ) -> Extension:
-    """`propose` for every row at uniform numbers [N, 1], in slices, since V logits take memory.
+    """`propose` for every row of a decoder at uniform numbers [N, 1].
 
     Where q is a model of its own, without a twist, log_p may be that of another head on the same
     states: `reference` makes its logits [S, V].
     """
-    parts = []
-    for rows in row_slices(uniform, model.vocab_size):
-        states, place = decoder.distinct(rows)  # [S, D], [n]
+    parts, numbers = [], []
+    for states, rows, place in decoder.distinct():
         own = None if given is None else given[rows]
         part = propose(model, twist, states, place, uniform[rows], own)
         if reference is not None:
             part.log_p = reference(states).log_softmax(-1)[place, part.tokens]
         parts.append(part)
-    return Extension(**columns(parts, torch.cat))
+        numbers.append(rows)
+    back = torch.cat(numbers).argsort()  # [N] where each row is among the parts
+    return Extension(**columns(parts, lambda tensors: torch.cat(tensors)[back]))
 
 
 def wait(step: Extension, before: Tensor, log_psi: Tensor, end: End) -> Extension:

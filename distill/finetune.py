@@ -91,7 +91,8 @@ class Student:
         matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
         vectors = [parameter for parameter in self.parameters if parameter.ndim <= 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, weight_decay=WEIGHT_DECAY)
+        settings = {"lr": learning_rate, "weight_decay": WEIGHT_DECAY, "fused": True}
+        self.optimizer = torch.optim.AdamW(groups, **settings)
 
     def step(self) -> None:
         """One update with the gradients that were summed, which are zero afterwards."""

@@ -99,7 +99,7 @@ class Paper(Learner):
         generator = self.streams.stream("twist learning", m)
         # From psi = 1: the last twist was fitted to another p, whose states were others.
         psi = TwistMLP(model.width, model.vocab_size, generator)
-        optimizer = torch.optim.Adam(psi.parameters(), lr=options.ctl_learning_rate)
+        optimizer = torch.optim.Adam(psi.parameters(), lr=options.ctl_learning_rate, fused=True)
         sigma = self.sigma(model)
         for update in progress(options.ctl_updates, "twist learning", m):
             falling = 1 - 0.9 * update / options.ctl_updates

@@ -67,16 +67,18 @@ class Layer(nn.Module):
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, inner)})
         self.output = residual(inner, config)
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """x [B, T, D], bias added to the scores [B, 1, 1, T] -> [B, T, D]"""
+    def forward(self, x: Tensor, bias: Tensor, wanted: int | None = None) -> Tensor:
+        """States [B, Q, D] of the first Q = wanted tokens, by default of all, of x [B, T, D];
+        bias [B, 1, 1, T] is added to the scores."""
+        own = x[:, :wanted]  # [B, Q, D]
         q, k, v = (
-            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, D/H]
-            for projection in self.attention["self"].values()
+            projection(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, ., D/H]
+            for projection, y in zip(self.attention["self"].values(), (own, x, x), strict=True)
         )
-        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias  # [B, H, T, T]
-        mixed = (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(-2)  # [B, T, D]
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias  # [B, H, Q, T]
+        mixed = (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(-2)  # [B, Q, D]
         add = self.attention["output"]
-        x = add["LayerNorm"](x + add["dense"](mixed))
+        x = add["LayerNorm"](own + add["dense"](mixed))
         hidden = F.gelu(self.intermediate["dense"](x))
         return self.output["LayerNorm"](x + self.output["dense"](hidden))
 
@@ -97,16 +99,18 @@ class Encoder(nn.Module):
         layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.encoder = nn.ModuleDict({"layer": layers})
 
-    def hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """States [B, T, D] of tokens [B, T]; mask [B, T] is 0 on padding, which stands behind."""
+    def hidden(self, ids: Tensor, mask: Tensor, wanted: int | None = None) -> Tensor:
+        """States [B, Q, D] of the first Q = wanted of tokens [B, T], by default of all; mask [B, T]
+        is 0 on padding, which stands behind."""
         table = self.embeddings
         positions = torch.arange(ids.shape[1], device=ids.device) + self.first  # [T]
         x = table["word_embeddings"](ids) + table["token_type_embeddings"].weight[0]
         x = table["LayerNorm"](x + table["position_embeddings"](positions))  # [B, T, D]
         bias = torch.where(mask == 0, torch.finfo(torch.float32).min, 0.0)  # [B, T]
-        for layer in self.encoder["layer"]:
+        *layers, last = self.encoder["layer"]
+        for layer in layers:
             x = layer(x, bias[:, None, None, :])
-        return x
+        return last(x, bias[:, None, None, :], wanted)
 
 
 class SentenceEncoder(Encoder):
@@ -143,7 +147,7 @@ class ToxicityClassifier(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Logits [B], float32 or wider, of tokens [B, T]; mask [B, T] is 0 on padding."""
-        first = self.roberta.hidden(ids, mask)[:, 0]  # [B, D]
+        first = self.roberta.hidden(ids, mask, 1)[:, 0]  # [B, D]; the last layer needs no others
         inner = at_least_float32(torch.tanh(self.classifier["dense"](first)))  # [B, D]
         out = self.classifier["out_proj"]  # in float32, for beta multiplies what rounding costs
         return F.linear(inner, at_least_float32(out.weight), at_least_float32(out.bias)).squeeze(-1)
@@ -197,8 +201,8 @@ class Runner:
                 padded = [rows[n] + [pad] * (width - len(rows[n])) for n in batch]
                 ids = torch.tensor(padded, dtype=torch.long).view(-1, width)  # [B, T]
                 mask = (torch.arange(width) < lengths[batch, None]).long()  # [B, T]
-                results.append(self.model(ids.to(device), mask.to(device)).cpu())
-        return torch.cat(results)[order.argsort()]
+                results.append(self.model(ids.to(device), mask.to(device)))
+        return torch.cat(results).cpu()[order.argsort()]
 
 
 class ToxicityScorer(Runner):

@@ -89,40 +89,46 @@ CHECKS = {  # name: an error of the sampler in a module
     "ended texts": ended_texts,
     "records": records,
 }
+
+
+def forgotten(name: str) -> tuple[str, str]:
+    """Particles are reordered, but for one thing that they own."""
+    return "value[parents]", f"value if name == '{name}' else value[parents]"
+
+
 EVIDENCE = "evidence = log_z + log_mean_exp(log_weights)"
 GAINED = "log_z = torch.where(is_due, evidence, log_z)"
 ESS = "ess = effective_sample_size(log_weights)"
 KEPT = "log_weights = torch.where(is_due[:, None], 0.0, log_weights)"
-EXTEND = ", (particles * row + ancestors).flatten())"
+EXTEND = "[:, -1], parents)"
 DRAW = "resample(normalise(log_weights), generator)"
-WITHOUT_F = "log_w.view_as(log_p)"
-ZERO_F = "log_f = log_f.masked_fill(log_f == -torch.inf, 0.0)"
+ZERO_F = "log_f.masked_fill(log_f == -torch.inf, 0.0)"
 HAS_F = "log_prefix is not None"
 LAST = "step.log_p + log_phi - step.log_q"
 MUTANTS = {  # name: the check that notices it, what is replaced, by what
     "final correction dropped": ("always", LAST, "step.log_normaliser"),
-    "log psi kept at the end": ("always", "- step.log_q - log_psi.flatten()", "- step.log_q"),
-    "log psi kept before": ("always", "log_normaliser - log_psi.flatten()", "log_normaliser"),
-    "log psi not reordered": ("always", "log_psi = log_psi[row, ancestors]", "pass"),
-    "log p not reordered": ("generation one", "log_p = log_p[row, ancestors]", "pass"),
-    "tokens not reordered": ("always", " tokens = tokens[row, ancestors]", " pass"),
-    "table position not reordered": ("always", EXTEND, ")"),
-    "cache not reordered": ("network", EXTEND, ")"),
-    "ancestors of another run": ("always", "particles * row + ancestors", "ancestors"),
+    "log psi kept at the end": ("always", "- step.log_q - before.log_psi", "- step.log_q"),
+    "log psi kept before": ("always", "log_normaliser - before.log_psi", "log_normaliser"),
+    "log psi not reordered": ("always", *forgotten("log_psi")),
+    "log p not reordered": ("generation one", *forgotten("log_p")),
+    "tokens not reordered": ("always", *forgotten("tokens")),
+    "table position not reordered": ("always", EXTEND, "[:, -1])"),
+    "cache not reordered": ("network", EXTEND, "[:, -1])"),
+    "ancestors of another run": ("always", "parents = (start + ancestors)", "parents = ancestors"),
     "log K dropped": ("always", EVIDENCE, "evidence = log_z + log_weights.logsumexp(-1)"),
     "every-step evidence": ("adaptive", GAINED, "log_z = log_z + log_mean_exp(log_w)"),
     "evidence of last weights": ("adaptive", EVIDENCE, EVIDENCE.replace("weights", "w")),
     "weights kept after resampling": ("always", KEPT, "pass"),
     "weights dropped without it": ("adaptive", KEPT, "log_weights = 0.0 * log_weights"),
-    "no resampling at the end": ("adaptive", " | is_last", ""),
+    "no resampling at the end": ("adaptive", "is_last or ess_threshold == 1", "ess_threshold == 1"),
     "ESS of the last increment": ("records", ESS, "ess = effective_sample_size(log_w)"),
     "resampled at every step": ("records", "ess_threshold * particles)", "particles)"),
     "other weights resampled": ("always", DRAW, DRAW.replace("weights)", "weights).square()")),
-    "no final samples": ("always", "samples = tokens[row, ancestors]", "samples = tokens"),
+    "no final samples": ("always", "own.take(parents).tokens", "own.tokens"),
     "f leaves no trace in the weights": ("dead beginnings", "log_w = log_w + log_f", "pass"),
-    "f is not divided out": ("dead beginnings", "log_w.view_as(log_p) - log_f", WITHOUT_F),
-    "f = 0 is divided out": ("dead beginnings", ZERO_F, "pass"),
-    "f not reordered": ("dead beginnings", "log_f = log_f[row, ancestors]", "pass"),
+    "f is not divided out": ("dead beginnings", "log_w - before.log_f", "log_w"),
+    "f = 0 is divided out": ("dead beginnings", ZERO_F, "log_f"),
+    "f not reordered": ("dead beginnings", *forgotten("log_f")),
     "no early resampling": ("records", "max(ess_threshold, EARLY)", "ess_threshold"),
     "f counts at T too": ("dead beginnings", "log_prefix is not None and not is_last", HAS_F),
 }

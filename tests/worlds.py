@@ -161,7 +161,9 @@ def bias(
     runs = (model.vocab_size**2 * 4) ** model.length
     paths, draw = Paths(runs), tsmc.draws.draw_categorical
 
-    def draw_everywhere(logits: Tensor, _: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    def draw_everywhere(logits: Tensor, given: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        if not given.isnan().any():  # not of the sampler, but where a text is only read
+            return draw(logits, given, place)
         inner = logits[place].double().softmax(-1).cumsum(-1)[:, :-1]  # where the token changes
         uniform = paths.choose(inner.view(runs, -1, inner.shape[-1]))  # from [R, K, V - 1]
         return draw(logits, uniform.view(-1, 1), place)
@@ -172,7 +174,7 @@ def bias(
         return (paths.choose(inner.expand(-1, 2, -1))[..., None] > inner).sum(-1)
 
     with (
-        mock.patch.object(module, "uniforms", lambda rows, *_: torch.empty(rows, 1)),
+        mock.patch.object(module, "uniforms", lambda rows, *_: torch.full((rows, 1), torch.nan)),
         mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere),
     ):
         sigma, rule = Sigma(model, potential, log_prefix), Rule(resample, ess_threshold)

@@ -17,6 +17,7 @@ N rows, S distinct states, D width, V vocabulary, P prompt tokens, T continuatio
 
 import abc
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -28,6 +29,9 @@ GROUP = 16  # states are padded to a multiple of this, to avoid fragmentation of
 NO_END = -1  # in place of the token that finishes a text: texts have T tokens
 SHARING_PAYS = 0.875  # up to this share of distinct texts; above, it costs more than it saves
 MAX_LOGITS = 2**22  # entries of one tensor of logits: 16 MB in float32, of which a few are alive
+ON_GPU = 16  # times as many there
+CACHED = 2**20  # entries that stay in a processor's cache until the next operation reads them
+FEWEST = 64  # rows for which a matrix is worth reading
 End = int | tuple[int, ...]
 """The token that finishes a text, or several of which any does."""
 
@@ -37,15 +41,23 @@ def padded(rows: Tensor, group: int) -> Tensor:
     return torch.cat([rows, rows[-1:].repeat(-len(rows) % group)])
 
 
-def row_slices(rows: int, entries: int) -> Iterator[slice]:
-    """Slices of range(rows), at least one, with `entries` numbers a row within MAX_LOGITS."""
-    size = max(1, MAX_LOGITS // entries)
-    return (slice(start, min(rows, start + size)) for start in range(0, max(1, rows), size))
+def row_slices(rows: Tensor, entries: int) -> Iterator[slice]:
+    """Slices of the rows, at least one, with `entries` numbers a row within MAX_LOGITS."""
+    size = max(1, MAX_LOGITS * (ON_GPU if rows.is_cuda else 1) // entries)
+    if not rows.is_cuda:
+        size = min(size, max(FEWEST, CACHED // entries))
+    starts = range(0, max(1, len(rows)), size)
+    return (slice(start, min(len(rows), start + size)) for start in starts)
+
+
+@functools.cache  # a GPU would wait for them at every token
+def end_tokens(end: End, device: torch.device) -> Tensor:
+    return torch.tensor(end, device=device)
 
 
 def is_end(tokens: Tensor, end: End) -> Tensor:
     """Which of the tokens finish a text, a truth value for each."""
-    return torch.isin(tokens, torch.tensor(end, device=tokens.device))
+    return torch.isin(tokens, end_tokens(end, tokens.device))
 
 
 def counted(tokens: Tensor, end: End) -> Tensor:
@@ -81,14 +93,13 @@ class Decoder:
         """The final hidden state of every row [N, D]."""
         return self.states[self.state_of]
 
-    def distinct(self, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """The states [S, D] of the rows in a slice, those of equal texts once, and the place [n] of
-        each row among them: what is made of states over the vocabulary is made once for these."""
-        state_of = self.state_of[rows]  # [n]
-        if len(self.states) <= len(state_of):
-            return self.states, state_of
-        states, place = state_of.unique(return_inverse=True)
-        return self.states[states], place
+    def distinct(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The distinct states in slices [S, D], for which V logits fit into memory, with the rows
+        [n] that have one of them, and the place [n] of each row's among them."""
+        for some in row_slices(self.states, self.model.vocab_size):
+            is_here = (self.state_of >= some.start) & (self.state_of < some.stop)  # [N]
+            rows = is_here.nonzero().squeeze(1)  # [n]
+            yield self.states[some], rows, self.state_of[rows] - some.start
 
     @torch.no_grad()
     def append(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:

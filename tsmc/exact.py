@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tinystories.decoder import NO_END, Conditional, End, counted, row_slices
-from tsmc.proposal import Twist
+from tsmc.proposal import WIDEST, Twist
 from tsmc.sigma import LogPotential
 
 LIMIT = 2**21  # sequences
@@ -54,17 +54,16 @@ class Tree:
         self.hidden: list[Tensor] = []  # T of [V^t, D]
         for t in range(1, self.length + 1):
             ends = all_sequences(self.vocab_size, t, device)[:: self.vocab_size]  # the last token 0
-            slices = row_slices(len(ends), t * self.vocab_size)
-            parts = [model.log_probs(ends[rows])[1:] for rows in slices]
-            logits = torch.cat([logits[:, -1] for logits, _ in parts])  # [V^(t-1), V]
-            log_p = logits.log_softmax(-1)
+            slices = row_slices(ends, WIDEST * model.width * t)
+            hidden = torch.cat([model.states(ends[rows])[:, -1] for rows in slices])
+            self.hidden.append(hidden)  # [V^(t-1), D]
+            log_p = model.head(hidden).log_softmax(-1)  # [V^(t-1), V]
             if t > 1:  # behind a finished text the same end is certain
                 is_finished = ~counted(ends, model.end)[:, -1:]  # [V^(t-1), 1]
                 is_same = torch.arange(self.vocab_size, device=device) == ends[:, -2:-1]
                 certain = torch.where(is_same, 0.0, -torch.inf).to(log_p)  # [V^(t-1), V]
                 log_p = torch.where(is_finished, certain, log_p)
             self.log_p.append(log_p)
-            self.hidden.append(torch.cat([hidden[:, -1] for _, hidden in parts]))
 
     def sequences(self) -> Tensor:
         return all_sequences(self.vocab_size, self.length, self.log_p[0].device)

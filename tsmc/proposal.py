@@ -9,6 +9,7 @@ vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tsmc.draws import draw_categorical, uniforms
 
 DRAWN = -1  # in place of a token that is given: p draws this one
 TREE_PAYS = 0.5  # up to this share of distinct beginnings, reading token by token is faster
+WIDEST = 8  # numbers a place in the body of a network, over its width
 Twist = Callable[[Tensor], Tensor]
 """twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
 
@@ -34,42 +36,62 @@ class Extension:
     log_normaliser: Tensor  # log N_t = log sum_v p(v | s_{0:t-1}) psi(s_{1:t-1}, v)
 
 
+def columns(parts: list[Extension], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
+    """The numbers of several extensions by name, joined."""
+    return {name: join([getattr(part, name) for part in parts]) for name in vars(parts[0])}
+
+
+def propose(
+    model: Conditional,
+    twist: Twist | None,
+    states: Tensor,
+    place: Tensor,
+    uniform: Tensor,
+    given: Tensor | None = None,
+) -> Extension:
+    """s_t ~ q_t for n rows at uniform numbers [n, 1], each after its state, number place[n] of
+    states [S, D]; where `given` [n] is not DRAWN, that token."""
+    tilted = model.head(states)  # [S, V] p psi, in logarithms and up to a constant
+    if twist is not None:
+        log_p = tilted.log_softmax(-1)  # [S, V]
+        log_psi = twist(states)  # [S, V]
+        tilted = log_p + log_psi
+    tokens, log_normaliser = draw_categorical(tilted, uniform, place)  # [n], [n] log N_t
+    if given is not None:
+        tokens = tokens.where(given == DRAWN, given)
+    log_q = tilted[place, tokens] - log_normaliser  # [n]
+    if twist is None:  # q_t = p, N_t = 1
+        zeros = torch.zeros_like(log_q)
+        return Extension(tokens, log_q, zeros, log_q, zeros)
+    log_p, log_psi = log_p[place, tokens], log_psi[place, tokens]  # [n], [n]
+    is_dead = log_normaliser == -torch.inf  # then every weight shall be zero
+    log_psi, log_q = log_psi.masked_fill(is_dead, 0.0), log_q.masked_fill(is_dead, torch.inf)
+    return Extension(tokens, log_p, log_psi, log_q, log_normaliser)
+
+
 def extend(
     model: Conditional,
     decoder: Decoder,
     twist: Twist | None,
     uniform: Tensor,
+    given: Tensor | None = None,
     reference: Twist | None = None,
 ) -> Extension:
-    """s_t ~ q_t for every row at uniform numbers [N, 1].
+    """`propose` for every row of a decoder at uniform numbers [N, 1].
 
     Where q is a model of its own, without a twist, log_p may be that of another head on the same
-    states: `reference` makes its logits [N, V].
+    states: `reference` makes its logits [S, V].
     """
-    all_tokens, all_numbers = [], []
-    for rows in row_slices(len(uniform), model.vocab_size):
-        states, place = decoder.distinct(rows)  # [S, D], [n]
-        tilted = model.head(states)  # [S, V]
-        if twist is not None:
-            log_p = tilted.log_softmax(-1)  # [S, V]
-            log_psi = twist(states)  # [S, V]
-            tilted = log_p + log_psi
-        tokens, log_normaliser = draw_categorical(tilted, uniform[rows], place)  # [n], [n]
-        log_q = tilted[place, tokens] - log_normaliser  # [n]
-        if twist is None:  # q = p, and one normalisation serves both
-            zeros = torch.zeros_like(log_q)
-            numbers = [log_q, zeros, log_q, zeros]
-        else:
-            is_dead = log_normaliser == -torch.inf  # then every weight shall be zero
-            log_psi = log_psi[place, tokens].masked_fill(is_dead, 0.0)  # [n]
-            log_q = log_q.masked_fill(is_dead, torch.inf)
-            numbers = [log_p[place, tokens], log_psi, log_q, log_normaliser]
+    parts, numbers = [], []
+    for states, rows, place in decoder.distinct():
+        own = None if given is None else given[rows]
+        part = propose(model, twist, states, place, uniform[rows], own)
         if reference is not None:
-            numbers[0] = reference(states).log_softmax(-1)[place, tokens]  # [n]
-        all_tokens.append(tokens)
-        all_numbers.append(torch.stack(numbers))
-    log_p, log_psi, log_q, log_normaliser = torch.cat(all_numbers, 1)  # [N] each
-    return Extension(torch.cat(all_tokens), log_p, log_psi, log_q, log_normaliser)
+            part.log_p = reference(states).log_softmax(-1)[place, part.tokens]
+        parts.append(part)
+        numbers.append(rows)
+    back = torch.cat(numbers).argsort()  # [N] where each row is among the parts
+    return Extension(**columns(parts, lambda tensors: torch.cat(tensors)[back]))
 
 
 def wait(step: Extension, before: Tensor, log_psi: Tensor, end: End) -> Extension:
@@ -96,6 +118,33 @@ class Trajectories(Extension):
 
 
 @torch.no_grad()
+def walk(
+    model: Conditional,
+    twist: Twist | None,
+    uniform: Tensor,
+    given: Tensor | None = None,
+    reference: Twist | None = None,
+) -> Trajectories:
+    """Sequences token by token, as `extend` has it, at uniform numbers [N, T]; without resampling.
+
+    What is given [N, T] behind the end of a text is not written.
+    """
+    decoder = model.decoder(len(uniform))
+    steps, hidden = [], []
+    for t in range(uniform.shape[1]):
+        if t > 0:
+            decoder.append(steps[-1].tokens)
+        if twist is not None:
+            hidden.append(decoder.hidden)
+        own = None if given is None else given[:, t]
+        step = extend(model, decoder, twist, uniform[:, t, None], own, reference)
+        if t > 0:
+            step = wait(step, steps[-1].tokens, steps[-1].log_psi, model.end)
+        steps.append(step)
+    stack = partial(torch.stack, dim=1)
+    return Trajectories(**columns(steps, stack), hidden=stack(hidden) if hidden else None)
+
+
 def sample_proposal(
     model: Conditional,
     twist: Twist | None,
@@ -109,22 +158,17 @@ def sample_proposal(
     Of these rows only a `part` may be computed: each row has uniform numbers of its own, so the
     parts of several processes together are what one process draws. `reference` is as in `extend`.
     """
-    uniform = uniforms(model.length * rows, 1, generator).view(-1, rows, 1)[:, part]  # [T, N, 1]
-    decoder = model.decoder(uniform.shape[1])
-    steps, hidden = [], []
-    for t in range(model.length):
-        if twist is not None:
-            hidden.append(decoder.hidden)
-        step = extend(model, decoder, twist, uniform[t], reference)
-        if t > 0:
-            step = wait(step, steps[-1].tokens, steps[-1].log_psi, model.end)
-        steps.append(step)
-        if t < model.length - 1:
-            decoder.append(step.tokens)
-    columns = {}
-    for name in vars(steps[0]):
-        columns[name] = torch.stack([vars(step)[name] for step in steps], 1)  # [N, T]
-    return Trajectories(**columns, hidden=torch.stack(hidden, 1) if hidden else None)
+    uniform = uniforms(model.length, rows, generator).T[part]  # [N, T]
+    return walk(model, twist, uniform, reference=reference)
+
+
+def complete(model: Conditional, given: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Texts [N, T] with the tokens that are given and those that p draws, and their log p [N, T].
+
+    p draws where given [N, T] is DRAWN, at uniform numbers [N, T].
+    """
+    drawn = walk(model, None, uniform, given)
+    return drawn.tokens, drawn.log_p
 
 
 @torch.no_grad()
@@ -133,18 +177,22 @@ def proposal_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """log p(s_{1:T}) and log q(s_{1:T}), both [N], of given sequences tokens [N, T]."""
     all_log_p, all_log_q = [], []
-    for rows in row_slices(len(tokens), model.vocab_size * tokens.shape[1]):
-        log_p, logits, hidden = model.log_probs(tokens[rows])
-        log_q = log_p
-        if twist is not None:
-            tilted = logits + twist(hidden)  # [n, T, V]
-            chosen = tilted.gather(-1, tokens[rows, :, None]).squeeze(-1)  # [n, T]
-            log_q = chosen - tilted.logsumexp(-1)
-            log_q = log_q.masked_fill(chosen == -torch.inf, -torch.inf)  # psi rules it out
-            log_q = log_q.where(counted(tokens[rows], model.end), 0.0)
-        all_log_p.append(log_p.sum(-1))
-        all_log_q.append(log_q.sum(-1))
-    return torch.cat(all_log_p), torch.cat(all_log_q)
+    # Memory holds the states of many texts at a time, and the logits of few.
+    for rows in row_slices(tokens, WIDEST * model.width * tokens.shape[1]):
+        states = model.states(tokens[rows]).flatten(0, 1)  # [n T, D]
+        given = tokens[rows].flatten()[:, None]  # [n T, 1]
+        for some in row_slices(states, model.vocab_size):
+            log_p = model.head(states[some]).log_softmax(-1)  # [m, V]
+            all_log_p.append(log_p.gather(1, given[some]))
+            if twist is not None:
+                tilted = log_p + twist(states[some])  # [m, V]
+                is_ruled_out = tilted.gather(1, given[some]) == -torch.inf
+                log_q = tilted.log_softmax(-1).gather(1, given[some])
+                all_log_q.append(log_q.masked_fill(is_ruled_out, -torch.inf))
+    is_counted = counted(tokens, model.end)  # [N, T]
+    each = [torch.cat(parts).view_as(tokens) for parts in (all_log_p, all_log_q or all_log_p)]
+    log_p, log_q = (log_probs.where(is_counted, 0.0).sum(-1) for log_probs in each)
+    return log_p, log_q
 
 
 @torch.no_grad()
@@ -158,36 +206,5 @@ def sequence_log_probs(model: Conditional, tokens: Tensor) -> Tensor:
     late = texts[:, : max(1, tokens.shape[1] * 3 // 4)].unique_consecutive(dim=0)
     if len(late) > TREE_PAYS * len(tokens):
         return proposal_log_probs(model, None, tokens)[0]
-    return complete(model, texts, None)[1].sum(1)[text]
-
-
-@torch.no_grad()
-def complete(model: Conditional, given: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Texts [N, T] with the tokens that are given and those that p draws, and their log p [N, T].
-
-    p draws where given [N, T] is DRAWN, at uniform numbers [N, T], which may be left out where all
-    tokens are given. What is given behind the end of a text is not written.
-    """
-    columns: list[Tensor] = []  # t of [N]
-    all_log_p = []
-    decoder = model.decoder(len(given))
-    for t in range(given.shape[1]):
-        tokens = given[:, t]  # [N]
-        if t > 0:
-            decoder.append(columns[-1])
-            tokens = torch.where(is_end(columns[-1], model.end), columns[-1], tokens)
-        chosen, log_p = [], []
-        for rows in row_slices(len(given), model.vocab_size):
-            states, place = decoder.distinct(rows)  # [S, D], [n]
-            logits = model.head(states)  # [S, V]
-            if uniform is None:
-                chosen.append(tokens[rows])
-                log_normaliser = logits.logsumexp(-1)[place]  # [n]
-            else:
-                drawn, log_normaliser = draw_categorical(logits, uniform[rows, t, None], place)
-                chosen.append(drawn.where(tokens[rows] == DRAWN, tokens[rows]))
-            log_p.append(logits[place, chosen[-1]] - log_normaliser)
-        columns.append(torch.cat(chosen))
-        all_log_p.append(torch.cat(log_p))
-    texts = torch.stack(columns, 1)  # [N, T]
-    return texts, torch.stack(all_log_p, 1).where(counted(texts, model.end), 0.0)
+    uniform = torch.zeros_like(texts)  # nothing is drawn
+    return walk(model, None, uniform, texts).log_p.sum(1)[text]

@@ -86,6 +86,20 @@ class Step:
     ancestors: Tensor  # [R, K]
 
 
+@dataclass
+class Particles:
+    """All that N = R K particles own: what one has, its copies have, so nothing is forgotten."""
+
+    tokens: Tensor  # [N, t]
+    log_p: Tensor  # [N] log p(s_{1:t})
+    log_psi: Tensor  # [N] log psi(s_{1:t})
+    log_f: Tensor  # [N] log f_t(s_{1:t}) of a prefix part
+
+    def take(self, parents: Tensor) -> "Particles":
+        """Particle n becomes a copy of parents[n]; parents [N]."""
+        return Particles(**{name: value[parents] for name, value in vars(self).items()})
+
+
 @torch.no_grad()
 def tsmc(
     sigma: Sigma,
@@ -109,67 +123,63 @@ def tsmc(
     assert min(runs, particles, model.length) >= 1, "give at least one run, particle and token"
     decoder = model.decoder(runs * particles)
     # In the type of the logits, which may be narrower than what the potential returns.
-    log_p = model.head(decoder.hidden[:1]).new_zeros(runs, particles)  # [R, K] log p(s_{1:t})
-    log_psi = torch.zeros_like(log_p)  # [R, K] log psi(s_{1:t})
-    log_f = torch.zeros_like(log_p)  # [R, K] log f_t(s_{1:t}) of a prefix part
-    log_phi: Tensor | None = None  # [R K] known at t = T
-    log_weights = torch.zeros_like(log_p)  # [R, K]
-    log_z = log_p.new_zeros(runs)  # [R]
-    tokens = log_p.new_empty(runs, particles, 0, dtype=torch.long)  # [R, K, t]
-    row = torch.arange(runs, device=log_p.device)[:, None]  # [R, 1] the number of the run
-    identity = torch.arange(particles, device=log_p.device).repeat(runs, 1)  # [R, K]
-    # Everything that a particle owns is reordered below; whoever adds something adds it there too.
+    zeros = model.head(decoder.hidden[:1]).new_zeros(runs * particles)  # [N]
+    own = Particles(zeros.new_empty(len(zeros), 0, dtype=torch.long), zeros, zeros, zeros)
+    log_phi = zeros  # [N], known at t = T
+    log_weights = zeros.view(runs, particles)  # [R, K]
+    log_z = zeros.new_zeros(runs)  # [R]
+    identity = torch.arange(particles, device=zeros.device).repeat(runs, 1)  # [R, K]
+    start = particles * torch.arange(runs, device=zeros.device)[:, None]  # [R, 1] of each run
     for t in range(model.length):
         is_last = t == model.length - 1
         # 1. extend
         step = extend(model, decoder, twist, uniforms(runs * particles, 1, generator))
         if t > 0:
-            step = wait(step, tokens[..., -1].flatten(), log_psi.flatten(), model.end)  # all [R K]
-        tokens = torch.cat([tokens, step.tokens.view(runs, particles, 1)], -1)
-        log_p = log_p + step.log_p.view_as(log_p)
+            step = wait(step, own.tokens[:, -1], own.log_psi, model.end)
+        before = own
+        tokens = torch.cat([before.tokens, step.tokens[:, None]], 1)  # [N, t]
+        own = Particles(tokens, before.log_p + step.log_p, step.log_psi, zeros)
         # 2. reweight
-        rows = tokens.flatten(0, 1)  # [R K, t]
         if is_last:
-            log_phi = call_potential(sigma.log_potential, rows, log_p.flatten())
+            log_phi = call_potential(sigma.log_potential, own.tokens, own.log_p)
             # phi takes the place of psi, with which the token was drawn: nothing cancels (D1).
-            log_w = step.log_p + log_phi - step.log_q - log_psi.flatten()
+            log_w = step.log_p + log_phi - step.log_q - before.log_psi  # [N]
         else:
             # p psi / q_t is the normaliser, whichever token was drawn.
-            log_w = step.log_normaliser - log_psi.flatten()
+            log_w = step.log_normaliser - before.log_psi
         # f_{t-1} came in one step ago; divided out here, only the latest f stays in the weight.
-        log_w = log_w.view_as(log_p) - log_f  # [R, K]
-        log_psi = step.log_psi.view_as(log_p)
+        log_w = log_w - before.log_f
         if sigma.log_prefix is not None and not is_last:
-            log_f = call_potential(sigma.log_prefix, rows).view_as(log_p)
+            log_f = call_potential(sigma.log_prefix, own.tokens)  # [N]
             log_w = log_w + log_f
-            log_f = log_f.masked_fill(log_f == -torch.inf, 0.0)  # else -inf - (-inf) next
-        log_weights = log_weights + log_w
+            own.log_f = log_f.masked_fill(log_f == -torch.inf, 0.0)  # else -inf - (-inf) next
+        log_w = log_w.view(runs, particles)
+        log_weights = log_weights + log_w  # [R, K]
         ess = effective_sample_size(log_weights)  # [R]
         # A run that does not resample carries its weights on, and its evidence is not lost.
         evidence = log_z + log_mean_exp(log_weights)  # [R]
         # 3. resample. Rounding can make the ESS of equal weights K or more: hence `== 1`.
-        is_due = (ess < ess_threshold * particles) | (ess_threshold == 1) | is_last  # [R]
+        is_always = is_last or ess_threshold == 1
+        is_due = (ess < ess_threshold * particles) | is_always  # [R]
         ancestors = identity  # [R, K]
-        if is_due.any():
+        if is_always or (ess_threshold > 0 and is_due.any()):  # mostly known without the device
             drawn = rule.resample(normalise(log_weights), generator)
             ancestors = torch.where(is_due[:, None], drawn, identity)
         if trace is not None:
-            numbers = (log_psi, log_w, log_weights, ess, evidence)
-            trace.append(Step(tokens[..., -1], *numbers, ancestors))
+            numbers = (step.log_psi.view_as(log_w), log_w, log_weights, ess, evidence)
+            trace.append(Step(step.tokens.view_as(log_w), *numbers, ancestors))
         log_z = torch.where(is_due, evidence, log_z)
+        parents = (start + ancestors).flatten()  # [N]
         # At T nothing is reordered: the particles are also returned as a weighted set.
         if not is_last:
             log_weights = torch.where(is_due[:, None], 0.0, log_weights)
-            tokens = tokens[row, ancestors]
-            log_p = log_p[row, ancestors]
-            log_psi = log_psi[row, ancestors]
-            log_f = log_f[row, ancestors]
-            decoder.append(tokens[..., -1].flatten(), (particles * row + ancestors).flatten())
+            own = own.take(parents)
+            decoder.append(own.tokens[:, -1], parents)
     if not bool((log_z < torch.inf).all()):
         raise ValueError("log Z-hat is NaN or infinite; check log phi and log psi for NaN")
-    samples = tokens[row, ancestors]
-    assert log_phi is not None  # there was a last step
-    log_phi = log_phi.view_as(log_p)
+    tokens = own.tokens.view(runs, particles, -1)
+    samples = own.take(parents).tokens.view_as(tokens)
+    log_phi = log_phi.view(runs, particles)
     return Population(tokens, log_phi, log_weights, ancestors, samples, log_z, ess)
 
 

@@ -30,7 +30,7 @@ class Texts:
 
     def __init__(self, base: Conditional, tokens: Tensor):
         """Of tokens [M, T]."""
-        slices = row_slices(len(tokens), base.width * tokens.shape[1])
+        slices = row_slices(tokens, base.width * tokens.shape[1])
         with torch.no_grad():
             states = torch.cat([base.states(tokens[rows]) for rows in slices])
         self.tokens = tokens

@@ -130,7 +130,7 @@ class Pooled(Learner):
         if start is not base:
             adapter.shift.load_state_dict(start.adapter.shift.state_dict())
         parameters = list(adapter.shift.parameters())
-        optimizer = torch.optim.Adam(parameters, lr=options.pool_learning_rate)
+        optimizer = torch.optim.Adam(parameters, lr=options.pool_learning_rate, fused=True)
         share = options.pool_held_out if word == "distillation" else 0.0
         chance = self.streams.stream(f"{word}, held out", m)
         held = HeldOut(base, pool.tokens, weights, share, chance)

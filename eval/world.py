@@ -26,7 +26,7 @@ from eval.options import DTYPES, POCKET, Options
 from tinystories import Conditional, load_model
 from tinystories.decoder import NO_END, is_end
 from tinystories.files import read_metadata, read_tensors, reading, write_tensors
-from tinystories.load import checkpoint_directory
+from tinystories.load import checkpoint_directory, unnamed_ends
 from tsmc.estimate import Estimate, mean_estimate
 from tsmc.proposal import sequence_log_probs
 from tsmc.rejection import ExactSamples
@@ -136,6 +136,11 @@ def load_sigma(options: Options) -> World:
     if options.prompt[-1].isalnum() and likely.values.cpu()[goes_on].sum() > 0.5:
         word = nexts[int(goes_on.nonzero()[0])]
         say(f"p mostly goes on with the last word of --prompt, as by {word!r}; finish that word")
+    if not options.end:
+        ends, share = unnamed_ends(base, tokenizer, checkpoint_directory(options.lm, "--lm"))
+        if share > 0.01:
+            named = " ".join(map(repr, ends))
+            say(f"p ends {share:.0%} of its texts, and goes on unseen; give --end {named}")
     return World(base, potential, scores)
 
 

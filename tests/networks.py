@@ -35,9 +35,14 @@ SHAPES = {
 SHAPES["lm"]["attention_types"] = [[["global", "local"], 1]]
 KINDS = {"lm": "gpt_neo", "toxicity": "roberta", "similarity": "bert"}
 PROMPT = torch.tensor([1, 0, 2])
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 TINY = {"vocab_size": 3, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"intermediate_size": 16, "num_key_value_heads": 1, "max_position_embeddings": 16}
 TINY |= {"bos_token_id": 0, "eos_token_id": None}
+# Rotary factors that change for all positions where more than 8 tokens are read at once.
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0]}
+LONGROPE |= {"long_factor": [3.0, 3.0], "original_max_position_embeddings": 8}
+LONGROPE = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8, "pad_token_id": 0}
 
 
 def randomise(model: nn.Module, seed: int) -> nn.Module:

@@ -1,18 +1,26 @@
 """GPT-Neo and networks of `transformers` as p, against their own plain forward."""
 
+import shutil
 import sys
 
 import pytest
 import torch
-from networks import PROMPT, any_model, tiny, write
+from networks import LONGROPE, POINTER, PROMPT, any_model, tiny, write
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram, WordLevel
+from tokenizers.pre_tokenizers import Metaspace, Whitespace
 from worlds import generator, tiny_gpt_neo
 
-from eval.options import POCKET
+from eval.options import POCKET, Options
+from eval.world import load_sigma
 from tinystories import Conditional, GPTNeoModel, load_model
 from tinystories import decoder as decoders
 from tinystories.any_model import AnyModel, is_close
+from tinystories.files import write_json
 from tinystories.gpt_neo import KeyValueCache
+from tinystories.load import check_prompt, read_tokenizer, unnamed_ends
+from tsmc.exact import all_sequences
 
 V, T = 3, 4
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")
@@ -33,6 +41,7 @@ def gpt_neo(kind: str, window: int, prompt: torch.Tensor) -> Conditional:
 
 OPT = {"ffn_dim": 16, "word_embed_proj_dim": 4}
 GEMMA = {"head_dim": 4, "final_logit_softcapping": 0.5, "sliding_window": 4}
+LLAMA4 = {"head_dim": 4, "intermediate_size_mlp": 16, "num_local_experts": 1, "pad_token_id": 0}
 MODELS = {  # what a network has that others have not
     "GPT-Neo": lambda: gpt_neo("global", 1, PROMPT[:1]),
     "GPT-Neo, long prompt": lambda: gpt_neo("local", 4, PROMPT.repeat(3)),
@@ -41,6 +50,10 @@ MODELS = {  # what a network has that others have not
     "opt, other names, narrower states": lambda: any_model("opt", **OPT),
     "cohere": lambda: any_model("cohere", logit_scale=0.5),
     "gemma2": lambda: any_model("gemma2", **GEMMA),
+    "granite, divides": lambda: any_model("granite", logits_scaling=3.0),
+    "hyperclovax, multiplies": lambda: any_model("hyperclovax", logits_scaling=3.0),
+    "llama4, a body by another name": lambda: any_model("llama4_text", **LLAMA4),
+    "phi3, long factors": lambda: any_model("phi3", PROMPT.repeat(3), **LONGROPE),
     "gpt2, with a changed head": lambda: Changed(tiny("gpt2"), PROMPT, T),
 }
 
@@ -95,6 +108,22 @@ def test_what_looks_ahead_or_keeps_no_cache_is_refused_whatever_the_head(kind, m
         make(tiny(kind), PROMPT, T)
 
 
+LENGTHS = {"phi3": (6, LONGROPE), "moshi": (2, {"sliding_window": 4, "ffn_dim": 16})}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_states_that_depend_on_the_length_are_refused_from_the_length_on_where_they_do(kind):
+    """For the network of a later generation as well."""
+    longest, changes = LENGTHS[kind]
+    network = tiny(kind, **changes)
+    AnyModel(network, PROMPT, longest)
+    fault = f"from token {longest + 1} on .* a length of {longest}$"
+    with pytest.raises(ValueError, match=fault):
+        AnyModel(network, PROMPT, 9)
+    with pytest.raises(ValueError, match=fault):
+        any_model("llama", length=9).with_network(network)
+
+
 def test_logits_that_are_not_made_of_states_are_refused_where_no_head_makes_them():
     def double(_, ids, output):
         output.logits = output.logits * (2 if ids else 1)
@@ -104,6 +133,9 @@ def test_logits_that_are_not_made_of_states_are_refused_where_no_head_makes_them
     with pytest.raises(ValueError, match="write `head`"):
         AnyModel(network, PROMPT, T)
     Changed(network, PROMPT, T)
+    network.lm_head.weight.data[1] = torch.nan
+    with pytest.raises(ValueError, match="logits are NaN or infinite"):
+        Changed(network, PROMPT, T)
 
 
 def test_masks_must_stand_at_equal_places_and_nan_is_near_nothing():
@@ -158,14 +190,65 @@ def test_a_directory_of_any_causal_language_model_is_loaded(tmp_path, monkeypatc
     wanted = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
     torch.testing.assert_close(model.log_probs(tokens)[0], wanted.float())
 
-    weights = load_file(tmp_path / "model.safetensors")
+    path, norm = tmp_path / "model.safetensors", "model.norm.weight"
+    weights = load_file(path)
+    save_file(weights | {norm: torch.full_like(weights[norm], torch.nan)}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model.norm.weight holds NaN.* another checkpoint$"):
+        load_model(*given)
     del weights["lm_head.weight"]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"config\.json: .*weights are missing: lm_head.weight"):
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="weights are missing: lm_head"):
+        load_model(*given)
+    path.write_text(POINTER)
+    with pytest.raises(ValueError, match=r"model.safetensors: .* run `git lfs pull`$"):
         load_model(*given)
     monkeypatch.setitem(sys.modules, "tinystories.any_model", None)
     with pytest.raises(ValueError, match=r"^--lm .*kind llama needs transformers.*pip install"):
         load_model(*given)
+
+
+@torch.no_grad()
+def test_ends_that_nobody_names_are_found_where_p_writes_them(tmp_path, capsys):
+    """The probability of a text with an end is that by enumeration; and a job says it."""
+    model = GPTNeoModel(tiny_gpt_neo(V, 3), PROMPT, T)
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2}))
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [2, 99]})
+    texts = all_sequences(V, T)
+    is_ended = (texts == 2).any(1)
+    wanted = model.log_probs(texts)[0].sum(1).exp()[is_ended].sum()
+    assert unnamed_ends(model, tokenizer, tmp_path)[0] == ["</s>"]
+    found = unnamed_ends(model, tokenizer, tmp_path)[1]
+    assert abs(found - wanted) < 0.2 and 0.3 < wanted < 0.99
+
+    lm = shutil.copytree(POCKET / "lm", tmp_path / "lm")
+    write_json(lm / "tokenizer_config.json", {"eos_token": {"content": "."}})
+    named = "texts, and goes on unseen; give --end '<|endoftext|>' '.'"
+    for end, told in (((), named), ((".",), "")):
+        load_sigma(Options(lm=str(lm), end=end, potential=("keyword:dog",)))
+        said = capsys.readouterr().err
+        assert told in said and bool(said) == bool(told)
+
+
+WORDS = {"[UNK]": 0, "the": 1, "cat": 2}
+LETTERS = [("<unk>", 0.0), *((letter, -3.0) for letter in "▁thecat")]
+TOKENIZERS = [
+    (WordLevel(WORDS, unk_token="[UNK]"), Whitespace()),
+    (WordLevel(WORDS | {"moon": 3}, unk_token="moon"), Whitespace()),
+    (Unigram(LETTERS, 0), Metaspace()),
+    (Unigram(LETTERS), Metaspace()),
+    (BPE({letter: n for n, (letter, _) in enumerate(LETTERS)}, []), Metaspace()),
+]
+
+
+@pytest.mark.parametrize(("model", "words"), TOKENIZERS)
+def test_a_prompt_that_the_tokenizer_cannot_write_is_refused(model, words):
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = words
+    check_prompt(tokenizer, " the cat")
+    for prompt, part in (("the cat 猫", ".*猫.*"), ("", ""), ("dogs the", ".*og.*")):
+        with pytest.raises(ValueError, match=f"has no token for '{part}' of the prompt"):
+            check_prompt(tokenizer, prompt)
+    check_prompt(read_tokenizer(POCKET / "lm", 4096), "\n\n猫 😀 [UNK]<|endoftext|>")
 
 
 def test_a_gpt_neo_is_read_by_hand_and_a_space_that_its_tokenizer_would_join_is_refused():

@@ -1,6 +1,7 @@
 """Checkpoints as others write them, against transformers: networks, tokens, texts, makers."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,18 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.utils import filter_repo_objects
-from networks import AUTO, LIMIT, LOAD, assert_close, assert_same, encoded, expected, oracle, write
+from networks import (
+    AUTO,
+    LIMIT,
+    LOAD,
+    POINTER,
+    assert_close,
+    assert_same,
+    encoded,
+    expected,
+    oracle,
+    write,
+)
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
@@ -32,6 +44,7 @@ LAYOUTS = [  # a role, a shape of its network, the suffix of its weights
     ("lm", {"num_layers": 1, "num_heads": 1, "attention_types": [[["global"], 1]]}, "safetensors"),
     ("lm", {"num_layers": 4, "attention_types": [[["global", "local"], 2]]}, "bin"),
     ("lm", {"window_size": 1, "intermediate_size": 23}, "safetensors"),
+    ("lm", {}, "several files"),
     ("toxicity", {"num_hidden_layers": 1, "pad_token_id": 3}, "bin"),
     ("similarity", {"layer_norm_eps": 0.5, "num_attention_heads": 24}, "safetensors"),
 ]
@@ -53,6 +66,10 @@ def test_networks_are_those_of_transformers(tmp_path, role, shape, suffix):
     if suffix == "bin":
         path.unlink()
         torch.save(tensors, tmp_path / "pytorch_model.bin")
+    if suffix == "several files":
+        path.unlink()
+        network.save_pretrained(tmp_path, max_shard_size="100KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert_same(role, tmp_path, network)
 
 
@@ -61,6 +78,8 @@ BIAS = "transformer.ln_f.bias"
 DAMAGE = [  # a file; its content, or some of its tensors, None where it is missing; the fault
     ("model.safetensors", {BIAS: None}, r"does not fit .*Missing key.*transformer\.ln_f\.bias"),
     ("model.safetensors", {BIAS: torch.full((24,), torch.nan)}, r"ln_f\.bias holds NaN"),
+    ("model.safetensors", POINTER, "is a pointer of git-lfs, not the file; run `git lfs pull`"),
+    ("tokenizer.json", POINTER, "is a pointer of git-lfs"),
     ("config.json", "{", "cannot be read as JSON"),
     ("config.json", OTHER_KIND, "not GPT-Neo .*model_type is 'gpt2'"),
     ("tokenizer.json", "{}", "no tokenizer for this network"),
@@ -118,6 +137,16 @@ def test_the_genuine_weights_and_tokenizers(role):
     repository, _, revision = name.partition("@")
     theirs = transformers.AutoTokenizer.from_pretrained(repository, revision=revision)
     assert [tokenizer.encode(text).ids for text in TEXTS] == theirs(TEXTS)["input_ids"]
+
+
+def test_what_is_no_checkpoint_is_said_in_a_line(tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+    wrong = [(tmp_path, r"adapter of PEFT alone; .*`merge_and_unload`")]
+    wrong += [(POCKET, "no checkpoint, as it has no config.json; name another")]
+    wrong += [(name, "no such directory; correct its name") for name in ("/none", "./a", "a/b/c")]
+    for name, fault in wrong:
+        with pytest.raises(ValueError, match=f"^--lm {re.escape(str(name))}: .*{fault}"):
+            checkpoint_directory(str(name), "--lm")
 
 
 def test_another_pooling_is_refused(tmp_path):

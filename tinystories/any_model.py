@@ -10,10 +10,10 @@ prompt, T of a continuation.
 """
 
 import contextlib
-import copy
 import inspect
 import sys
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,27 +21,6 @@ from transformers import DynamicCache
 
 from tinystories.decoder import NO_END, Conditional, End, check_positions
 from tinystories.gpt_neo import at_least_float32
-
-
-class Given:
-    """In place of a network's body: it returns the states it is given, and is else that body."""
-
-    def __init__(self, body: Any):
-        self.body = body
-
-    def __call__(self, _: None = None, *, inputs_embeds: Tensor, **__: Any) -> "Output":
-        return Output((inputs_embeds,))  # [1, N, D]
-
-    def __getattr__(self, name: str) -> Any:
-        # Networks cut out of an encoder with a decoder, such as OPT, call the decoder alone.
-        return self if name == "decoder" else getattr(self.body, name)
-
-
-class Output(tuple):
-    """What the body of a network returns: its states, and None by every other name."""
-
-    def __getattr__(self, name: str) -> Tensor | None:
-        return self[0] if name == "last_hidden_state" else None
 
 
 def as_tokens(prompt: Any) -> Tensor:
@@ -90,62 +69,92 @@ class AnyModel(Conditional):
         check_positions(tokens, length, limit)
         if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
             raise ValueError("the prompt has tokens that the network lacks; use its own tokenizer")
-        vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
+        size: int = min(vocab_size or config.vocab_size, config.vocab_size)
         end = tuple(end) if isinstance(end, list) else end
         ends = end if isinstance(end, tuple) else (end,)
-        if end != NO_END and not all(one in range(vocab_size) for one in ends):
+        if end != NO_END and not all(one in range(size) for one in ends):
             raise ValueError(f"end is {end!r}; give tokens of the network, or leave it out")
-        super().__init__(tokens, length, output.in_features, vocab_size, end)
+        super().__init__(tokens, length, output.in_features, size, end)
         # What transformers calls `past_key_values` is `cache` from 5.24 on.
-        is_new = "cache" in inspect.signature(self.network.base_model.forward).parameters
+        is_new = "cache" in inspect.signature(self.body.forward).parameters
         self.cache_name = "cache" if is_new else "past_key_values"
         self.check()
 
+    @property
+    def body(self) -> Any:
+        """All of the network but its output layer."""
+        base = self.network.base_model
+        return (self.network.model if base is self.network else base).get_decoder()  # Llama 4
+
+    def with_network(self, network: Any) -> Self:
+        model = super().with_network(network)
+        model.check()
+        return model
+
     @torch.no_grad()
     def check(self) -> None:
-        """Continue the prompt, exchange the rows at every token, and compare with a plain forward.
+        """Write two texts of T tokens, exchange them at every token, and compare with forwards
+        that have no cache.
 
         ValueError where a cache leads to other logits, or where the network's own are not made of
         its states alone. What a subclass's `head` makes of logits is its own business.
         """
-        tokens = torch.tensor([0, 1], device=self.prompt.device)
-        ids = self.prompt.expand(2, -1)
+        ids, steps = self.prompt.expand(2, -1), []  # [2, P + t], t states [2, D]
+        start = len(self.prompt)  # P
         try:
             decoder = self.decoder(2)
-            for _ in range(min(self.length, 4) - 1):
-                decoder.append(tokens, tokens.flip(0))
-                ids = torch.cat([ids.flip(0), tokens[:, None]], 1)  # [2, P + t]
-            written = torch.cat([ids[:, len(self.prompt) :], tokens[:, None]], 1)
-            at_once = self.states(written)[:, -1]  # [2, D]
-            plain = self.network.base_model(ids, use_cache=False).last_hidden_state[:, -1]  # [2, D]
+            likely = self.head(decoder.hidden)[0].argsort(descending=True)
+            texts = likely[torch.arange(2 * self.length) % self.vocab_size].view(-1, 2)  # [T, 2]
+            for tokens in texts:
+                steps = [states.flip(0) for states in [*steps, decoder.hidden]]
+                ids = torch.cat([ids.flip(0), tokens[:, None]], 1)
+                if len(steps) < self.length:
+                    decoder.append(tokens, tokens.new_tensor([1, 0]))
+            at_once = self.states(ids[:, start:])  # [2, T, D]
+            plain = self.plain(ids[:, :-1])[:, start - 1 :]  # [2, T, D]
+            wanted = self.head(plain)  # [2, T, V]
         except Exception as error:  # of a network that nobody here has seen
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:250]
             fault = f"the network cannot continue the prompt ({reason})"
-            raise ValueError(f"{fault}; choose one that has a cache of keys and values") from error
-        for states in (decoder.hidden, at_once):
-            if not is_close(self.head(states), self.head(plain), plain.dtype):
-                fault = "with its cache of keys and values the network has other logits"
-                raise ValueError(f"{fault} than without; choose another network")
+            raise ValueError(f"{fault}; choose another network") from error
+        if not (wanted[:, -1] < torch.inf).all():
+            raise ValueError("the network's logits are NaN or infinite; mend its weights")
+        for way, states in {"token by token": torch.stack(steps, 1), "at once": at_once}.items():
+            logits = self.head(states)  # [2, T, V]
+            for t in range(self.length):
+                if is_close(logits[:, t], wanted[:, t], plain.dtype):
+                    continue
+                alone = self.head(self.plain(ids[:, : start + t])[:, -1])  # [2, V]
+                if not is_close(logits[:, t], alone, plain.dtype):
+                    fault = "with its cache of keys and values the network has other logits than"
+                    fault = f"{fault} without, from token {t + 1} on where it reads {way}"
+                    raise ValueError(f"{fault}; choose another network, or a length of {t}")
         if type(self).head is AnyModel.head:
             ids = ids[:, -8:]  # all logits of a long prompt would take much memory
-            states = self.network.base_model(ids, use_cache=False).last_hidden_state
+            states = self.plain(ids)
             own = at_least_float32(self.network(ids).logits[..., : self.vocab_size])
             if not is_close(self.head(states), own, states.dtype):
                 fault = "the network's logits are not what its output layer makes of its states"
                 raise ValueError(f"{fault}; write `head` for them, or choose another network")
+
+    def plain(self, ids: Tensor) -> Tensor:
+        """States [N, T, D] of tokens ids [N, T] without a cache."""
+        return self.body(input_ids=ids, use_cache=False).last_hidden_state
 
     def cache(self) -> Any:
         return DynamicCache(config=self.network.config)
 
     def read(self, ids: Tensor, cache: Any) -> Tensor:
         options = {"use_cache": True, self.cache_name: cache}
-        return self.network.base_model(ids, **options).last_hidden_state
+        output = self.body(input_ids=ids, **options)
+        self.output_class = type(output)  # what `head` gives back in place of the body
+        return output.last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits by the network's own forward, with the states in place of its body: what it does
+        """Logits by the network's own forward, whose body returns the given states: what it does
         beside its output layer, such as scaling or capping, is done here too."""
-        top = copy.copy(self.network)
-        top._modules = top._modules | {top.base_model_prefix: Given(self.network.base_model)}
-        logits = top(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1])).logits  # [1, N, V]
-        logits = logits[..., : self.vocab_size].view(*hidden.shape[:-1], self.vocab_size)
-        return at_least_float32(logits)
+        states = hidden.reshape(-1, 1, hidden.shape[-1])  # [N, 1, D]
+        output = self.output_class(last_hidden_state=states)
+        with mock.patch.object(self.body, "forward", lambda *_, **__: output):
+            logits = self.network(inputs_embeds=states).logits[..., : self.vocab_size]
+        return at_least_float32(logits).view(*hidden.shape[:-1], self.vocab_size)

@@ -15,6 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+POINTER = b"version https://git-lfs"  # what a clone without git-lfs has in place of large files
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -53,10 +55,17 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
 
 @contextlib.contextmanager
 def reading(path: Path, trouble: str, remedy: str = "restore the file") -> Iterator[None]:
-    """Turn whatever the block raises into a ValueError: the file, its trouble, the remedy."""
+    """Turn whatever the block raises into a ValueError: the file, its trouble, the remedy.
+
+    Where a file, or one in the directory `path`, is a pointer of git-lfs, the ValueError says that.
+    """
     try:
         yield
     except Exception as error:  # the libraries that read files have no common base class
+        for file in path.iterdir() if path.is_dir() else [path]:
+            if file.is_file() and file.open("rb").read(len(POINTER)) == POINTER:
+                fault = "is a pointer of git-lfs, not the file; run `git lfs pull`"
+                raise ValueError(f"{file}: {fault}") from error
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         fault = f"{trouble} ({reason})" if path.exists() else "no such file"
         raise ValueError(f"{path}: {fault}; {remedy}") from error
@@ -72,8 +81,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file or of a pytorch_model.bin by name."""
+    """All tensors of a safetensors file or of a pytorch_model.bin by name, or of several by their
+    index."""
     with reading(path, "its tensors cannot be read"):
+        if path.suffix == ".json":
+            names = sorted(set(read_json(path)["weight_map"].values()))
+            return {k: x for name in names for k, x in read_tensors(path.with_name(name)).items()}
         if path.suffix == ".bin":
             return torch.load(path, map_location="cpu", weights_only=True)
         return load_file(path)

@@ -1,7 +1,7 @@
 """Language models from and to a directory in the Hugging Face layout, or from the Hub.
 
     config.json                 the shape of the network
-    model.safetensors           its tensors, or an older pytorch_model.bin
+    model.safetensors           its tensors, or an older pytorch_model.bin; or model-00001-of-...
     tokenizer.json              its tokenizer, or an older vocab.json with merges.txt
 
     model, tokenizer = load_model("checkpoints/pocket/lm", "--lm", "Once upon a time", length=20)
@@ -10,8 +10,10 @@ GPT-Neo is read by hand: the modules of gpt_neo.py nest as its tensors are named
 `eval` are read in the same way. Any other causal language model is that of `transformers`.
 """
 
+import contextlib
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +28,14 @@ from tinystories.decoder import NO_END, Conditional
 from tinystories.files import read_json, reading
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig, GPTNeoModel
 
-CONFIG, WEIGHTS, OLDER_WEIGHTS = "config.json", "model.safetensors", "pytorch_model.bin"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, OLDER_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 TOKENIZER, OLDER_TOKENIZER = "tokenizer.json", ("vocab.json", "merges.txt")
 # What files hold beside weights: causal masks, positions, a copy of the tied output layer, and the
 # layer behind BERT that sentence encoders do not use.
 UNUSED = re.compile(r"\.attention\.(masked_)?bias$|position_ids$|^lm_head\.weight$|^pooler\.")
 END_OF_TEXT = "<|endoftext|>"
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@.+)?")  # OWNER/REPOSITORY@REVISION
 
 
 @functools.cache  # a branch of the Hub may move meanwhile: one process uses one commit
@@ -41,12 +45,19 @@ def checkpoint_directory(name: str, flag: str) -> Path:
     `name` is a directory, or OWNER/REPOSITORY@REVISION of the Hugging Face Hub, from which only
     what is read here is fetched: the weights as safetensors if it has them.
     """
-    if Path(name).is_dir():
-        return Path(name)
+    if (directory := Path(name)).is_dir():
+        if (directory / CONFIG).exists():
+            return directory
+        fault = f"no checkpoint, as it has no {CONFIG}; name another"
+        if (directory / "adapter_config.json").exists():
+            fault = "an adapter of PEFT alone; save its network with it, after `merge_and_unload`"
+        raise ValueError(f"{flag} {name}: {fault}")
+    if not HUB_NAME.fullmatch(name):
+        raise ValueError(f"{flag} {name}: no such directory; correct its name")
     from huggingface_hub import snapshot_download  # half a second that a directory does not need
 
     repository, _, revision = name.partition("@")
-    wanted = [CONFIG, "1_Pooling/config.json", "tokenizer*.json", *OLDER_TOKENIZER]
+    wanted = [CONFIG, "1_Pooling/config.json", GENERATION, "tokenizer*.json", *OLDER_TOKENIZER]
     options = {"revision": revision or None, "allow_patterns": wanted}
     try:
         for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
@@ -56,8 +67,9 @@ def checkpoint_directory(name: str, flag: str) -> Path:
                 break
         return directory
     except Exception as error:  # the libraries that download have no common base class
-        fault = f"no such directory, and as a Hub repository: {' '.join(str(error).split())[:300]}"
-        remedy = f"run `hf download` where it can be reached, and give {flag} the directory"
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+        fault = f"no such directory, and the Hub does not give it ({reason})"
+        remedy = "correct its name, or run `hf download` elsewhere and name the directory"
         raise ValueError(f"{flag} {name}: {fault}; {remedy}") from error
 
 
@@ -81,16 +93,20 @@ def load_network(
     raw = read_json(directory / CONFIG)
     with reading(directory / CONFIG, f"not {kind}", "use another checkpoint"):
         network = from_json(raw)
-    is_older = not (directory / WEIGHTS).exists() and (directory / OLDER_WEIGHTS).exists()
-    file = directory / (OLDER_WEIGHTS if is_older else WEIGHTS)
+    names = [name + ending for name in (WEIGHTS, OLDER_WEIGHTS) for ending in ("", ".index.json")]
+    file = directory / next((name for name in names if (directory / name).exists()), WEIGHTS)
     tensors = files.read_tensors(file)
     with reading(file, "does not fit the network", "use the files of one checkpoint"):
         used = {name: tensor for name, tensor in tensors.items() if not UNUSED.search(name)}
         network.load_state_dict(used)  # which also converts them to float32
-        for name, parameter in network.named_parameters():
-            if not parameter.isfinite().all():
-                raise ValueError(f"{name} holds NaN, or values infinite in float32")
+        check_finite(network)
     return network.to(device).eval(), read_tokenizer(directory, raw["vocab_size"])
+
+
+def check_finite(network: torch.nn.Module) -> None:
+    for name, parameter in network.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{name} holds NaN, or values infinite in float32")
 
 
 def save_network(
@@ -164,12 +180,15 @@ def load_model(
         transformers.utils.logging.disable_progress_bar()
         options = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32}
         auto: Any = transformers.AutoModelForCausalLM
-        with reading(directory / CONFIG, "transformers cannot load it as a causal language model"):
+        trouble = "transformers cannot load it as a causal language model"
+        with reading(directory, trouble, "install what it lacks, or name another checkpoint"):
             network, found = auto.from_pretrained(directory, output_loading_info=True, **options)
             if missing := sorted(found["missing_keys"]):  # transformers makes random ones
                 raise ValueError(f"weights are missing: {', '.join(missing)}")
+            check_finite(network)
         network = network.to(device)
         tokenizer = read_tokenizer(directory, network.config.get_text_config().vocab_size)
+    check_prompt(tokenizer, prompt)
     ids = encode_prompt(tokenizer, prompt)
     if prompt[-1:].isspace() and encode_prompt(tokenizer, prompt + "girl")[: len(ids)] != ids:
         # Its tokens have the space at the beginning of a word: no word that p knows can follow.
@@ -206,6 +225,46 @@ def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
         if (largest := max(tokenizer.get_vocab().values())) >= vocab_size:
             raise ValueError(f"token {largest} where the network has {vocab_size} tokens")
     return tokenizer
+
+
+@torch.no_grad()
+def unnamed_ends(model: Conditional, tokenizer: Tokenizer, directory: Path) -> tuple[list, float]:
+    """Texts of the tokens that end a text by what the files of a checkpoint say, and the
+    probability that a text of a model without ends has one, from 16 drawn texts."""
+    raw = {}
+    for name in (CONFIG, GENERATION, "tokenizer_config.json"):
+        if (directory / name).exists():
+            raw |= read_json(directory / name)
+    tokens, text = raw.get("eos_token_id"), raw.get("eos_token") or ""
+    text = text["content"] if isinstance(text, dict) else text
+    tokens = {tokenizer.token_to_id(text), *(tokens if isinstance(tokens, list) else [tokens])}
+    ends = [token for token in range(model.vocab_size) if token in tokens]
+    generator = torch.Generator(model.prompt.device).manual_seed(0)
+    decoder, going_on = model.decoder(16), torch.ones(16, device=model.prompt.device)
+    for _ in range(model.length):
+        p = model.head(decoder.hidden).softmax(-1)  # [16, V]
+        going_on = going_on * (1 - p[:, ends].sum(1))  # [16]
+        p[:, ends] = 1e-30  # the drawn texts go on; above zero, as p may have nothing else
+        decoder.append(p.multinomial(1, generator=generator)[:, 0])
+    return [tokenizer.id_to_token(end) for end in ends], 1 - going_on.mean().item()
+
+
+def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
+    """ValueError where a part of a prompt has no token, so that p would continue another one."""
+    kind = json.loads(tokenizer.to_str())["model"]  # a Unigram has unk_id, the others unk_token
+    unknown = kind.get("unk_id", tokenizer.token_to_id(kind.get("unk_token") or ""))
+    spans, written = [], set()
+    with contextlib.suppress(Exception):  # of a tokenizer without a token for what is unknown
+        encoding = tokenizer.encode(prompt, add_special_tokens=False)
+        spans = list(zip(encoding.ids, encoding.offsets, strict=True))
+    lost = set()
+    for token, (start, end) in spans:
+        is_unknown = token == unknown and prompt[start:end] != tokenizer.id_to_token(token)
+        (lost if is_unknown else written).update(range(start, end))
+    lost.update(n for n in range(len(prompt)) if n not in written and not prompt[n].isspace())
+    if lost or not spans:
+        text = "".join(prompt[n] for n in sorted(lost))[:40]
+        raise ValueError(f"the tokenizer has no token for {text!r} of the prompt; give another")
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

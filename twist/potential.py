@@ -64,17 +64,23 @@ class TextPotential:
 
     @property
     def hints(self) -> list[list[tuple[int, ...]]]:
-        """Hints in turns, for forced draws: for each turn the tokens of one of every factor."""
-        encode = self.encode
-        if encode is None:
-            return []
-        start = len(encode("a"))  # nearly every text has a word behind a space
+        """For forced draws, of each factor: tokens of its hints as p may write them.
+
+        That is as they are given, in small letters or capitals, behind a space or a quotation mark.
+        """
         hinted = [factor.hints for factor in self.factors if getattr(factor, "hints", [])]
-        turns = []
-        for turn in range(max(map(len, hinted[:MOST_HINTS]), default=0)):
-            words = [f"a {hints[turn % len(hints)]}" for hints in hinted[:MOST_HINTS]]
-            turns.append(list(dict.fromkeys(tuple(encode(word)[start:]) for word in words)))
-        return turns  # without copies, as one word may serve two factors
+        if self.encode is None:
+            return []
+        return [self.spellings(words) for words in hinted[:MOST_HINTS]]
+
+    def spellings(self, words):
+        forms = (str.lower, str.capitalize, str.title, str.upper, str)
+        spelled = dict.fromkeys(form(word) for word in words for form in forms)
+        rows = {}
+        for before in ("a ", '"'):
+            start = len(self.encode(before.strip()))
+            rows |= dict.fromkeys(tuple(self.encode(before + word)[start:]) for word in spelled)
+        return [row for row in rows if row]
 
     def texts(self, tokens: Tensor) -> list[str]:
         """The texts, prompt included, of continuations tokens [N, T], finished or not.

@@ -14,6 +14,7 @@ no continuation can change: there only finished words count.
 """
 
 import contextlib
+import difflib
 import functools
 import inspect
 import math
@@ -57,18 +58,24 @@ def regex(pattern: str, strength: float = math.inf) -> Any:
     return search(pattern, 0.0, -strength)
 
 
+def start_of(word: str) -> str:
+    """The pattern of a word that may go on; ValueError for a blank one."""
+    if not word.strip():
+        raise ValueError("the word is blank")
+    return rf"(?i)(?<!\w){re.escape(word)}"
+
+
 def keyword(word: str, strength: float = math.inf) -> Any:
     """The continuation holds the word (or words) as a whole, in capitals or not."""
-    factor = search(rf"(?i)(?<!\w){re.escape(word)}(?!\w)", 0.0, -strength)
+    factor = search(rf"{start_of(word)}(?!\w)", 0.0, -strength)
     factor.hints = [word]
     return factor
 
 
 def without(word: str, strength: float = math.inf) -> Any:
     """The continuation does not hold the word as a whole, in capitals or not."""
-    start = rf"(?i)(?<!\w){re.escape(word)}"
-    factor = search(rf"{start}(?!\w)", -strength, 0.0)
-    factor.prefix = search(rf"{start}(?=\W)", -strength, 0.0)  # behind a word that is finished
+    factor = search(rf"{start_of(word)}(?!\w)", -strength, 0.0)
+    factor.prefix = search(rf"{start_of(word)}(?=\W)", -strength, 0.0)  # behind a word that is finished
     return factor
 
 
@@ -84,6 +91,7 @@ def ended(strength: float = math.inf) -> Any:
 
 READY = {"keyword": keyword, "regex": regex, "without": without}
 """Functions (argument, strength) -> factor by name; `ended` takes no argument."""
+NAMES = (*CLASSIFIED, "ended", *READY)
 
 
 def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]:
@@ -101,11 +109,15 @@ def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]
             factors[spec] = users_factor(flag, spec)
         else:
             try:
+                if name not in NAMES:
+                    near = difflib.get_close_matches(name, NAMES, 1)
+                    meant = f" (did you mean {near[0]!r}?)" if near else ""
+                    raise ValueError(f"there is no {name!r}{meant}")
                 strength = float(number) if tilde else math.inf
-                if not strength > 0 or (name == "ended") == bool(argument):
+                if not strength > 0 or (name in READY) != bool(argument) or name in CLASSIFIED:
                     raise ValueError("a word is missing or too many, or the strength after ~")
                 factors[spec] = READY[name](argument, strength) if argument else ended(strength)
-            except (KeyError, ValueError) as error:
+            except ValueError as error:
                 raise ValueError(f"{flag}: {error}; give {FORMS}") from error
         with contextlib.suppress(AttributeError):  # which methods do not take
             factors[spec].name = flag  # in messages
@@ -114,7 +126,7 @@ def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]
 
 def users_factor(flag: str, spec: str) -> Any:
     """The function of FILE.py:NAME, which finds modules that lie beside its file."""
-    file, _, name = spec.rpartition(":")
+    file, _, name = (spec if not spec.endswith(".py") else f"{spec}:").rpartition(":")
     path = Path(file).absolute()
     if not path.is_file():
         raise ValueError(f"{flag}: there is no file {path}; give FILE.py:NAME")
@@ -122,5 +134,6 @@ def users_factor(flag: str, spec: str) -> Any:
     defined = call_users(flag, functools.partial(runpy.run_path, str(path)))
     if not callable(defined.get(name)):
         names = [key for key, value in defined.items() if inspect.isfunction(value)]
-        raise ValueError(f"{flag}: {name!r} is no function; it defines {names}")
+        fault = f"{name!r} is no function" if name else "no function is named"
+        raise ValueError(f"{flag}: {fault}; give FILE.py:NAME, of {names}")
     return defined[name]

@@ -8,15 +8,27 @@ its file, and the text at fault. N texts.
 import contextlib
 import math
 import numbers
+import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 ROUNDING = 0.1  # relative error of log phi: a network in half precision has as much
+REPEATED = 1e-3  # that of two equal calls
+STATE = (  # of this process, which a user's code may set for itself: how it is read and set
+    (os.getcwd, os.chdir),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, torch.set_default_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+)
+USERS: dict[Callable, Any] = {}  # what users' code has set, by the function that sets it
+NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "CUDA error: out of memory")
 
 
 def name_of(factor: Callable) -> str:
@@ -24,13 +36,39 @@ def name_of(factor: Callable) -> str:
     return getattr(factor, "name", getattr(factor, "__name__", "the potential"))
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says so, by its type or, where torch has none, by torch's own words."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
+@contextlib.contextmanager
+def users_state() -> Iterator[None]:
+    """The state that users' code has left; afterwards ours, whatever it sets."""
+    ours = {write: read() for read, write in STATE}
+    for write, value in USERS.items():
+        write(value)
+    before = {write: read() for read, write in STATE}
+    try:
+        # Standard output is for results.
+        with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(sys.stderr):
+            yield
+    finally:
+        for read, write in STATE:
+            if (value := read()) != before[write]:
+                USERS[write] = value
+            if value != ours[write]:
+                write(ours[write])
+
+
 def call_users(name: str, function: Callable, *arguments: Any) -> Any:
     """function(*arguments); whatever a user's code raises becomes a ValueError with its line."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+        with users_state():
             return function(*arguments)
     except (Exception, SystemExit) as error:
-        if isinstance(error, MemoryError) or "memory" in str(error):
+        if lacks_memory(error):
             raise  # of a large network; the command knows what to ask less of
         frames = traceback.extract_tb(error.__traceback__)[1:]
         frames = [frame for frame in frames if "runpy" not in frame.filename]  # imports the file
@@ -39,7 +77,10 @@ def call_users(name: str, function: Callable, *arguments: Any) -> Any:
         place = f"line {lines[-1]}: " if lines else ""
         reason = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")[:300]
         fault = f"{name} failed ({place}{reason})"
-        raise ValueError(f"{fault}; give a function that returns N numbers below inf") from error
+        remedy = "give a function that returns N numbers below inf"
+        if isinstance(error, ImportError):
+            remedy = "install what it imports"
+        raise ValueError(f"{fault}; {remedy}") from error
 
 
 def as_log_phi(values: Any, texts: Sequence[Any], name: str = "the potential") -> Tensor:
@@ -73,10 +114,12 @@ def each_once(
     return values[torch.tensor([place[text] for text in texts], dtype=torch.long)]
 
 
-def check_equal(first: Tensor, again: Tensor, texts: Sequence[str], factor: Any) -> None:
-    """ValueError where log phi [N] of the same texts differs by more than ROUNDING."""
+def check_equal(
+    first: Tensor, again: Tensor, texts: Sequence[str], factor: Any, rounding: float = ROUNDING
+) -> None:
+    """ValueError where log phi [N] of the same texts differs by more than rounding does."""
     scale = first.where(first > -torch.inf, 0.0).abs().amax().clamp(min=1.0)
-    differs = (first != again) & ~((first - again).abs() <= ROUNDING * scale)  # [N]
+    differs = (first != again) & ~((first - again).abs() <= rounding * scale)  # [N]
     if differs.any():
         n = int(differs.nonzero()[0])
         numbers_of = f"is {first[n].item():.4g} in one call, {again[n].item():.4g} in another"

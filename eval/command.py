@@ -68,31 +68,26 @@ def one_line_errors(program: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def results_alone() -> Iterator[None]:
-    """What Python prints goes to standard output; a library's or child's output to that of errors.
+    """Standard output is for what Python prints; what else is written there joins the errors.
 
-    Where standard output has been replaced, as in a notebook, this is left to who has done so.
+    As by a library or a child process. A stream in place of sys.stdout is left as it is.
     """
-    plain = sys.stdout
-    with contextlib.suppress(AttributeError):  # of None
-        plain.reconfigure(errors="backslashreplace")  # where its encoding lacks characters
-    try:
-        is_real = plain.fileno() == 1
-    except (AttributeError, OSError):
-        is_real = False
-    if not is_real:
-        yield
-        return
-    plain.flush()
-    results = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = open(results, "w", 1, plain.encoding, plain.errors)
+    plain, is_own = sys.stdout, False
+    with contextlib.suppress(AttributeError, OSError):  # where it is closed, or no file
+        is_own = plain.fileno() == 1
+    if is_own:
+        plain.flush()
+        results = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = open(results, "w", 1, plain.encoding, "backslashreplace")  # noqa: SIM115
     try:
         yield
     finally:
-        os.dup2(results, 1)
-        with contextlib.suppress(OSError):
-            sys.stdout.close()
-        sys.stdout = plain
+        if is_own:
+            os.dup2(results, 1)
+            with contextlib.suppress(OSError):  # which has been told
+                sys.stdout.close()
+            sys.stdout = plain
 
 
 def printable(text: str) -> str:

@@ -49,11 +49,9 @@ def enumerated(model):
 
 
 def placements(hints, length):
-    """All placements: of each the pieces (start, tokens, set of factors), from where hints stand."""
+    """All placements: the pieces (start, tokens, set of factors) of each, by where hints stand."""
     found = set()
-    spots = [
-        [(u, tuple(b)) for b in some for u in range(length - len(b) + 1)] for some in hints
-    ]
+    spots = [[(u, tuple(b)) for b in some for u in range(length - len(b) + 1)] for some in hints]
     for chosen in itertools.product(*spots):
         forced: dict[int, int] = {}  # {t: token}
         agree = all(
@@ -173,7 +171,8 @@ def test_p_decides_how_often_each_hint_is_drawn_and_a_merged_one_is_as_often():
     pieces = find_pieces([[[0], [2]], [[2, 1]]], 4)
     v = weigh(model, pieces, generator(0)).exp()
     few = math.exp(0) / (math.exp(0) + math.exp(3))
-    torch.testing.assert_close(v, torch.tensor([0.1 + 0.8 * few, 0.9 - 0.8 * few, 1.0, 4.0]).double())
+    expected = torch.tensor([0.1 + 0.8 * few, 0.9 - 0.8 * few, 1.0, 4.0])
+    torch.testing.assert_close(v, expected.double())
 
 
 def test_what_the_model_cannot_write_has_weight_zero_and_hints_must_fit():
@@ -183,7 +182,7 @@ def test_what_the_model_cannot_write_has_weight_zero_and_hints_must_fit():
     drawn = draw_round(model, None, log_phi, 50, generator(0), [[[1, 0]]])
     assert ((drawn.log_weights == -math.inf) == (torch.arange(50) >= 5)).all()
     for hints in ([[[1, 1, 1]], [[0, 2]]], [[[1]], [[1] * 5]], [[[1] * 5]]):
-        with pytest.raises(ValueError, match="^4 tokens have no room for the hints; give shorter"):
+        with pytest.raises(ValueError, match=r"^4 tokens have no room for the hints; give shorter"):
             forced_draws(model, hints, 10, generator(0))
 
 

@@ -37,8 +37,8 @@ REFUSED = [  # what is not understood, a part of what is said
     ("toxcity", "there is no 'toxcity' (did you mean 'toxicity'?); give toxicity, nontoxicity"),
     ("toxicity~2", "the strength after ~; give"),
     ("keyword:", "a word is missing"),
-    ("keyword: ", "the word is blank"),
-    ("without:\t", "the word is blank"),
+    ("keyword: ", "a word is missing"),
+    ("without:\t", "a word is missing"),
     ("keyword~0:cat", "the strength after ~"),
     ("regex:(", "not a regular expression"),
     ("x.py:f", "there is no file"),
@@ -54,8 +54,9 @@ def test_what_the_option_means_and_what_is_not_understood_is_one_line():
         factor = load_factors((spec,))[spec]
         assert list(factor([text])) == [log_phi] and factor.reads == "continuations"
     for spec, part in REFUSED:
-        with pytest.raises(ValueError, match=rf"^--potential {re.escape(spec)}: .*{re.escape(part)}"):
+        with pytest.raises(ValueError, match=re.escape(part)) as refused:
             load_factors((spec,))
+        assert str(refused.value).startswith(f"--potential {spec}: ")
 
 
 def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_parts():
@@ -144,11 +145,10 @@ def test_what_is_lacking_for_a_potential_is_named(monkeypatch):
         call_users("phi", torch.empty, 2**55)
 
 
-SETTER = """import os, torch
+SETTER = """import os, sys, torch
 torch.set_grad_enabled(False)
 torch.set_default_dtype(torch.float64)
 os.chdir("/")
-sys = __import__("sys")
 sys.stderr = None
 def f(texts):
     assert torch.tensor(1.0).dtype == torch.float64 and os.getcwd() == "/"
@@ -158,13 +158,13 @@ def f(texts):
 
 
 def test_a_users_code_keeps_its_own_state_of_the_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(twist.guards, "USERS", {})
+    monkeypatch.setattr(twist.guards, "USERS", [])
     path, streams = tmp_path / "my.py", (sys.stdout, sys.stderr)
     path.write_text(SETTER)
     state = [read() for read, _ in STATE]
     assert complaint(f"{path}:f") == complaint(f"{path}:f") == ""
     assert [read() for read, _ in STATE] == state and (sys.stdout, sys.stderr) == streams
-    assert len(twist.guards.USERS) == 4
+    assert torch.is_grad_enabled() and twist.guards.USERS[:2] == ["/", torch.float64]
 
 
 MIXED = """import os, subprocess

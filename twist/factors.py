@@ -58,24 +58,18 @@ def regex(pattern: str, strength: float = math.inf) -> Any:
     return search(pattern, 0.0, -strength)
 
 
-def start_of(word: str) -> str:
-    """The pattern of a word that may go on; ValueError for a blank one."""
-    if not word.strip():
-        raise ValueError("the word is blank")
-    return rf"(?i)(?<!\w){re.escape(word)}"
-
-
 def keyword(word: str, strength: float = math.inf) -> Any:
     """The continuation holds the word (or words) as a whole, in capitals or not."""
-    factor = search(rf"{start_of(word)}(?!\w)", 0.0, -strength)
+    factor = search(rf"(?i)(?<!\w){re.escape(word)}(?!\w)", 0.0, -strength)
     factor.hints = [word]
     return factor
 
 
 def without(word: str, strength: float = math.inf) -> Any:
     """The continuation does not hold the word as a whole, in capitals or not."""
-    factor = search(rf"{start_of(word)}(?!\w)", -strength, 0.0)
-    factor.prefix = search(rf"{start_of(word)}(?=\W)", -strength, 0.0)  # behind a word that is finished
+    start = rf"(?i)(?<!\w){re.escape(word)}"
+    factor = search(rf"{start}(?!\w)", -strength, 0.0)
+    factor.prefix = search(rf"{start}(?=\W)", -strength, 0.0)  # behind a word that is finished
     return factor
 
 
@@ -114,9 +108,10 @@ def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]
                     meant = f" (did you mean {near[0]!r}?)" if near else ""
                     raise ValueError(f"there is no {name!r}{meant}")
                 strength = float(number) if tilde else math.inf
-                if not strength > 0 or (name in READY) != bool(argument) or name in CLASSIFIED:
+                has_word = bool(argument if name == "regex" else argument.strip())
+                if not strength > 0 or (name in READY) != has_word or name in CLASSIFIED:
                     raise ValueError("a word is missing or too many, or the strength after ~")
-                factors[spec] = READY[name](argument, strength) if argument else ended(strength)
+                factors[spec] = READY[name](argument, strength) if has_word else ended(strength)
             except ValueError as error:
                 raise ValueError(f"{flag}: {error}; give {FORMS}") from error
         with contextlib.suppress(AttributeError):  # which methods do not take

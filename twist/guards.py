@@ -19,15 +19,15 @@ from torch import Tensor
 
 ROUNDING = 0.1  # relative error of log phi: a network in half precision has as much
 REPEATED = 1e-3  # that of two equal calls
-STATE = (  # of this process, which a user's code may set for itself: how it is read and set
+STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (os.getcwd, os.chdir),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_default_device, torch.set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
 )
-USERS: dict[Callable, Any] = {}  # what users' code has set, by the function that sets it
+"""What users' code may set for itself, of this process: how it is read and set."""
+USERS: list[Any] = []  # what it has left there
 NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "CUDA error: out of memory")
 
 
@@ -37,29 +37,32 @@ def name_of(factor: Callable) -> str:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says so, by its type or, where torch has none, by torch's own words."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    """Whether it says so by its type or, where torch has no type for it, by torch's own words."""
+    is_torch = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return is_torch or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 @contextlib.contextmanager
 def users_state() -> Iterator[None]:
-    """The state that users' code has left; afterwards ours, whatever it sets."""
-    ours = {write: read() for read, write in STATE}
-    for write, value in USERS.items():
-        write(value)
-    before = {write: read() for read, write in STATE}
+    """The state that users' code has left, which is kept for its next call; then ours again."""
+
+    def restore(values: Sequence[Any]) -> None:
+        for (read, write), value in zip(STATE, values, strict=True):
+            if read() != value:
+                write(value)
+
+    ours = [read() for read, _ in STATE]
+    restore(USERS or ours)
     try:
-        # Standard output is for results.
-        with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(sys.stderr):
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            contextlib.redirect_stdout(sys.stderr),  # standard output is for results
+            contextlib.redirect_stderr(sys.stderr),
+        ):
             yield
     finally:
-        for read, write in STATE:
-            if (value := read()) != before[write]:
-                USERS[write] = value
-            if value != ours[write]:
-                write(ours[write])
+        USERS[:] = [read() for read, _ in STATE]
+        restore(ours)
 
 
 def call_users(name: str, function: Callable, *arguments: Any) -> Any:

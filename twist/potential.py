@@ -27,6 +27,7 @@ from twist.guards import REPEATED, check_equal, each_once, name_of
 
 READS = ("texts", "continuations", "finished")
 UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
+FORMS = (str.lower, str.capitalize, str.title, str.upper, str)  # of a hint
 MOST_HINTS = 6  # factors whose hints are used, as forced draws take 2^F times as long
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
@@ -64,7 +65,7 @@ class TextPotential:
 
     @property
     def hints(self) -> list[list[tuple[int, ...]]]:
-        """For forced draws, the tokens of each factor's hints as p may write them.
+        """For forced draws, of each factor that has hints their tokens, as p may write them.
 
         That is in small letters or capitals or as given, behind a space or a quotation mark.
         """
@@ -72,9 +73,10 @@ class TextPotential:
         return [self.spellings(words) for words in hinted[:MOST_HINTS] if self.encode]
 
     def spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        forms = (str.lower, str.capitalize, str.title, str.upper, str)
-        spelled = dict.fromkeys(form(word) for form in forms for word in words)
-        found = {}  # tokens, each once
+        """The tokens of words in all forms, each once."""
+        assert self.encode, "give encode"
+        spelled = dict.fromkeys(form(word) for form in FORMS for word in words)
+        found = {}
         for before in ("a ", '"'):
             start = len(self.encode(before.strip()))
             found |= dict.fromkeys(tuple(self.encode(before + word)[start:]) for word in spelled)

@@ -128,7 +128,7 @@ def weigh(model: Conditional, pieces: Sequence[Piece], generator: torch.Generato
     zero = torch.zeros(1, dtype=torch.float64, device=model.prompt.device)
     alone = [Placements([(b, 1)], zero, 1, model.length) for b, _ in pieces]
     tokens = torch.cat([one.draw(CONTEXTS, generator) for one in alone])  # [I C, T]
-    log_p = complete(model, tokens, uniforms(*tokens.shape, generator))[1].double()
+    log_p = complete(model, tokens, uniforms(len(tokens), model.length, generator))[1].double()
     mean = log_p.where(tokens != DRAWN, 0.0).sum(1).view(len(pieces), -1).mean(1)  # [I]
     served = mean.new_tensor([own for _, own in pieces])
     same = served[:, None] == served  # [I, I]
@@ -146,11 +146,9 @@ def forced_draws(
     The plain draws come first. ValueError where the hints do not fit into a text.
     """
     pieces = find_pieces(hints, model.length)
-    has_room = len({own for _, own in pieces}) >= len(hints)
-    if has_room:
-        log_v = weigh(model, pieces, generator)
-        placements = Placements(pieces, log_v, len(hints), model.length)
-    if not has_room or placements.log_c[-1, -1] == -torch.inf:
+    log_v = weigh(model, pieces, generator) if pieces else torch.zeros(0)
+    placements = Placements(pieces, log_v, len(hints), model.length)
+    if placements.log_c[-1, -1] == -torch.inf:
         raise ValueError(f"{model.length} tokens have no room for the hints; give shorter ones")
     plain = max(1, round(PLAIN * count))
     uniform = uniforms(count, model.length, generator)

@@ -164,15 +164,19 @@ def test_a_mutant_of_the_recursion_has_another_density(change):
     assert max(errors) > 0.01
 
 
-def test_p_decides_how_often_each_hint_is_drawn_and_a_merged_one_is_as_often():
-    """Of two hints that p writes once in 20 and once in 1.5 times, and of two factors' pieces."""
+def test_pieces_are_drawn_as_often_as_p_writes_them_rather_than_hints_apart():
+    """A fifth goes to hints alike; a merged piece counts T = 4 times at most, as in two worlds."""
     model = random_model(4)
-    model.table[:] = torch.tensor([0.0, -1.0, 3.0])
-    pieces = find_pieces([[[0], [2]], [[2, 1]]], 4)
-    v = weigh(model, pieces, generator(0)).exp()
-    few = math.exp(0) / (math.exp(0) + math.exp(3))
-    expected = torch.tensor([0.1 + 0.8 * few, 0.9 - 0.8 * few, 1.0, 4.0])
-    torch.testing.assert_close(v, expected.double())
+    model.table[:] = torch.tensor([0.0, -1.0, 3.0])  # whatever comes before
+    p = model.table[0].softmax(0).tolist()
+    either = p[0] + p[2]
+    shares = [0.1 + 0.8 * p[i] / either for i in (0, 2)]
+    for hints, expected in (
+        ([[[0], [2]], [[2, 1]]], [*shares, 1, 1 / either]),
+        ([[[2, 1]], [[1, 0]]], [1, 1, 4]),
+    ):
+        v = weigh(model, find_pieces(hints, 4), 2, generator(0)).exp()
+        torch.testing.assert_close(v, torch.tensor(expected).double())
 
 
 def test_what_the_model_cannot_write_has_weight_zero_and_hints_must_fit():

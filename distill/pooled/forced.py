@@ -15,11 +15,11 @@ with v_i / prod p(b_i) in place of v_i. All hints that s holds are pieces, once 
     q(s) / p(s) = f_T(all) / c_T(all),   positive wherever s holds a hint of each factor
 
 A place behind the end of a text does not exist: what a placement forces there is not written, so
-there every text agrees, with p = 1. Any v > 0 gives right weights. Among pieces of the same factors
-p decides, in a few texts, how large v is; a piece of k factors counts T^(k-1) fold, since there are
-about as many ways to place its hints apart. Of N draws n are plain draws of p, which bound the
-weights and find texts without the hints. All weights divide by the mean density of the N draws, a
-mixture, so E[1/N sum w u] = sum_s p(s) phi(s) u(s) for every u:
+there every text agrees, with p = 1. Any v > 0 gives right weights; ours follow what p writes.
+
+Of N draws n are plain draws of p, which bound the weights and find texts without the hints. All
+weights divide by the mean density of the N draws, a mixture, so E[1/N sum w u] = sum_s p(s) phi(s)
+u(s) for every u:
 
     w(s) = p(s) phi(s) / (n/N p(s) + (1 - n/N) q(s)) <= phi(s) N/n
 
@@ -38,8 +38,8 @@ from tsmc.draws import invert, normalise, uniforms
 from tsmc.proposal import DRAWN, complete
 
 PLAIN = 0.1  # share of plain draws
-EVEN = 0.2  # share of v that pieces of the same factors have alike
-CONTEXTS = 10  # texts in which p says how likely a piece is
+EVEN = 0.2  # part of v that pieces of the same factors share alike
+CONTEXTS = 8  # texts in which p says how likely a piece is
 MOST_MERGED = 200  # pieces of several factors; plain draws find texts with others
 Hints = Sequence[Sequence[Sequence[int]]]  # of each factor
 Piece = tuple[tuple[int, ...], int]  # b, and B as a number whose bit j is factor j
@@ -123,18 +123,28 @@ class Placements:
         return log_ratio.where(log_p.sum(1) > -torch.inf, torch.inf)
 
 
-def weigh(model: Conditional, pieces: Sequence[Piece], generator: torch.Generator) -> Tensor:
-    """log v [I]: EVEN, and the rest by exp E[log p(b)] at a place by chance in texts of p."""
+def weigh(
+    model: Conditional, pieces: Sequence[Piece], factors: int, generator: torch.Generator
+) -> Tensor:
+    """log v [I], by the mean of log p(b) of each piece at a place by chance in texts of p.
+
+    Pieces of the same k factors together count as often as p writes one rather than hints apart,
+    T^(k-1) times at most, since there are about as many ways to place those.
+    """
     zero = torch.zeros(1, dtype=torch.float64, device=model.prompt.device)
     alone = [Placements([(b, 1)], zero, 1, model.length) for b, _ in pieces]
     tokens = torch.cat([one.draw(CONTEXTS, generator) for one in alone])  # [I C, T]
     log_p = complete(model, tokens, uniforms(len(tokens), model.length, generator))[1].double()
-    mean = log_p.where(tokens != DRAWN, 0.0).sum(1).view(len(pieces), -1).mean(1)  # [I]
-    served = mean.new_tensor([own for _, own in pieces])
-    same = served[:, None] == served  # [I, I]
-    likely = mean.clamp(min=-1e9).expand_as(same).where(same, -torch.inf).softmax(1).diagonal()
-    times = [math.log(model.length) * (own.bit_count() - 1) for _, own in pieces]
-    return (EVEN / same.sum(1) + (1 - EVEN) * likely).log() + mean.new_tensor(times)
+    likely = log_p.where(tokens != DRAWN, 0.0).sum(1).view(-1, CONTEXTS).mean(1).clamp(min=-1e9)
+    serves = likely.new_tensor([[own >> j & 1 for j in range(factors)] for _, own in pieces])
+    size = serves.sum(1)  # [I] k
+    hint = serves.bool() & (size == 1)[:, None]  # [I, F]
+    apart = likely[:, None].where(hint, -torch.inf).logsumexp(0)  # [F] any hint of a factor
+    ratio = likely - serves @ apart  # [I]
+    same = (serves[:, None] == serves).all(2)  # [I, I] whether two serve the same factors
+    total = ratio.expand_as(same).where(same, -torch.inf).logsumexp(1)  # [I]
+    share = (1 - EVEN) * (ratio - total).exp() + EVEN / same.sum(1)
+    return share.log() + total.minimum(math.log(model.length) * (size - 1))
 
 
 @torch.no_grad()
@@ -146,9 +156,9 @@ def forced_draws(
     The plain draws come first. ValueError where the hints do not fit into a text.
     """
     pieces = find_pieces(hints, model.length)
-    log_v = weigh(model, pieces, generator) if pieces else torch.zeros(0)
+    log_v = weigh(model, pieces, len(hints), generator) if pieces else torch.zeros(0)
     placements = Placements(pieces, log_v, len(hints), model.length)
-    if placements.log_c[-1, -1] == -torch.inf:
+    if not placements.log_c[-1, -1] > -torch.inf:  # nor where no hint of a factor fits
         raise ValueError(f"{model.length} tokens have no room for the hints; give shorter ones")
     plain = max(1, round(PLAIN * count))
     uniform = uniforms(count, model.length, generator)

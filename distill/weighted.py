@@ -118,11 +118,11 @@ def forced_population(
     streams: Streams, model: Conditional, potential: TextPotential, particles: int, runs: int
 ) -> Population:
     """R = runs runs of K = particles forced draws with the weights p phi / q."""
-    turns = potential.hints  # made of texts anew whenever they are asked for
+    hints = potential.hints  # made of texts anew whenever they are asked for
 
     def draw(size: int, generator: torch.Generator) -> Population:
         total = size * particles  # N
-        drawn = draw_round(model, model, potential, total, generator, turns)
+        drawn = draw_round(model, model, potential, total, generator, hints)
         # Plain draws come first; in any order each run has its share of them, and of all hints.
         order = torch.randperm(total, generator=generator, device=drawn.tokens.device)
         parts = (rows[order].unflatten(0, (size, particles)) for rows in vars(drawn).values())

@@ -7,7 +7,10 @@ words of a lexicon and minds negation. `pip install nltk-vader-sentiment==1.0.0`
 brings its lexicon and needs nothing else). phi of a text without such words is e^-10.
 """
 
-from vader import polarity_scores
+try:
+    from vader import polarity_scores
+except ImportError as error:
+    raise ImportError("pip install nltk-vader-sentiment==1.0.0") from error
 
 
 def log_phi(texts: list[str]) -> list[float]:

@@ -12,13 +12,13 @@ import argparse
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
 from tsmc import processes
+from twist.guards import lacks_memory
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -36,12 +36,11 @@ def one_line_errors(program: str) -> Iterator[None]:
         library.mallopt(-4, 0)  # M_MMAP_MAX of <malloc.h>
         library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (the caller has closed it)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # where its encoding lacks characters
     line, code = "", 0
     try:
-        yield
-        print(end="", flush=True)
+        with results_alone():
+            yield
+            print(end="", flush=True)
     except KeyboardInterrupt as interruption:
         line, code = str(interruption) or "interrupted", 130
     except BrokenPipeError:
@@ -49,8 +48,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         code = 141
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         told = str(error)
-        # oneDNN says of memory only that it has no primitive; other faults are the program's.
-        is_ours = isinstance(error, RuntimeError) and not re.search("(?i)memory|a primitive", told)
+        is_ours = isinstance(error, RuntimeError) and not lacks_memory(error)
         if is_ours or os.environ.get("TSMC_TRACEBACK"):
             raise
         if isinstance(error, OSError):
@@ -66,6 +64,30 @@ def one_line_errors(program: str) -> Iterator[None]:
             print(printable(f"{program}: {line}"), file=sys.stderr, flush=True)
     if code:
         sys.exit(code)
+
+
+@contextlib.contextmanager
+def results_alone() -> Iterator[None]:
+    """Standard output is for what Python prints; what else is written there joins the errors.
+
+    As by a library or a child process. A stream in place of sys.stdout is left as it is.
+    """
+    plain, is_own = sys.stdout, False
+    with contextlib.suppress(AttributeError, OSError):  # where it is closed, or no file
+        is_own = plain.fileno() == 1
+    if is_own:
+        plain.flush()
+        results = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = open(results, "w", 1, plain.encoding, "backslashreplace")  # noqa: SIM115
+    try:
+        yield
+    finally:
+        if is_own:
+            os.dup2(results, 1)
+            with contextlib.suppress(OSError):  # which has been told
+                sys.stdout.close()
+            sys.stdout = plain
 
 
 def printable(text: str) -> str:

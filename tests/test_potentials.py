@@ -2,21 +2,29 @@
 
 import itertools
 import math
+import os
 import re
+import subprocess
+import sys
 from fractions import Fraction
+from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from worlds import generator, letters, tiny_conditional
 
+import twist.guards
 from distill import sample
 from twist import TextPotential
 from twist.factors import ended, keyword, load_factors, without
-from twist.guards import as_log_phi
+from twist.guards import STATE, as_log_phi, call_users
 from twist.potential import check_potential
 
 INF = math.inf
+ROOT = Path(__file__).resolve().parents[1]
 PROMPT = torch.tensor([1, 2])
 MEANING = [
     ("keyword:dragon", " red Dragon-fly.", 0.0),
@@ -25,17 +33,30 @@ MEANING = [
     ("regex~2:a:b~c", " a:b", -2.0),
     ("without:dog", " a Dog", -INF),
 ]
-REFUSED = "toxic keyword: keyword~0:cat regex:( x.py:f ended:dog"
+REFUSED = [  # what is not understood, a part of what is said
+    ("toxcity", "there is no 'toxcity' (did you mean 'toxicity'?); give toxicity, nontoxicity"),
+    ("toxicity~2", "the strength after ~; give"),
+    ("keyword:", "a word is missing"),
+    ("keyword: ", "a word is missing"),
+    ("without:\t", "a word is missing"),
+    ("keyword~0:cat", "the strength after ~"),
+    ("regex:(", "not a regular expression"),
+    ("x.py:f", "there is no file"),
+    ("x.py", "there is no file"),
+    ("ended:dog", "too many"),
+    ("docs/sad.py", "no function is named; give FILE.py:NAME, of ["),
+    ("docs/sad.py:phi", "'phi' is no function; give FILE.py:NAME, of ["),
+]
 
 
 def test_what_the_option_means_and_what_is_not_understood_is_one_line():
     for spec, text, log_phi in MEANING:
         factor = load_factors((spec,))[spec]
         assert list(factor([text])) == [log_phi] and factor.reads == "continuations"
-    for spec in REFUSED.split():
-        known = "without:WORD or FILE.py:NAME" if spec != "x.py:f" else "there is no file"
-        with pytest.raises(ValueError, match=rf"^--potential {re.escape(spec)}: .*{known}"):
+    for spec, part in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(part)) as refused:
             load_factors((spec,))
+        assert str(refused.value).startswith(f"--potential {spec}: ")
 
 
 def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_parts():
@@ -49,8 +70,11 @@ def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_part
     factors = [length, keyword("red cat"), without("dog"), length, other]
     phi = TextPotential(factors, letters, PROMPT, encode=lambda text: list(map(ord, text)))
     assert phi.log_prefix(torch.tensor([[2, 3], [2, 3]])).tolist() == [-8.0] * 2
-    words = [["".join(map(chr, hint)) for hint in own] for own in phi.hints]
-    assert words == [[" red cat", " submarine"], [" red cat", " boat"]]
+    cat, vessel = [["".join(map(chr, hint)) for hint in some] for some in phi.hints]
+    forms = ["red cat", "Red cat", "Red Cat", "RED CAT"]  # alone behind a quotation mark
+    assert cat == [f" {form}" for form in forms] + forms
+    assert {" submarine", " boat", "Boat", "SUBMARINE"} < set(vessel) and len(vessel) == 12
+    assert phi.spellings(["red cat"]) == phi.spellings(["RED CAT"]) != phi.spellings(["rEd cat"])
     plain = TextPotential([other], letters, PROMPT)
     assert plain.log_prefix is None and plain.hints == []
 
@@ -94,6 +118,9 @@ FAULTS = [  # what a user's file holds, a part of what is said
     (PREFIX.format("float('-inf')"), "is -inf; let it be a number"),
     (PREFIX.format("-float(len(texts))"), "in one call, -1 in another; it must"),
     (PREFIX.format("float('nan')"), ".prefix is nan for 'bc"),
+    ("def f(texts):\n    raise KeyError('memory_cost')", "line 2: KeyError: 'memory_cost'"),
+    ("def f(texts):\n    raise RuntimeError('no memory of it')", "RuntimeError: no memory of it"),
+    ("import nosuch", "No module named 'nosuch'); install what it imports"),
 ]
 
 
@@ -107,6 +134,56 @@ def test_what_is_wrong_with_a_users_file_is_one_line(tmp_path, content, part):
     assert message.isprintable() and ";" in message
 
 
+def test_what_is_lacking_for_a_potential_is_named(monkeypatch):
+    """A package, which its file knows; and memory, which the command knows how to save."""
+    monkeypatch.setitem(sys.modules, "vader", None)
+    assert "pip install nltk-vader-sentiment==" in complaint("docs/sad.py:log_phi")
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA")):
+        with pytest.raises(type(error)):
+            call_users("phi", mock.Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match="allocate"):
+        call_users("phi", torch.empty, 2**55)
+
+
+SETTER = """import os, sys, torch
+torch.set_grad_enabled(False)
+torch.set_default_dtype(torch.float64)
+os.chdir("/")
+sys.stderr = None
+def f(texts):
+    assert torch.tensor(1.0).dtype == torch.float64 and os.getcwd() == "/"
+    torch.set_num_threads(3)
+    return [0.0] * len(texts)
+"""
+
+
+def test_a_users_code_keeps_its_own_state_of_the_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(twist.guards, "USERS", [])
+    path, streams = tmp_path / "my.py", (sys.stdout, sys.stderr)
+    path.write_text(SETTER)
+    state = [read() for read, _ in STATE]
+    assert complaint(f"{path}:f") == complaint(f"{path}:f") == ""
+    assert [read() for read, _ in STATE] == state and (sys.stdout, sys.stderr) == streams
+    assert torch.is_grad_enabled() and twist.guards.USERS[:2] == ["/", torch.float64]
+
+
+MIXED = """import os, subprocess
+from eval.command import one_line_errors
+with one_line_errors("program"):
+    os.write(1, b"raw\\n")
+    subprocess.run(["echo", "child"])
+    print("result \u4e2d")
+print("later")
+"""
+
+
+def test_only_what_python_prints_is_on_standard_output():
+    given = {"cwd": ROOT, "capture_output": True, "env": os.environ | {"LC_ALL": "C.UTF-8"}}
+    ended = subprocess.run([sys.executable, "-c", MIXED], **given)
+    assert ended.stdout.decode() == "result \u4e2d\nlater\n"
+    assert ended.stderr.decode() == "raw\nchild\n"
+
+
 def sums(texts: list[str]) -> torch.Tensor:
     """Numbers of texts, from -32 to -8."""
     return -torch.tensor([float(sum(map(ord, text[2:])) - 380) for text in texts]).double()
@@ -115,6 +192,9 @@ def sums(texts: list[str]) -> torch.Tensor:
 def test_what_depends_on_the_other_texts_is_refused_and_half_precision_is_not():
     assert "it must depend on" in complaint(lambda texts: sums(texts).log_softmax(0))
     assert "it must depend on" in complaint(lambda texts: sums(texts) - len(texts) ** 2)
+    noise = generator(0)
+    drawn = lambda texts: sums(texts) + 0.3 * torch.randn(len(texts), generator=noise)  # noqa: E731
+    assert "in another; it must depend on its text alone" in complaint(drawn)
     dead = lambda texts: [-INF if "a" in text[2:] else 0.0 for text in texts]  # noqa: E731
     assert complaint(sums) == complaint(dead) == ""
 
@@ -148,3 +228,19 @@ def test_the_potential_reads_whole_characters_before_the_end_and_ended_asks_for_
     found = phi.texts(rows)
     assert found == ["Once a", "Once", "Once", "Once a b\ufffd a", "Once a a b", "Once a"]
     assert phi(rows).tolist() == [0.0, 0.0, 0.0, -2.0, -2.0, 0.0]
+
+
+def test_no_byte_of_a_continuation_reaches_into_the_prompt():
+    """With a tokenizer that decodes bytes in a row together, as that of Llama 2."""
+    vocab = {"<unk>": 0, "\u2581": 257, "\u2581a": 258}
+    vocab |= {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    prompt = torch.tensor(tokenizer.encode("\u2581\u4e2d").ids)
+    phi = TextPotential([keyword("a")], tokenizer.decode_batch, prompt)
+    stray = 1 + 0xAD
+    rows = [[stray, 258, 258], [258, stray, 258], [258, 258, stray], [*prompt[1:].tolist()]]
+    texts = phi.texts(torch.tensor(rows))
+    assert texts == ["\u4e2d\ufffd a a", "\u4e2d a\ufffd a", "\u4e2d a a", "\u4e2d\u4e2d"]
+    assert phi.continuations(texts) == ["\ufffd a a", " a\ufffd a", " a a", "\u4e2d"]

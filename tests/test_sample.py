@@ -72,13 +72,13 @@ def test_what_cannot_be_drawn_is_one_line_and_equal_seeds_give_equal_texts():
     calls = []
 
     def drifting(texts):
-        """Other numbers from the eleventh call on: that of the texts that have been drawn."""
+        """Other numbers from the twelfth call on: that of the texts that have been drawn."""
         calls.append(texts)
-        return [-2.0 * (len(calls) > 10)] * len(texts)
+        return [-2.0 * (len(calls) > 11)] * len(texts)
 
     with pytest.raises(ValueError, match="it must depend on its text alone"):
         sample(MODEL, TextPotential([drifting], letters, [1, 2]))
-    assert len(calls) == 11
+    assert len(calls) == 12
     with pytest.raises(ValueError, match="all 8 runs of 50 particles ended with weight zero"):
         sample(MODEL, TextPotential([regex("z")], letters, [1, 2]))
     drawn = [sample(MODEL, PHI, particles=3, runs=4, seed=seed) for seed in (5, 5, 6)]

@@ -11,7 +11,8 @@
 
 Rows whose texts are equal share their hidden state: all rows at first, those that chose the same
 words in the next steps, and the copies that resampling makes. What a finished text has behind its
-end is certain: log p is 0 there, `counted` says where it is not, and every loss leaves it out.
+end is certain: log p is 0 there, and `counted` says where it is not. Losses of a model leave it
+out; in those of a twist the psi of the end waits there, and counts at each t, as in eq. 5.
 N rows, S distinct states, D width, V vocabulary, P prompt tokens, T continuation tokens.
 """
 

@@ -14,6 +14,7 @@ no continuation can change: there only finished words count.
 """
 
 import contextlib
+import difflib
 import functools
 import inspect
 import math
@@ -84,6 +85,7 @@ def ended(strength: float = math.inf) -> Any:
 
 READY = {"keyword": keyword, "regex": regex, "without": without}
 """Functions (argument, strength) -> factor by name; `ended` takes no argument."""
+NAMES = (*CLASSIFIED, "ended", *READY)
 
 
 def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]:
@@ -101,11 +103,16 @@ def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]
             factors[spec] = users_factor(flag, spec)
         else:
             try:
+                if name not in NAMES:
+                    near = difflib.get_close_matches(name, NAMES, 1)
+                    meant = f" (did you mean {near[0]!r}?)" if near else ""
+                    raise ValueError(f"there is no {name!r}{meant}")
                 strength = float(number) if tilde else math.inf
-                if not strength > 0 or (name == "ended") == bool(argument):
+                has_word = bool(argument if name == "regex" else argument.strip())
+                if not strength > 0 or (name in READY) != has_word or name in CLASSIFIED:
                     raise ValueError("a word is missing or too many, or the strength after ~")
-                factors[spec] = READY[name](argument, strength) if argument else ended(strength)
-            except (KeyError, ValueError) as error:
+                factors[spec] = READY[name](argument, strength) if has_word else ended(strength)
+            except ValueError as error:
                 raise ValueError(f"{flag}: {error}; give {FORMS}") from error
         with contextlib.suppress(AttributeError):  # which methods do not take
             factors[spec].name = flag  # in messages
@@ -114,7 +121,7 @@ def load_factors(potential: tuple[str, ...]) -> dict[str, Callable[[list], Any]]
 
 def users_factor(flag: str, spec: str) -> Any:
     """The function of FILE.py:NAME, which finds modules that lie beside its file."""
-    file, _, name = spec.rpartition(":")
+    file, _, name = (spec if not spec.endswith(".py") else f"{spec}:").rpartition(":")
     path = Path(file).absolute()
     if not path.is_file():
         raise ValueError(f"{flag}: there is no file {path}; give FILE.py:NAME")
@@ -122,5 +129,6 @@ def users_factor(flag: str, spec: str) -> Any:
     defined = call_users(flag, functools.partial(runpy.run_path, str(path)))
     if not callable(defined.get(name)):
         names = [key for key, value in defined.items() if inspect.isfunction(value)]
-        raise ValueError(f"{flag}: {name!r} is no function; it defines {names}")
+        fault = f"{name!r} is no function" if name else "no function is named"
+        raise ValueError(f"{flag}: {fault}; give FILE.py:NAME, of {names}")
     return defined[name]

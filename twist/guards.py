@@ -8,15 +8,27 @@ its file, and the text at fault. N texts.
 import contextlib
 import math
 import numbers
+import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 ROUNDING = 0.1  # relative error of log phi: a network in half precision has as much
+REPEATED = 1e-3  # that of two equal calls
+STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (os.getcwd, os.chdir),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, torch.set_default_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+)
+"""What users' code may set for itself, of this process: how it is read and set."""
+USERS: list[Any] = []  # what it has left there
+NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "CUDA error: out of memory")
 
 
 def name_of(factor: Callable) -> str:
@@ -24,13 +36,42 @@ def name_of(factor: Callable) -> str:
     return getattr(factor, "name", getattr(factor, "__name__", "the potential"))
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether it says so by its type or, where torch has no type for it, by torch's own words."""
+    is_torch = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return is_torch or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+@contextlib.contextmanager
+def users_state() -> Iterator[None]:
+    """The state that users' code has left, which is kept for its next call; then ours again."""
+
+    def restore(values: Sequence[Any]) -> None:
+        for (read, write), value in zip(STATE, values, strict=True):
+            if read() != value:
+                write(value)
+
+    ours = [read() for read, _ in STATE]
+    restore(USERS or ours)
+    try:
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            contextlib.redirect_stdout(sys.stderr),  # standard output is for results
+            contextlib.redirect_stderr(sys.stderr),
+        ):
+            yield
+    finally:
+        USERS[:] = [read() for read, _ in STATE]
+        restore(ours)
+
+
 def call_users(name: str, function: Callable, *arguments: Any) -> Any:
     """function(*arguments); whatever a user's code raises becomes a ValueError with its line."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+        with users_state():
             return function(*arguments)
     except (Exception, SystemExit) as error:
-        if isinstance(error, MemoryError) or "memory" in str(error):
+        if lacks_memory(error):
             raise  # of a large network; the command knows what to ask less of
         frames = traceback.extract_tb(error.__traceback__)[1:]
         frames = [frame for frame in frames if "runpy" not in frame.filename]  # imports the file
@@ -39,7 +80,10 @@ def call_users(name: str, function: Callable, *arguments: Any) -> Any:
         place = f"line {lines[-1]}: " if lines else ""
         reason = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")[:300]
         fault = f"{name} failed ({place}{reason})"
-        raise ValueError(f"{fault}; give a function that returns N numbers below inf") from error
+        remedy = "give a function that returns N numbers below inf"
+        if isinstance(error, ImportError):
+            remedy = "install what it imports"
+        raise ValueError(f"{fault}; {remedy}") from error
 
 
 def as_log_phi(values: Any, texts: Sequence[Any], name: str = "the potential") -> Tensor:
@@ -73,10 +117,12 @@ def each_once(
     return values[torch.tensor([place[text] for text in texts], dtype=torch.long)]
 
 
-def check_equal(first: Tensor, again: Tensor, texts: Sequence[str], factor: Any) -> None:
-    """ValueError where log phi [N] of the same texts differs by more than ROUNDING."""
+def check_equal(
+    first: Tensor, again: Tensor, texts: Sequence[str], factor: Any, rounding: float = ROUNDING
+) -> None:
+    """ValueError where log phi [N] of the same texts differs by more than rounding does."""
     scale = first.where(first > -torch.inf, 0.0).abs().amax().clamp(min=1.0)
-    differs = (first != again) & ~((first - again).abs() <= ROUNDING * scale)  # [N]
+    differs = (first != again) & ~((first - again).abs() <= rounding * scale)  # [N]
     if differs.any():
         n = int(differs.nonzero()[0])
         numbers_of = f"is {first[n].item():.4g} in one call, {again[n].item():.4g} in another"

@@ -23,10 +23,11 @@ from torch import Generator, Tensor
 from tinystories.decoder import NO_END, Conditional, End, is_end
 from tsmc.proposal import sample_proposal
 from tsmc.sigma import LogPrefix
-from twist.guards import check_equal, each_once, name_of
+from twist.guards import REPEATED, check_equal, each_once, name_of
 
 READS = ("texts", "continuations", "finished")
 UNFINISHED = "\ufffd"  # what decoding gives for some of the tokens of a character
+FORMS = (str.lower, str.capitalize, str.title, str.upper, str)  # of a hint
 MOST_HINTS = 6  # factors whose hints are used, as forced draws take 2^F times as long
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
@@ -64,17 +65,22 @@ class TextPotential:
 
     @property
     def hints(self) -> list[list[tuple[int, ...]]]:
-        """Hints in turns, for forced draws: for each turn the tokens of one of every factor."""
-        encode = self.encode
-        if encode is None:
-            return []
-        start = len(encode("a"))  # nearly every text has a word behind a space
+        """For forced draws, of each factor that has hints their tokens, as p may write them.
+
+        That is in small letters or capitals or as given, behind a space or a quotation mark.
+        """
         hinted = [factor.hints for factor in self.factors if getattr(factor, "hints", [])]
-        turns = []
-        for turn in range(max(map(len, hinted[:MOST_HINTS]), default=0)):
-            words = [f"a {hints[turn % len(hints)]}" for hints in hinted[:MOST_HINTS]]
-            turns.append(list(dict.fromkeys(tuple(encode(word)[start:]) for word in words)))
-        return turns  # without copies, as one word may serve two factors
+        return [self.spellings(words) for words in hinted[:MOST_HINTS] if self.encode]
+
+    def spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """The tokens of words in all forms, each once."""
+        assert self.encode, "give encode"
+        spelled = dict.fromkeys(form(word) for form in FORMS for word in words)
+        found = {}
+        for before in ("a ", '"'):
+            start = len(self.encode(before.strip()))
+            found |= dict.fromkeys(tuple(self.encode(before + word)[start:]) for word in spelled)
+        return [tokens for tokens in found if tokens]
 
     def texts(self, tokens: Tensor) -> list[str]:
         """The texts, prompt included, of continuations tokens [N, T], finished or not.
@@ -85,7 +91,12 @@ class TextPotential:
         if self.end != NO_END:
             lengths = (~is_end(tokens, self.end)).long().cumprod(1).sum(1).tolist()  # before an end
             rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        (start,) = self.decode([self.prompt])
         texts = self.decode([self.prompt + row for row in rows])
+        for n, row in enumerate(rows):
+            # A byte that makes no character may take those of the prompt before it along.
+            if not texts[n].startswith(start):
+                texts[n] = start + self.decode([row])[0]
         return [text.rstrip(UNFINISHED) for text in texts]
 
     def continuations(self, texts: list[str]) -> list[str]:
@@ -164,10 +175,12 @@ def check_alone(
 ) -> Tensor:
     """A factor or its prefix part on tokens [N, t], as `apply` gives it [N].
 
-    ValueError where one of the rows, asked alone, differs by more than ROUNDING.
+    ValueError where a second call differs, or one of the rows when it is asked alone.
     """
     texts, finished = potential.texts(tokens), is_end(tokens, potential.end).any(1).tolist()
     together = potential.apply(factor, function, texts, finished)  # [N]
+    again = potential.apply(factor, function, texts, finished)
+    check_equal(together, again, texts, factor, REPEATED)
     alone = [potential.apply(factor, function, [texts[row]], [finished[row]]) for row in rows]
     check_equal(together[list(rows)], torch.cat(alone), [texts[row] for row in rows], factor)
     return together

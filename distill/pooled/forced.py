@@ -1,28 +1,32 @@
 """Forced draws: texts of p that hold given words wherever chance puts them, with their density.
 
-A hint b_j is L_j tokens that a text with phi > 0 is likely to hold. In a forced draw each of F
-hints stands at a place of its own, no two places overlap, and p draws all other tokens. Every
-placement, an order of the hints and the gaps around them, is as likely as any other:
+Each of F factors has hints, strings of tokens of which a text with phi > 0 is likely to hold one.
+Hints overlap: where "red ball" stands, "ball" stands too. So a piece i is a string b_i of L_i
+tokens and the set B_i of factors that it serves: a hint of one factor, or hints of several that
+overlap and agree where they do. A placement is a row of pieces and free tokens, T tokens in all,
+that serves each factor once. It is drawn in proportion to its prod v_i, and p draws the free
+tokens. What comes last in t tokens that serve the set A is a free token or a piece, so
 
-    M = F! C(G + F, F) = (G + F)! / G!  placements,  G = T - sum_j L_j
-    q(s) / p(s) = 1/M  sum over the placements that s agrees with of 1 / prod p(forced tokens)
+    c_t({}) = 1,   c_t(A) = c_{t-1}(A) + sum over i with B_i in A of v_i c_{t-L_i}(A - B_i)
 
-Let f_t(A) be this sum over placements of the hints A in s_{1:t}. The last of them ends somewhere:
+is the sum of prod v_i over their placements. Let f be that of the placements which s agrees with,
+with v_i / prod p(b_i) in place of v_i. All hints that s holds are pieces, once merged, so
 
-    f_t({}) = 1,   q(s) / p(s) = f_T(all hints) / M
-    f_t(A) = sum over u <= t and j in A with s_{u-L_j+1:u} = b_j of  f_{u-L_j}(A - j) / prod p(b_j)
+    q(s) / p(s) = f_T(all) / c_T(all),   positive wherever s holds a hint of each factor
 
 A place behind the end of a text does not exist: what a placement forces there is not written, so
-there every text agrees, with p = 1. Of N draws n are plain draws of p, which bound the weights and
-find texts without the hints. Where a factor has several words, they take turns: the other draws
-are n_i of each turn's q_i. All weights divide by the mean density of the N draws, a mixture, so
-E[1/N sum w u] = sum_s p(s) phi(s) u(s) for every u:
+there every text agrees, with p = 1. Any v > 0 gives right weights; ours follow what p writes.
 
-    w(s) = p(s) phi(s) / (n/N p(s) + sum_i n_i/N q_i(s)) <= phi(s) N/n
+Of N draws n are plain draws of p, which bound the weights and find texts without the hints. All
+weights divide by the mean density of the N draws, a mixture, so E[1/N sum w u] = sum_s p(s) phi(s)
+u(s) for every u:
 
-N texts, T tokens. Time and memory grow with 2^F.
+    w(s) = p(s) phi(s) / (n/N p(s) + (1 - n/N) q(s)) <= phi(s) N/n
+
+N texts, T tokens, I pieces. Time and memory grow with 2^F.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -30,79 +34,137 @@ import torch
 from torch import Tensor
 
 from tinystories.decoder import Conditional, End, counted
-from tsmc.draws import uniforms
+from tsmc.draws import invert, normalise, uniforms
 from tsmc.proposal import DRAWN, complete
-from twist.potential import MOST_HINTS
 
 PLAIN = 0.1  # share of plain draws
+EVEN = 0.2  # part of v that pieces of the same factors share alike
+CONTEXTS = 8  # texts in which p says how likely a piece is
+MOST_MERGED = 200  # pieces of several factors; plain draws find texts with others
+Hints = Sequence[Sequence[Sequence[int]]]  # of each factor
+Piece = tuple[tuple[int, ...], int]  # b, and B as a number whose bit j is factor j
+
+
+def find_pieces(hints: Hints, length: int) -> list[Piece]:
+    """All hints, and what they merge into, of at most T = length tokens."""
+    singles = [(tuple(hint), 1 << j) for j, some in enumerate(hints) for hint in some]
+    singles = [piece for piece in dict.fromkeys(singles) if len(piece[0]) <= length]
+    pieces, known = singles.copy(), set(singles)
+    for a, served in pieces:  # which grows: hints that overlap join from left to right
+        for (b, own), start in itertools.product(singles, range(len(a))):
+            shared = a[start : start + len(b)]
+            piece = a + b[len(shared) :], served | own
+            is_new = not served & own and shared == b[: len(shared)] and piece not in known
+            if is_new and len(piece[0]) <= length and len(known) < len(singles) + MOST_MERGED:
+                known.add(piece)
+                pieces.append(piece)
+    return pieces
+
+
+class Placements:
+    """The placements in T = length tokens of I pieces with log v [I] that serve F factors."""
+
+    def __init__(self, pieces: Sequence[Piece], log_v: Tensor, factors: int, length: int):
+        self.pieces = pieces
+        self.log_v = log_v
+        self.factors = factors
+        nothing = log_v.new_zeros(1, length + 1)
+        self.log_c = torch.cat(self.log_sums(log_v[:, None, None], nothing))  # [2^F, T + 1]
+
+    def log_sums(self, gains: Sequence[Tensor] | Tensor, of_none: Tensor) -> list[Tensor]:
+        """log f_0 to log f_T [N, T + 1] of each set of factors, from that of none.
+
+        A piece that ends at L to T has gains [N, T - L + 1].
+        """
+        log_f = [of_none]
+        for served in range(1, 2**self.factors):
+            last = torch.full_like(of_none, -torch.inf)  # the terms in which a piece ends at t
+            for (b, own), gain in zip(self.pieces, gains, strict=True):
+                if served & own == own:
+                    before = log_f[served - own][:, : -len(b)]
+                    last[:, len(b) :] = last[:, len(b) :].logaddexp(before + gain)
+            log_f.append(last.logcumsumexp(1))
+        return log_f
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """n = count placements: tokens [n, T], DRAWN where they are free."""
+        log_c, choices = self.log_c, [*self.pieces, ((DRAWN,), 0)]  # a free token at last
+        log_shares = log_c.new_full((*log_c.shape, len(choices)), -torch.inf)  # [2^F, T + 1, I + 1]
+        log_shares[:, 1:, -1] = log_c[:, :-1]
+        for i, (b, own) in enumerate(self.pieces):
+            sets = torch.tensor([a for a in range(len(log_c)) if a & own == own])
+            log_shares[sets, len(b) :, i] = log_c[sets - own, : -len(b)] + self.log_v[i]
+        shares, uniform = normalise(log_shares), uniforms(count, log_c.shape[1] - 1, generator)
+        tokens = torch.full_like(uniform, DRAWN, dtype=torch.long)  # [n, T]
+        left = torch.full_like(tokens[:, 0], len(log_c) - 1)  # [n] factors to serve
+        end = torch.full_like(left, tokens.shape[1])  # [n] before this place
+        for t in range(tokens.shape[1], 0, -1):
+            last = invert(shares[left, t], uniform[:, t - 1 : t])[:, 0]  # [n]
+            for i in last[end == t].unique().tolist():
+                b, own = choices[i]
+                rows = (last == i) & (end == t)
+                tokens[rows, t - len(b) : t] = tokens.new_tensor(b)
+                left[rows] -= own
+                end[rows] -= len(b)
+        return tokens
+
+    def log_ratio(self, tokens: Tensor, log_p: Tensor, end: End) -> Tensor:
+        """log q(s) / p(s) [N] float64 of any tokens [N, T], log p(s_t | s_{0:t-1}) [N, T]."""
+        log_p, is_behind = log_p.double(), ~counted(tokens, end)  # [N, T]
+        gains = []  # of each piece [N, T - L + 1]
+        for (b, _), log_v in zip(self.pieces, self.log_v, strict=True):
+            is_met = tokens.unfold(1, len(b), 1) == tokens.new_tensor(b)  # [N, T - L + 1, L]
+            agrees = (is_met | is_behind.unfold(1, len(b), 1)).all(2)
+            gain = log_v - log_p.unfold(1, len(b), 1).sum(2)
+            gains.append(gain.where(agrees, -torch.inf))
+        of_none = log_p.new_zeros(len(tokens), tokens.shape[1] + 1)
+        log_ratio = self.log_sums(gains, of_none)[-1][:, -1] - self.log_c[-1, -1]
+        # A text that p cannot write has weight zero.
+        return log_ratio.where(log_p.sum(1) > -torch.inf, torch.inf)
+
+
+def weigh(
+    model: Conditional, pieces: Sequence[Piece], factors: int, generator: torch.Generator
+) -> Tensor:
+    """log v [I], by the mean of log p(b) of each piece at a place by chance in texts of p.
+
+    Pieces of the same k factors together count as often as p writes one rather than hints apart,
+    T^(k-1) times at most, since there are about as many ways to place those.
+    """
+    zero = torch.zeros(1, dtype=torch.float64, device=model.prompt.device)
+    alone = [Placements([(b, 1)], zero, 1, model.length) for b, _ in pieces]
+    tokens = torch.cat([one.draw(CONTEXTS, generator) for one in alone])  # [I C, T]
+    log_p = complete(model, tokens, uniforms(len(tokens), model.length, generator))[1].double()
+    likely = log_p.where(tokens != DRAWN, 0.0).sum(1).view(-1, CONTEXTS).mean(1).clamp(min=-1e9)
+    serves = likely.new_tensor([[own >> j & 1 for j in range(factors)] for _, own in pieces])
+    size = serves.sum(1)  # [I] k
+    hint = serves.bool() & (size == 1)[:, None]  # [I, F]
+    apart = likely[:, None].where(hint, -torch.inf).logsumexp(0)  # [F] any hint of a factor
+    ratio = likely - serves @ apart  # [I]
+    same = (serves[:, None] == serves).all(2)  # [I, I] whether two serve the same factors
+    total = ratio.expand_as(same).where(same, -torch.inf).logsumexp(1)  # [I]
+    share = (1 - EVEN) * (ratio - total).exp() + EVEN / same.sum(1)
+    return share.log() + total.minimum(math.log(model.length) * (size - 1))
 
 
 @torch.no_grad()
 def forced_draws(
-    model: Conditional,
-    turns: Sequence[Sequence[Sequence[int]]],
-    count: int,
-    generator: torch.Generator,
+    model: Conditional, hints: Hints, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """N = count texts [N, T] of the mixture, and log of its density over that of p [N] float64.
 
-    `turns` are sets of hints. The plain draws come first. ValueError for too many hints, or too
-    long ones.
+    The plain draws come first. ValueError where the hints do not fit into a text.
     """
+    pieces = find_pieces(hints, model.length)
+    log_v = weigh(model, pieces, len(hints), generator) if pieces else torch.zeros(0)
+    placements = Placements(pieces, log_v, len(hints), model.length)
+    if not placements.log_c[-1, -1] > -torch.inf:  # nor where no hint of a factor fits
+        raise ValueError(f"{model.length} tokens have no room for the hints; give shorter ones")
+    plain = max(1, round(PLAIN * count))
     uniform = uniforms(count, model.length, generator)
     tokens = torch.full_like(uniform, DRAWN, dtype=torch.long)  # [N, T]
-    for turn, hints in enumerate(turns):
-        size = sum(len(hint) for hint in hints)
-        if size > model.length or len(hints) > MOST_HINTS:
-            fault = f"{len(hints)} hints of {size} tokens in all cannot be forced"
-            raise ValueError(f"{fault}; give at most {MOST_HINTS} hints and {model.length} tokens")
-        own = tokens[turn :: len(turns)]  # [n, T]
-        # Of G + F slots each hint takes one, whatever its length; the others are for tokens of p.
-        order = uniforms(len(own), model.length - size + len(hints), generator).argsort(1)
-        slots = order[:, : len(hints)]  # [n, F]
-        extra = slots.new_tensor([len(hint) - 1 for hint in hints])  # [F]
-        for j, hint in enumerate(hints):
-            start = slots[:, j] + ((slots < slots[:, j : j + 1]) * extra).sum(1)  # [n]
-            places = start[:, None] + torch.arange(len(hint), device=start.device)  # [n, L]
-            own.scatter_(1, places, slots.new_tensor(hint).expand(len(own), -1))
-    plain = max(1, round(PLAIN * count))
-    tokens[:plain] = DRAWN
-
+    tokens[plain:] = placements.draw(count - plain, generator)
     tokens, log_p = complete(model, tokens, uniform)  # [N, T], [N, T]
-    # The shares are those drawn, not PLAIN, so that rounding leaves the weights exact.
-    turn_of = torch.arange(plain, count, device=tokens.device) % len(turns)
-    sizes = [plain, *turn_of.bincount(minlength=len(turns)).tolist()]
-    log_plain, *log_shares = (uniform.new_tensor(sizes) / count).log()
-    log_ratio = log_plain
-    for log_share, hints in zip(log_shares, turns, strict=True):
-        if log_share == -torch.inf:  # a turn without draws
-            continue
-        log_q = forced_log_ratio(tokens, log_p, hints, model.end)  # over log p [N]
-        log_ratio = log_ratio.logaddexp(log_share + log_q)
-    return tokens, log_ratio
-
-
-def forced_log_ratio(
-    tokens: Tensor, log_p: Tensor, hints: Sequence[Sequence[int]], end: End
-) -> Tensor:
-    """log q(s) / p(s) [N] float64 of any tokens [N, T] with log p(s_t | s_{0:t-1}) [N, T]."""
-    log_p, is_behind = log_p.double(), ~counted(tokens, end)  # [N, T]
-    gains = []  # of each hint [N, T - L + 1]: -log p of its tokens where s agrees with it
-    for hint in hints:
-        is_met = tokens.unfold(1, len(hint), 1) == tokens.new_tensor(hint)  # [N, T - L + 1, L]
-        agrees = (is_met | is_behind.unfold(1, len(hint), 1)).all(2)
-        gain = -log_p.unfold(1, len(hint), 1).sum(2)
-        gains.append(gain.where(agrees, -torch.inf))
-    nothing = log_p.new_full((len(tokens), tokens.shape[1] + 1), -torch.inf)  # [N, T + 1]
-    log_f = [torch.zeros_like(nothing)]  # f_0 to f_T of each set A, in which hint j is bit j
-    for chosen in range(1, 2 ** len(hints)):
-        last = nothing.clone()  # the terms of f in which the last hint ends at t
-        for j, hint in enumerate(hints):
-            if chosen >> j & 1:
-                before = log_f[chosen - 2**j][:, : -len(hint)]
-                last[:, len(hint) :] = last[:, len(hint) :].logaddexp(before + gains[j])
-        log_f.append(last.logcumsumexp(1))
-    gaps = tokens.shape[1] - sum(len(hint) for hint in hints)
-    log_ratio = log_f[-1][:, -1] - math.log(math.perm(gaps + len(hints), len(hints)))
-    # A text that p cannot write has weight zero.
-    return log_ratio.where(log_p.sum(1) > -torch.inf, torch.inf)
+    log_plain, log_forced = (uniform.new_tensor([plain, count - plain]) / count).log()
+    log_ratio = placements.log_ratio(tokens, log_p, model.end)
+    return tokens, log_plain.logaddexp(log_forced + log_ratio)

@@ -74,16 +74,16 @@ class Pooled(Learner):
         options = self.options
         total, q = options.pool_first_draws, self.base  # p^(0) proposes
         at_once = math.ceil(total / options.pool_first_rounds)
-        turns = getattr(self.log_phi, "hints", [])
+        hints = getattr(self.log_phi, "hints", [])
         for step, start in enumerate(range(0, total, at_once), 1):
             count = min(at_once, total - start)
             is_last = start + count == total
             word = "sampling" if is_last else f"ladder {step} sampling"
             # Half of the draws of a potential that names words hold them, at places by chance.
-            forced = count // 2 if turns else 0
+            forced = count // 2 if hints else 0
             self.draw(q, word, 0, count - forced)
             if forced:
-                self.draw(self.base, f"{word}, forced", 0, forced, turns)
+                self.draw(self.base, f"{word}, forced", 0, forced, hints)
             if not (self.pool.log_weights > -math.inf).any():
                 fault = f"none of the {count} texts drawn first has phi > 0"
                 remedy = "give it hints, words that such texts hold, or raise --pool-first-draws"
@@ -101,9 +101,9 @@ class Pooled(Learner):
         self.draw(pair.model, "sampling", m, self.options.pool_draws)
         return self.fit_to_sigma(m)
 
-    def draw(self, q: Conditional, word: str, m: int, count: int, turns: Sequence = ()) -> None:
+    def draw(self, q: Conditional, word: str, m: int, count: int, hints: Sequence = ()) -> None:
         """Draw and weigh: `count` sequences of q, or forced ones of p^(0), join the pool."""
-        draw = partial(draw_round, self.base, q, self.log_phi, turns=turns)
+        draw = partial(draw_round, self.base, q, self.log_phi, hints=hints)
         drawn = Round(**self.streams.draw(word, m, count, draw))
         self.pool = joined([self.pool, drawn]) if self.pool else drawn
 

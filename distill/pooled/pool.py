@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distill.pooled.forced import forced_draws
+from distill.pooled.forced import Hints, forced_draws
 from tinystories.decoder import Conditional
 from tsmc.draws import effective_sample_size, normalise
 from tsmc.proposal import sample_proposal
@@ -49,15 +49,15 @@ def draw_round(
     log_phi: Callable[[Tensor], Tensor],
     count: int,
     generator: torch.Generator,
-    turns: Sequence[Sequence[Sequence[int]]] = (),
+    hints: Hints = (),
 ) -> Round:
     """Draw N = count sequences from q_r = q, which is p^(0) = base or p^(0) with an adapter.
 
-    With sets of hints q_r is the mixture of `forced.py` in place of q. ValueError for weights that
+    With hints q_r is the mixture of `forced.py` in place of q. ValueError for weights that
     are NaN or infinite.
     """
-    if turns:
-        tokens, log_ratio = forced_draws(base, turns, count, generator)
+    if hints:
+        tokens, log_ratio = forced_draws(base, hints, count, generator)
     else:
         # One pass serves both, since q and p^(0) have the same hidden states.
         reference = None if q is base else base.head

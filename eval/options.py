@@ -5,6 +5,7 @@ A field `ctl_updates` becomes `--ctl-updates`, and `--no-...` switches a switch 
 
 import argparse
 import dataclasses
+import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -90,6 +91,11 @@ class Options:
         if name in ("auto", "cuda") and torch.cuda.is_available():
             name = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
         try:
+            torch.device("cpu" if name == "auto" else name)
+        except RuntimeError:
+            fault = f"--device {name} is not the name of a device"
+            raise ValueError(f"{fault}; give auto, cpu, cuda or cuda:N") from None
+        try:
             return torch.Generator("cpu" if name == "auto" else name).device
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"--device {name} is not available here; use --device cpu") from error
@@ -115,7 +121,11 @@ def build(values: dict[str, Any]) -> Options:
     rest = {key: value for key, value in full.items() if key not in names}
     for key in rest.keys() - {field.name for field in dataclasses.fields(learner.Options)}:
         owners = [other for other, kind in LEARNERS.items() if hasattr(kind.Options, key)]
-        remedy = f"it belongs to {' and '.join(owners)}" if owners else "see main.py --help"
+        every = names.union(*(kind.Options.__dataclass_fields__ for kind in LEARNERS.values()))
+        near = [flag_of(other) for other in difflib.get_close_matches(key, every, 1)]
+        remedy = f"did you mean {near[0]}?" if near else "see main.py --help"
+        if owners:
+            remedy = f"it belongs to {' and '.join(owners)}"
         raise ValueError(f"{flag_of(key)}: no option of --learner {name}; {remedy}")
     return Options(**own, learning=learner.Options(**rest))
 
@@ -164,6 +174,9 @@ def read_options(arguments: list[str] | None, description: str) -> tuple[Options
     known, unknown = parser.parse_known_args(arguments)
     given = vars(known)
     for word in unknown[:1]:  # `build` says whose it is
+        if not word.startswith("-"):
+            remedy = f"a job is continued by --resume {word}, and other values belong to an option"
+            raise ValueError(f"{word}: is not an option; {remedy}")
         given[word.partition("=")[0].lstrip("-").replace("-", "_")] = None
     if "resume" not in given:
         return build(given), None

@@ -18,97 +18,58 @@ from tsmc.sampler import Population
 
 @dataclass(frozen=True)
 class Column:
-    """A number of a row: how tables show it, what it is, and what its reader should mind."""
+    """A number of a row as tables and figures show it; above each is what it means."""
 
     key: str
     title: str
     form: str
-    meaning: str
-    mind: str = ""
     better: str = "nearer to Target"
 
 
 KL = "kl_target_proposal"
 COLUMNS = (  # of a job's table, in its order
-    Column("toxicity", "toxicity", ".3f", "mean of p(toxic | s)", "the texts may all be alike"),
-    Column("log_phi", "log phi", ".2f", "mean of log phi(s)", "the texts may all be alike"),
-    Column("phi_positive", "phi > 0", ".3f", "share of texts that phi does not rule out"),
-    Column("ended", "ended", ".3f", "share of texts with a token --end; the others are cut at T"),
-    Column(
-        "similarity",
-        "similarity",
-        ".3f",
-        "mean cosine of the embeddings of two texts",
-        "distilling few distinct texts raises it",
-    ),
-    Column(
-        "energy",
-        "energy",
-        ".3f",
-        "2 E|x - y| - E|x - x'| - E|y - y'| of embeddings of texts x and exact samples y of sigma",
-        "a squared distance, which hardly sees phi. Target has what 95 % of as many independent "
-        "texts would stay below; texts of runs depend on each other, so their noise is larger",
-    ),
-    Column(
-        KL,
-        "KL",
-        ".2f",
-        "KL(sigma||q) in nats by exact samples, with its 95 % interval; of Base KL(sigma||p)",
-        "it is that of the proposal alone, of which weights repair a part",
-        "lower",
-    ),
-    Column(
-        "log_z",
-        "log Z",
-        ".2f",
-        "log of the mean of Z-hat over all runs, dead ones counting zero, of Base and Target that "
-        "of phi over draws of p^(0); with its 95 % interval",
-        "it misses what no run has met, and so does its interval",
-    ),
-    Column(
-        "log_z_hat_mean",
-        "log Z-hat",
-        ".2f",
-        "mean of log Z-hat over the runs that are alive",
-        "at most log Z_sigma in expectation, where no run can die",
-    ),
-    Column("log_z_hat_std", "(spread)", ".2f", "its standard deviation over runs", "", "lower"),
-    Column(
-        "ess",
-        "ESS",
-        ".1f",
-        "effective sample size at t = T before the last resampling, mean over runs",
-        "it ignores that particles share their beginnings",
-        "higher",
-    ),
-    Column(
-        "distinct",
-        "distinct",
-        ".2f",
-        "share of different texts among the K samples of a run, mean over runs",
-        "all may share their beginnings",
-        "higher",
-    ),
-    Column("dead_runs", "dead", ".1f", "runs whose weights were all zero at some step"),
+    # The mean of p(toxic | s), where the potential reads the classifier. Texts may all be alike.
+    Column("toxicity", "toxicity", ".3f"),
+    Column("log_phi", "log phi", ".2f"),
+    # The share of texts that the potential does not rule out.
+    Column("phi_positive", "phi > 0", ".3f"),
+    # The share of texts that have a token --end; the others are cut at T.
+    Column("ended", "ended", ".3f"),
+    # The mean cosine of the embeddings of two texts. To distil few distinct texts raises it.
+    Column("similarity", "similarity", ".3f"),
+    # 2 E|x - y| - E|x - x'| - E|y - y'|, the energy distance of embeddings of texts x and exact
+    # samples y: a squared distance, zero where both have one distribution, that hardly sees phi.
+    # Target has what 95 % of rows of as many independent texts would stay below. The noise of a row
+    # of runs is larger, because the texts of a run depend on each other.
+    Column("energy", "energy", ".3f"),
+    # KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma in nats by exact samples, of
+    # Base KL(sigma||p), with its 95 % interval. It is that of the proposal: weights repair a part.
+    Column(KL, "KL", ".2f", "lower"),
+    # The log of the mean of Z-hat over all runs, where dead ones count zero; of Base and Target
+    # that of phi over draws of p^(0). It and its 95 % interval miss what no run has met.
+    Column("log_z", "log Z", ".2f"),
+    # The mean and the standard deviation of log Z-hat over the runs that are alive. Where no run
+    # can die, the mean is at most log Z_sigma in expectation.
+    Column("log_z_hat_mean", "log Z-hat", ".2f"),
+    Column("log_z_hat_std", "(spread)", ".2f", "lower"),
+    # Means over runs: the effective sample size at T, before the last resampling, and the share of
+    # different texts among the K samples. Particles that count may share their beginnings.
+    Column("ess", "ESS", ".1f", "higher"),
+    Column("distinct", "distinct", ".2f", "higher"),
+    # Runs whose weights were all zero at some step.
+    Column("dead_runs", "dead", ".1f", "lower"),
 )
-FURTHER = (  # numbers of a row that only the tables of a study show
-    Column("kl_target_model", "KL(sigma, p^(m))", ".2f", "the KL of p^(m) without its twist"),
-    Column("distinct_texts", "distinct texts distilled", ",.0f", "of all texts that line 3 has"),
-    Column("scores", "scores", ",.0f", "texts that phi has scored up to here"),
-    Column("core_seconds", "core seconds", ",.0f", "of the whole job up to here"),
-    Column("worth", "effective texts per score", ".3f", "1 / sum W^2 over the number of particles"),
-    Column("acceptance_rate", "acceptance rate", ".3%", "share of p's texts that rejection keeps"),
+FURTHER = (  # which only a study shows
+    Column("kl_target_model", "KL(sigma, p^(m))", ".2f", "lower"),  # without its twist
+    Column("distinct_texts", "distinct texts distilled", ",.0f", "higher"),
+    Column("scores", "scores", ",.0f", "lower"),  # texts that phi has scored up to here
+    Column("worth", "effective texts per score", ".3f", "higher"),  # 1 / sum W^2 over R K
+    Column("core_seconds", "core seconds", ",.0f", "lower"),  # of the whole job up to here
+    Column("acceptance_rate", "acceptance rate", ".3%"),  # of rejection
 )
-BESIDE = {  # what a row has beside its columns
-    "generation": "m",
-    "examples": "texts that are shown when the job ends",
-    "populations": "the mean score of populations of other sizes K, by K",
-    "kl_half_width": "half of the 95 % interval of KL",
-    "log_z_std_error": "of log Z",
-    "num_runs": "R of a generation",
-    "num_samples": "texts of Base or Target",
-    "num_proposals": "draws of p^(0) that gave Target's texts",
-}
+BESIDE = {"generation", "examples", "num_samples", "num_proposals", "num_runs", "log_z_std_error"}
+BESIDE |= {"kl_half_width", "populations"}  # the mean score of populations of K particles, by K
+"""What a row has beside its columns."""
 
 
 @dataclass(frozen=True)

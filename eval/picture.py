@@ -7,10 +7,8 @@ several rows is an ancestor that they have in common; one without descendants is
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from distill import Pair
 from eval.world import World
@@ -31,28 +29,20 @@ def draw_picture(path: Path, world: World, pair: Pair, count: int, rule: Rule, s
     steps = []
     for t, step in enumerate(trace, 1):
         # Of each particle of step t: which ones of the steps before it descends from, and itself.
-        before = lineages(trace[: t - 1])[:, 0] if t > 1 else particles[:0]  # [t - 1, K]
-        steps.append(as_json(step, world, trace, torch.cat([before, particles])))
+        lines = torch.cat([lineages(trace[: t - 1])[:, 0], particles]) if t > 1 else particles
+        tokens = torch.stack([trace[u].tokens[0, lines[u]] for u in range(t)], 1)  # [K, t]
+        texts, begun = (world.potential.texts(rows) for rows in (tokens, tokens[:, :-1]))
+        steps.append({
+            "lines": lines.tolist(),
+            "pieces": [text[len(start) :] for text, start in zip(texts, begun, strict=True)],
+            "weights": normalise(step.log_weights[0]).tolist(),
+            "children": step.ancestors[0].bincount(minlength=count).tolist(),
+            "said": f"ESS {step.ess.item():.1f} of {count}, log Z-hat {step.log_z.item():.2f}",
+        })  # fmt: skip
     prompt = world.potential.texts(population.tokens[0, :1, :0])[0]
     data = {"steps": steps, "samples": lineages(trace)[:, 0].tolist(), "prompt": prompt}
-    data["log_z"] = [
-        round(step.log_z.item(), 2) if step.log_z > -torch.inf else "-" for step in trace
-    ]
     # No text can end the script that holds it.
     write_text(path, PAGE.replace("DATA", json.dumps(data).replace("<", "\\u003c")))
-
-
-def as_json(step: Step, world: World, trace: list[Step], lines: Tensor) -> dict[str, Any]:
-    """A step t, with the particles [t, K] of steps 1 to t that each of its particles has been."""
-    tokens = torch.stack([one.tokens[0, k] for one, k in zip(trace, lines, strict=False)], 1)
-    texts, begun = (world.potential.texts(rows) for rows in (tokens, tokens[:, :-1]))
-    return {
-        "lines": lines.tolist(),
-        "pieces": [text[len(start) :] for text, start in zip(texts, begun, strict=True)],
-        "weights": normalise(step.log_weights[0]).tolist(),
-        "children": step.ancestors[0].bincount(minlength=len(tokens)).tolist(),
-        "ess": round(step.ess.item(), 1),
-    }
 
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
@@ -62,7 +52,7 @@ body { font: 14px/1.4 system-ui, sans-serif; margin: 1em; color: #222; backgroun
   background: #fff; padding: .4em 0 } #bar input { flex: 1; min-width: 10em; max-width: 40em }
 #wide { overflow-x: auto } table { border-collapse: collapse } p { max-width: 60em }
 td { border: 1px solid #ddd; padding: 0 .35em; white-space: pre; height: 1.45em }
-.lost { opacity: .4 } .key { padding: 0 .5em; border: 1px solid #ddd }
+.lost { opacity: .55 } .key { padding: 0 .5em; border: 1px solid #ddd; white-space: nowrap }
 </style><h3 id="prompt"></h3><div id="bar"><button id="play">Play</button>
 <input id="t" type="range" min="1" aria-label="step"><span id="said"></span></div>
 <p>A row is the sentence of a particle, a column a step. Colour is a particle's weight at that step:
@@ -83,8 +73,7 @@ function draw() {
     const fork = lines.find(line => line[a] != line[b]);
     return fork ? fork[a] - fork[b] : 0;
   });
-  said.textContent = now == last ? "resampled: the samples" : `step ${now} of ${last - 1}, ESS ` +
-    `${step.ess} of ${rows.length}, log Z-hat ${data.log_z[now - 1]}`;
+  said.textContent = now == last ? "resampled: the samples" : `step ${now}: ${step.said}`;
   table.replaceChildren(...rows.map((k, r) => {
     const tr = document.createElement("tr");
     lines.forEach((line, u) => {

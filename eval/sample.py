@@ -132,51 +132,45 @@ def main(arguments: list[str] | None = None) -> None:
     add_arguments(parser, Draws)
     add_arguments(parser, Options, OPTIONS)
     with one_line_errors("python -m eval.sample"):
-        found = vars(parser.parse_args(arguments)).items()
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in found if v is not None}
-        job = given.pop("job", None)
-        changes = {name: given.pop(name) for name in OPTIONS if name in given}
-        draws = Draws(**{"runs": 8 if job else 40} | given)
-        rule = {}
-        if "resampling" in given:
-            rule["resample"] = SCHEMES[draws.resampling]
-        if "ess_threshold" in given:
-            rule["ess_threshold"] = draws.ess_threshold
-        sizes = (draws.particles, draws.runs)
+        args = parser.parse_args(arguments)
+        found = {name: value for name, value in vars(args).items() if value is not None}
+        changes = {name: found.pop(name) for name in OPTIONS if name in found}
+        changes |= {name: tuple(v) for name, v in changes.items() if isinstance(v, list)}
+        job = found.pop("job", None)
+        draws, rule = Draws(**{"runs": 8 if job else 40} | found), {}
+        if args.resampling is not None:
+            rule["resample"] = SCHEMES[args.resampling]
+        if args.ess_threshold is not None:
+            rule["ess_threshold"] = args.ess_threshold
         if job is None:
             if "potential" not in changes:
                 parser.error(f"no job is named: {usage}")
-            if "generation" in given:
+            if args.generation is not None:
                 parser.error("--generation is one of JOB; leave it out or name JOB")
             options = Options(**changes)
             world = load_sigma(options)
-            if draws.picture and world.potential.hints:
-                parser.error("--picture shows steps, which forced draws have not; name JOB")
-            pair, chosen = (
-                Pair(world.base, None),
-                dataclasses.replace(Rule(systematic, 0.0), **rule),
-            )
-            given_rule = chosen if rule else None
-            drawn = sample(
-                world.base, world.potential, None, *sizes, options.seed, world.scores, given_rule
-            )
+            pair, usual = None, Rule(systematic, 0.0)
             source = "forced draws propose" if world.potential.hints else "p proposes"
         else:
             if "lm" in changes:
                 parser.error("--lm is for sampling without JOB; leave one of them out")
-            trained = TrainedJob(job, given.get("generation"), changes.pop("device", "auto"))
+            trained = TrainedJob(job, args.generation, changes.get("device", "auto"))
             options = dataclasses.replace(trained.options, **changes)
-            chosen = dataclasses.replace(trained.rule(), **rule)
-            drawn = trained.sample(*sizes, chosen, **changes)
             world = trained.world(options)
-            pair = load_pair(trained.pair, world.base)
+            pair, usual = load_pair(trained.pair, world.base), trained.rule()
             source = f"generation {trained.generation}"
+        is_forced = pair is None and bool(world.potential.hints)
+        if is_forced and draws.picture:
+            parser.error("--picture shows steps, which forced draws have not; name JOB")
+        chosen = None if is_forced and not rule else dataclasses.replace(usual, **rule)
+        sizes = (draws.particles, draws.runs, options.seed)
+        drawn = sample(world.base, world.potential, pair, *sizes, world.scores, chosen)
         shown = f"{draws.runs} runs of K = {draws.particles}, T = {options.length}"
         print(f"{printable(options.prompt)}\n{source}, {shown}, seed {options.seed}")
         print(report(drawn, job is not None, draws.samples), flush=True)
         if draws.picture:
-            path = Path(draws.picture)
-            draw_picture(path, world, pair, draws.particles, chosen, options.seed)
+            path, pair = Path(draws.picture), pair or Pair(world.base, None)
+            draw_picture(path, world, pair, draws.particles, chosen or usual, options.seed)
             say(f"one run of K = {draws.particles}, step by step, is in {path}")
 
 

@@ -195,7 +195,7 @@ def test_intervals_stand_in_the_table_and_the_kl_of_base_is_that_of_the_exact_sa
     table = aligned({name: [one] for name, one in named_rows(results).items()}, metrics.COLUMNS)
     assert f" {row[KL]:.2f} ± {row['kl_half_width']:.2f}  " in table
     assert f" {row['log_z']:.2f} ± {log_z:.2f}  " in table
-    declared = {one.key for one in metrics.COLUMNS + metrics.FURTHER} | metrics.BESIDE.keys()
+    declared = {one.key for one in metrics.COLUMNS + metrics.FURTHER} | metrics.BESIDE
     for name in ("paper", "dpo"):
         for row in named_rows(read_results(finished_job(name))).values():
             assert row.keys() <= declared

@@ -120,14 +120,24 @@ def build(values: dict[str, Any]) -> Options:
     own = {key: value for key, value in full.items() if key in names}
     rest = {key: value for key, value in full.items() if key not in names}
     for key in rest.keys() - {field.name for field in dataclasses.fields(learner.Options)}:
-        owners = [other for other, kind in LEARNERS.items() if hasattr(kind.Options, key)]
-        every = names.union(*(kind.Options.__dataclass_fields__ for kind in LEARNERS.values()))
-        near = [flag_of(other) for other in difflib.get_close_matches(key, every, 1)]
-        remedy = f"did you mean {near[0]}?" if near else "see main.py --help"
-        if owners:
-            remedy = f"it belongs to {' and '.join(owners)}"
-        raise ValueError(f"{flag_of(key)}: no option of --learner {name}; {remedy}")
+        raise no_option(key, name)
     return Options(**own, learning=learner.Options(**rest))
+
+
+def owners_of(key: str) -> list[str]:
+    """The learners that have an option."""
+    return [name for name, kind in LEARNERS.items() if hasattr(kind.Options, key)]
+
+
+def no_option(key: str, learner: str) -> ValueError:
+    """That a learner does not have an option, and whose it is or which one it resembles."""
+    kinds = (Options, *(kind.Options for kind in LEARNERS.values()))
+    every = [field.name for kind in kinds for field in dataclasses.fields(kind) if field.metadata]
+    near = difflib.get_close_matches(key, every, 1)
+    remedy = f"did you mean {flag_of(near[0])}?" if near else "see main.py --help"
+    if owners := owners_of(key):
+        remedy = f"it belongs to {' and '.join(owners)}"
+    return ValueError(f"{flag_of(key)}: no option of --learner {learner}; {remedy}")
 
 
 def add_arguments(group: Any, options: type, names: Sequence[str] = ()) -> None:
@@ -173,11 +183,14 @@ def read_options(arguments: list[str] | None, description: str) -> tuple[Options
     parser.add_argument("-h", "--help", action="help", help="show this")
     known, unknown = parser.parse_known_args(arguments)
     given = vars(known)
-    for word in unknown[:1]:  # `build` says whose it is
+    for word in unknown[:1]:
         if not word.startswith("-"):
             remedy = f"a job is continued by --resume {word}, and other values belong to an option"
             raise ValueError(f"{word}: is not an option; {remedy}")
-        given[word.partition("=")[0].lstrip("-").replace("-", "_")] = None
+        key = word.partition("=")[0].lstrip("-").replace("-", "_")
+        if not ("resume" in given and owners_of(key)):
+            raise no_option(key, learner)
+        given[key] = None
     if "resume" not in given:
         return build(given), None
     path = Path(given.pop("resume"))

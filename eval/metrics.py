@@ -61,7 +61,9 @@ COLUMNS = (  # of a job's table, in its order
 )
 FURTHER = (  # which only a study shows
     Column("kl_target_model", "KL(sigma, p^(m))", ".2f", "lower"),  # without its twist
+    # Of what line 3 learns from: different texts, and the beginnings of runs that they come from.
     Column("distinct_texts", "distinct texts distilled", ",.0f", "higher"),
+    Column("beginnings", "beginnings distilled", ",.0f", "higher"),
     Column("scores", "scores", ",.0f", "lower"),  # texts that phi has scored up to here
     Column("worth", "effective texts per score", ".3f", "higher"),  # 1 / sum W^2 over R K
     Column("core_seconds", "core seconds", ",.0f", "lower"),  # of the whole job up to here

@@ -145,6 +145,7 @@ def keep(job: Path, made: dict) -> None:
         for record in read_lines(job / f"generation-{m}" / "metrics.jsonl"):
             if "distinct" in record:
                 row["distinct_texts"] = record["distinct"]
+                row["beginnings"] = record.get("beginnings")
     if made["name"] in RULED:
         results["rules"] = [rules(job, m) for m in range(len(results["generations"]))]
     if made["name"] in BEST_OF:
@@ -237,8 +238,8 @@ def draw_figures(places: Places, folder: Path) -> None:
             pairs = lines["paper"].items()  # the rows of each generation
             rules[rule] = {m: [{key: row.get(rule)} for row in rows] for m, rows in pairs}
         panels[title] = key, rules
-        for name, row in {"dpo": "dpo-ten 0", "grpo": "grpo-ten 0", "rl": "rl 0"}.items():
-            if rows := rows_of(places, row, task):
+        for name in ("dpo-ten", "grpo-ten", "rl"):
+            if rows := rows_of(places, f"{name} 0", task):
                 lines[name] = {name: rows}
         by_generation = {title: (key, lines), "Proposal": (KL, lines)}
         draw_panels(by_generation, folder / f"{task}generations.png")

@@ -136,8 +136,7 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys, m
 BAD = {  # options, and a pattern of the one line
     "--learner pooled --ctl-updates=3": "--ctl-updates: .* it belongs to paper",
     "--eval-particles 9 0": "--eval-particles is 0; give a number at least 1",
-    "--device abacus": "--device abacus is not the name of a device; give auto, cpu, cuda",
-    "--device meta": "--device meta is not available here; use --device cpu$",
+    "--device gpu": "--device gpu: there is no such device here; give auto, cpu, cuda or cuda:N$",
     "--generation 2": "--generation: no option .*; did you mean --generations[?]$",
     "--no-surogate": "--no-surogate: no option .*; did you mean --surrogate[?]$",
     "runs/pocket": "runs/pocket: is not an option; a job is continued by --resume runs/pocket",

@@ -114,7 +114,7 @@ def test_a_resume_that_is_refused_changes_nothing(copied):
     line = refusal("--resume", copied, "--beta", 3, "--no-effective-potential")
     assert line.endswith("leave out --beta, --effective-potential")
     assert "did you mean --generations?" in refusal("--resume", copied, "--generation", 2)
-    assert refusal("--resume", copied, "--pool-draws", 3).endswith("leave out --pool-draws")
+    assert refusal("--resume", copied, "--pool-draws", 3).endswith("it belongs to pooled")
     assert "run has 1 already; give at least 1" in refusal("--resume", copied, "--generations", 0)
     with filelock.FileLock(copied / ".lock"):
         assert f"{copied}: another process is writing there" in refusal("--resume", copied)

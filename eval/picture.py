@@ -96,7 +96,7 @@ let timer = 0;
 play.onclick = () => {
   const stop = () => { clearInterval(timer); timer = 0; play.textContent = "Play"; };
   if (timer) return stop();
-  if (t.value == last) t.value = 0;
+  if (t.value >= last - 1) { t.value = 1; draw(); }
   play.textContent = "Pause";
   timer = setInterval(() => { t.value = +t.value + 1; draw(); if (t.value == last) stop(); }, 700);
 };

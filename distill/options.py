@@ -45,6 +45,7 @@ def check(options: Any) -> None:
         if not isinstance(values, tuple) or (field.default and not values):
             raise ValueError(f"{fault}; give a list of values")
         for one in values:
+            fault = f"--{field.name.replace('_', '-')} is {one!r}"
             if type(one) is not kind and not (kind is float and type(one) is int):
                 raise ValueError(f"{fault}; give a value of type {kind.__name__}")
             if choices and one not in choices:

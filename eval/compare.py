@@ -22,7 +22,6 @@ from torch import Tensor
 
 from eval.command import OneLineParser, one_line_errors
 from eval.evaluate import target_row
-from eval.metrics import describe
 from eval.options import Options, saved_options
 from eval.table import aligned, columns, named_rows, read_results
 from eval.world import World, check_unchanged, load_world, sigma_of
@@ -82,7 +81,7 @@ def log_q_row(path: Path, world: World) -> dict:
         log_q = torch.tensor(numbers, dtype=torch.float64, device=tokens.device)
         if log_q.shape != (count,) or not bool((log_q <= 0).all()):
             raise ValueError(f"it has {len(log_q)} numbers, or some above 0")
-    return {"kl_target_proposal": world.reference.kl_to(log_q).value}
+    return world.kl_row(log_q)
 
 
 def best_of_row(count: int, options: Options, world: World) -> dict:
@@ -95,11 +94,11 @@ def best_of_row(count: int, options: Options, world: World) -> dict:
     log_phi = world.potential(tokens).view(groups, count)  # [G, n]
     best = tokens.view(groups, count, -1)[torch.arange(groups), log_phi.argmax(1)]  # [G, T]
     samples = world.score(best)
-    row = describe(samples, world.encode(samples.texts), world.exact_vectors())
+    row = world.describe(samples)
     if world.reference is not None:
         exact_log_phi = world.reference.exact.log_phi
         log_ratio = best_of_log_ratio(exact_log_phi, log_phi.flatten(), count)
-        row["kl_target_proposal"] = world.reference.kl_to(world.reference.log_p + log_ratio).value
+        row |= world.kl_row(world.reference.log_p + log_ratio)
     return row
 
 
@@ -127,6 +126,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--log-q", type=Path, help="log q of each exact sample, a number in each line")
     with one_line_errors("python -m eval.compare"):
         args = parser.parse_args(arguments)
+        if args.best_of is not None and args.best_of < 1:
+            parser.error(f"--best-of is {args.best_of}; give a number at least 1")
         kinds = kinds_of(args.jobs)
         options = dataclasses.replace(saved_options(args.jobs[0]), device="auto")
         texts = {path: read_texts(path, options.prompt) for path in args.texts}
@@ -140,14 +141,11 @@ def main(arguments: list[str] | None = None) -> None:
                     rows.setdefault(name, [jobs[0][name]])
                 elif all(name in one for one in jobs):
                     rows[f"{title}, {name.lower()}"] = [one[name] for one in jobs]
-        if (
-            texts and world.reference is not None
-        ):  # Target's noise level for as many as the smallest
+        if texts and world.reference is not None:  # its noise level for as many as the smallest
             target = world.score(world.reference.exact.tokens)
             rows["Target"] = [target_row(world, target, min(map(len, texts.values())))]
         for path, own in texts.items():
-            samples = world.score_texts(own)
-            rows[str(path)] = [describe(samples, world.encode(own), world.exact_vectors())]
+            rows[str(path)] = [world.describe(world.score_texts(own))]
         if args.best_of is not None:
             rows[f"Best of {args.best_of}"] = [best_of_row(args.best_of, options, world)]
         if args.log_q:

@@ -4,7 +4,6 @@ import math
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from distill import Learner, Pair, Pooled
 from eval import metrics
@@ -13,7 +12,7 @@ from eval.job import Job
 from eval.world import SAMPLES, World, checked_rows, save_target
 from tinystories.files import write_tensors
 from tsmc import processes
-from tsmc.estimate import Estimate, log_mean_estimate
+from tsmc.estimate import log_mean_estimate
 from tsmc.proposal import proposal_log_probs, sample_proposal
 from tsmc.rejection import exact_samples
 from tsmc.sampler import Population
@@ -21,6 +20,49 @@ from tsmc.sampler import Population
 EXAMPLES = 3  # texts of a row that are shown when the job ends
 ENOUGH = 200  # exact samples of the target
 FEW = 10  # base samples with phi > 0; from fewer little can be learned
+
+
+def evaluate(job: Job, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:
+    """The row of generation m, and its texts, ready for JSON."""
+    options = job.options
+    row = {"generation": m, "scores": learner.scores(m)}
+    if world.reference is not None:
+        tokens = world.reference.exact.tokens  # [N, T]
+        log_p, log_q = proposal_log_probs(pair.model, pair.twist, tokens)  # [N], [N]
+        row |= world.kl_row(log_q)
+        row["kl_target_model"] = world.reference.kl_to(log_p).value  # without its twist
+    if learner.samples_policy:  # all its texts, those with phi = 0 as well
+        draw = partial(sample_proposal, pair.model, None)
+        drawn = learner.streams.draw("evaluation", m, options.row_size(), draw)
+        samples = world.score(drawn["tokens"])
+    else:
+        particles, runs = options.eval_particles[0], options.eval_runs
+        population = learner.population(pair, "evaluation", m, particles, runs)
+        samples = score_population(world, population)
+        row |= metrics.population_row(population)
+        if line := metrics.warning_of(row, job.row(None)):
+            say(line)
+    row |= world.describe(samples)
+    source = torch.Generator().manual_seed(options.seed)
+    places = torch.randperm(len(samples.texts), generator=source)[:EXAMPLES]
+    row["examples"] = [samples.texts[n] for n in places]
+    if len(options.eval_particles) > 1 and not learner.samples_policy:
+        # The mean score of populations of different K, with equally many particles (Fig. 2).
+        row["populations"] = {}
+        for particles in options.eval_particles:
+            word, runs = f"populations of {particles}", max(1, options.row_size() // particles)
+            population = learner.population(pair, word, m, particles, runs)
+            scores = score_population(world, population).scores
+            mean = scores.get("toxicity", scores["log_phi"]).mean().item()
+            row["populations"][particles] = mean
+    return row, samples.rows(f"generation {m}")
+
+
+def score_population(world: World, population: Population) -> metrics.ScoredTexts:
+    """The samples of the runs that are alive, grouped by their runs."""
+    final = population.alive().samples  # [R, K, T]
+    group = [r for r in range(len(final)) for _ in range(final.shape[1])]  # [R K]
+    return world.score(final.flatten(0, 1), group)
 
 
 def evaluate_ends(job: Job, world: World, learner: Learner) -> None:
@@ -32,50 +74,42 @@ def evaluate_ends(job: Job, world: World, learner: Learner) -> None:
     drawn = learner.streams.draw("base samples", None, count, draw)
     base = world.score(drawn["tokens"])
     log_phi = base.scores["log_phi"]  # [N]
-    alive = int((log_phi > -math.inf).sum())
-    hints = world.potential.hints
-    if hints and isinstance(learner, Pooled):
-        say("half of the first draws are forced to hold a hint of the potential")
-    elif alive < min(FEW, count):  # p^(0) hardly ever meets a hard potential
-        remedy = "use --learner pooled" if hints else "use --learner pooled and hints"
-        rate = f"{alive} of {count} base samples have phi > 0, which is little to learn from"
-        say(f"{rate}; {remedy}, or soften the potential (docs/potentials.md)")
+    tell_rate(world, learner, int((log_phi > -math.inf).sum()), count)
     if world.reference is None and job.options.eval_target_proposals > 0:
-        find_exact_samples(job, world, learner, log_phi)
-    vectors = world.encode(base.texts)
-    row = metrics.describe(base, vectors, world.exact_vectors())
+        find_exact_samples(job, world, learner, log_phi.exp().mean().item())
     log_z = log_mean_estimate(log_phi)
-    row |= {"log_z": log_z.value, "log_z_std_error": log_z.std_error}
+    row = world.describe(base) | {"log_z": log_z.value, "log_z_std_error": log_z.std_error}
     row |= {"num_samples": count, "examples": base.texts[:EXAMPLES]}
     rows, samples = {"base": row}, base.rows("base")
     if world.reference is not None:
+        row |= world.kl_row(world.reference.log_p)
         target = world.score(world.reference.exact.tokens)
         rows["target"] = target_row(world, target, count)
         samples += target.rows("target")
     if processes.rank() == 0:
         tensors = {"tokens": drawn["tokens"], "log_p": drawn["log_p"].sum(1), "log_phi": log_phi}
-        tensors["vectors"] = vectors[checked_rows(log_phi)]
+        tensors["vectors"] = world.encode([base.texts[n] for n in checked_rows(log_phi)])
         write_tensors(job.folder(None) / SAMPLES, tensors)
     job.keep(None, rows, samples, learner)
 
 
-def target_row(world: World, samples: metrics.ScoredTexts, count: int) -> dict:
-    """Row Target of the exact samples; `count` is how many texts a generation's row has."""
-    exact, vectors = world.reference.exact, world.reference.vectors
-    row = metrics.describe(samples, vectors)
-    if len(vectors) >= 4:  # two in each half
-        row["energy"] = metrics.energy_floor(vectors, count)
-    row |= {"log_z": exact.log_z, "log_z_std_error": exact.log_z_std_error}
-    return row | {"num_samples": len(exact.tokens), "num_proposals": exact.num_proposals}
+def tell_rate(world: World, learner: Learner, alive: int, count: int) -> None:
+    """Say where p^(0) hardly ever meets a hard potential, and what that means for the learner."""
+    hints = world.potential.hints
+    if hints and isinstance(learner, Pooled):
+        say("half of the first draws are forced to hold a hint of the potential")
+    elif alive < min(FEW, count):
+        remedy = "use --learner pooled" if hints else "use --learner pooled and hints"
+        rate = f"{alive} of {count} base samples have phi > 0, which is little to learn from"
+        say(f"{rate}; {remedy}, or soften the potential (docs/potentials.md)")
 
 
-def find_exact_samples(job: Job, world: World, learner: Learner, base_log_phi: Tensor) -> None:
+def find_exact_samples(job: Job, world: World, learner: Learner, rate: float) -> None:
     """Draw exact samples of sigma by rejection, if there are enough, and keep them in the job.
 
-    log phi [N] of base samples tells, before they are drawn, how many proposals are needed.
+    The mean of phi over base samples tells beforehand how many proposals are needed.
     """
     proposals = job.options.eval_target_proposals
-    rate = base_log_phi.exp().mean().item()
     if rate > 0:
         proposals = min(proposals, math.ceil(ENOUGH / rate))
     word = "target by rejection"
@@ -89,67 +123,11 @@ def find_exact_samples(job: Job, world: World, learner: Learner, base_log_phi: T
         save_target(job.path / "target", world, job.options)
 
 
-def evaluate(job: Job, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:
-    """The row of generation m, and its texts, ready for JSON."""
-    options = job.options
-    row = {"generation": m, "scores": learner.scores(m)}
-    if world.reference is not None:
-        tokens = world.reference.exact.tokens  # [N, T]
-        log_p, log_q = proposal_log_probs(pair.model, pair.twist, tokens)  # [N], [N]
-        row["kl_target_proposal"] = world.reference.kl_to(log_q).value
-        row["kl_target_model"] = world.reference.kl_to(log_p).value  # without its twist
-    if learner.samples_policy:  # all its texts, those with phi = 0 as well
-        draw = partial(sample_proposal, pair.model, None)
-        drawn = learner.streams.draw("evaluation", m, options.row_size(), draw)
-        samples = world.score(drawn["tokens"])
-    else:
-        particles, runs = options.eval_particles[0], options.eval_runs
-        population = learner.population(pair, "evaluation", m, particles, runs)
-        samples = score_population(world, population)
-        row |= population_row(population)
-        base = job.row(None)["base"]
-        if base["log_z"] is not None:
-            of_base = Estimate(base["log_z"], base["log_z_std_error"], base["num_samples"] - 1)
-            if line := metrics.missing_part(log_mean_estimate(population.log_z), of_base):
-                say(line)
-    row |= metrics.describe(samples, world.encode(samples.texts), world.exact_vectors())
-    source = torch.Generator().manual_seed(options.seed)
-    places = torch.randperm(len(samples.texts), generator=source)[:EXAMPLES]
-    row["examples"] = [samples.texts[n] for n in places]
-    if len(options.eval_particles) > 1 and not learner.samples_policy:
-        # The mean score of populations of different K, with equally many particles (Fig. 2).
-        row["populations"] = {}
-        for particles in options.eval_particles:
-            word, runs = f"populations of {particles}", max(1, options.row_size() // particles)
-            scores = score_population(
-                world, learner.population(pair, word, m, particles, runs)
-            ).scores
-            mean = scores.get("toxicity", scores["log_phi"]).mean().item()
-            row["populations"][particles] = mean
-    return row, samples.rows(f"generation {m}")
-
-
-def score_population(world: World, population: Population) -> metrics.ScoredTexts:
-    """The samples of the runs that are alive, grouped by their runs."""
-    final = population.alive().samples  # [R, K, T]
-    group = [r for r in range(len(final)) for _ in range(final.shape[1])]  # [R K]
-    return world.score(final.flatten(0, 1), group)
-
-
-def population_row(population: Population) -> dict:
-    """What the runs say of themselves: evidence, effective sizes, copies. Dead runs have none."""
-    runs, particles = population.log_weights.shape
-    alive = population.alive()
-    log_z = alive.log_z
-    distinct = [len(tokens.unique(dim=0)) / particles for tokens in alive.samples]  # [R]
-    return {
-        "log_z": population.log_mean_z(),
-        "log_z_hat_mean": log_z.mean().item(),
-        "log_z_hat_std": log_z.std().item() if len(log_z) > 1 else math.nan,
-        "ess": alive.ess.mean().item(),
-        "distinct": sum(distinct) / len(distinct),
-        # Texts of dead runs were scored as well.
-        "worth": 1 / alive.shares().square().sum().item() / (runs * particles),
-        "dead_runs": runs - len(log_z),
-        "num_runs": runs,
-    }
+def target_row(world: World, samples: metrics.ScoredTexts, count: int) -> dict:
+    """Row Target of the exact samples; `count` is how many texts a generation's row has."""
+    exact, vectors = world.reference.exact, world.reference.vectors
+    row = metrics.describe(samples, vectors)
+    if len(vectors) >= 4:  # two in each half
+        row["energy"] = metrics.energy_floor(vectors, count)
+    row |= {"log_z": exact.log_z, "log_z_std_error": exact.log_z_std_error}
+    return row | {"num_samples": len(exact.tokens), "num_proposals": exact.num_proposals}

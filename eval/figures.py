@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
+from eval.metrics import COLUMNS, KL
 from tinystories.files import replacing
 from tsmc.estimate import mean_estimate
 
@@ -16,12 +17,6 @@ plt.switch_backend("Agg")  # needs no screen
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 MARKERS = "os^DvP"
 LEVELS = {"Base": ("#555555", ":"), "Target": ("black", "--")}  # horizontal lines
-KL = "kl_target_proposal"
-LABELS = {
-    "toxicity": "Toxicity (better: nearer to Target)",
-    KL: "KL(sigma||q), nats (better: lower)",
-}
-LABELS["log_phi"] = "log phi (better: nearer to Target)"
 Lines = dict[str, dict[str, list[dict]]]
 """By name, then by the label of a point, as "0" for generation 0: the row of each seed."""
 
@@ -59,7 +54,9 @@ def draw_panels(panels: dict[str, tuple[str, Lines]], path: Path) -> None:
     figure, grid = plt.subplots(1, len(panels), **shape)
     for axes, (title, (key, lines)) in zip(grid[0], panels.items(), strict=True):
         draw_lines(axes, lines, key)
-        axes.set(title=title, xlabel="Generation", ylabel=LABELS[key])
+        (column,) = (one for one in COLUMNS if one.key == key)
+        label = f"{column.title} (better: {column.better})"
+        axes.set(title=title, xlabel="Generation", ylabel=label)
         means = [y for line in axes.containers for y in line[0].get_ydata()]
         if key == KL and max(means) > 4 * min(means) > 0:
             # Baselines are far away, and intervals may reach anywhere: the means choose the axis.

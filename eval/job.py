@@ -16,6 +16,7 @@ to the byte.
 import contextlib
 import json
 import platform
+import re
 import shlex
 import time
 from pathlib import Path
@@ -31,6 +32,11 @@ from tinystories import files
 from tsmc import processes
 
 PAIR, STATE, ROW = "pair.safetensors", "state.safetensors", "row.json"
+# What `replacing` writes before it takes the place of a file of a job; others are the user's.
+PARTIAL = re.compile(
+    r"((base|target|figures|generation-\d+)/)?\.(config|results|row|seconds|samples|metrics|pair"
+    r"|state|generations)\.(json|jsonl|safetensors|png)\.\d+\.partial"
+)
 
 
 class Job(contextlib.AbstractContextManager):
@@ -74,8 +80,9 @@ class Job(contextlib.AbstractContextManager):
         except OSError as error:  # as network disks do
             fault = f"{self.path}: files cannot be locked there ({error.strerror})"
             say(f"{fault}; let no second process write there")
-        for left in self.path.rglob(".*.partial"):  # by a process that was killed as it wrote
-            left.unlink()
+        for left in (*self.path.glob(".*.partial"), *self.path.glob("*/.*.partial")):
+            if PARTIAL.fullmatch(left.relative_to(self.path).as_posix()):
+                left.unlink()  # of a process that was killed as it wrote
         path = self.path / "config.json"
         versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
         made = files.read_json(path) if path.exists() else {"versions": versions}
@@ -132,6 +139,7 @@ class Job(contextlib.AbstractContextManager):
             named = {"toxicity": "toxicity", "log phi": "log_phi", "KL": "kl_target_proposal"}
             said = [f"{name} {row[key]:.3g}" for name, key in named.items() if row.get(key)]
             say(", ".join([f"generation {m}: {seconds:.0f} s", *said, f"about {left:.0f} s left"]))
+            say(f"  {row['examples'][0]}")
         self.start, self.core_start = time.monotonic(), time.process_time()
         processes.gather(None)  # nobody reads before it is there
 

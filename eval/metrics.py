@@ -1,24 +1,8 @@
-"""The columns of the table: what a set of samples is worth.
-
-    log phi      mean over the final particles of R independent TSMC runs of K
-    phi > 0      share of the texts that the potential does not rule out
-    toxicity     mean of p(toxic | s), where the potential reads the classifier
-    ended        share of the texts that have the token --end; the others are cut at T
-    similarity   mean cosine over distinct index pairs of the same R K texts
-    energy       2 E|x - y| - E|x - x'| - E|y - y'|: energy distance of sentence embeddings, texts x
-                 against exact samples y of sigma; zero where both come from the same distribution.
-                 In Target's row what 95 % of exact samples of the size of a row would stay below
-    KL(sigma||q) = E_sigma[log p^(0)(s) + log phi(s) - log q(s)] - log Z_sigma, by exact samples
-    log Z        log of the mean of Z-hat over all runs, dead ones counting zero; of Base and
-                 Target that of phi over draws of p^(0), with its 95 % interval
-    log Z-hat    of one run: mean and standard deviation over the runs that are alive. The mean is
-                 at most log Z_sigma in expectation where no run can die
-    ESS          of the weights at t = T, before the last resampling, mean over runs
-    distinct     share of different sequences among a run's K samples, mean over runs
-    dead         runs whose weights were all zero at some step
+"""What a set of samples is worth: the columns of the table, and how their numbers are made.
 
 Samples are the particles after the last resampling, where copies count as often as they occur.
-Particles of one run are dependent, so the energy distance leaves out their pairs.
+Particles of one run are dependent, so the energy distance leaves out their pairs. N texts, M exact
+samples of sigma, D width of an embedding, R runs of K particles.
 """
 
 import math
@@ -28,7 +12,66 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tsmc.estimate import Estimate
+from tsmc.estimate import Estimate, log_mean_estimate
+from tsmc.sampler import Population
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number of a row as tables and figures show it; above each is what it means."""
+
+    key: str
+    title: str
+    form: str
+    better: str = "nearer to Target"
+
+
+KL = "kl_target_proposal"
+COLUMNS = (  # of a job's table, in its order
+    # The mean of p(toxic | s), where the potential reads the classifier. Texts may all be alike.
+    Column("toxicity", "toxicity", ".3f"),
+    Column("log_phi", "log phi", ".2f"),
+    # The share of texts that the potential does not rule out.
+    Column("phi_positive", "phi > 0", ".3f"),
+    # The share of texts that have a token --end; the others are cut at T.
+    Column("ended", "ended", ".3f"),
+    # The mean cosine of the embeddings of two texts. To distil few distinct texts raises it.
+    Column("similarity", "similarity", ".3f"),
+    # 2 E|x - y| - E|x - x'| - E|y - y'|, the energy distance of embeddings of texts x and exact
+    # samples y: a squared distance, zero where both have one distribution, that hardly sees phi.
+    # Target has what 95 % of rows of as many independent texts would stay below. The noise of a row
+    # of runs is larger, because the texts of a run depend on each other.
+    Column("energy", "energy", ".3f"),
+    # KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma in nats by exact samples, of
+    # Base KL(sigma||p), with its 95 % interval. It is that of the proposal: weights repair a part.
+    Column(KL, "KL", ".2f", "lower"),
+    # The log of the mean of Z-hat over all runs, where dead ones count zero; of Base and Target
+    # that of phi over draws of p^(0). It and its 95 % interval miss what no run has met.
+    Column("log_z", "log Z", ".2f"),
+    # The mean and the standard deviation of log Z-hat over the runs that are alive. Where no run
+    # can die, the mean is at most log Z_sigma in expectation.
+    Column("log_z_hat_mean", "log Z-hat", ".2f"),
+    Column("log_z_hat_std", "(spread)", ".2f", "lower"),
+    # Means over runs: the effective sample size at T, before the last resampling, and the share of
+    # different texts among the K samples. Particles that count may share their beginnings.
+    Column("ess", "ESS", ".1f", "higher"),
+    Column("distinct", "distinct", ".2f", "higher"),
+    # Runs whose weights were all zero at some step.
+    Column("dead_runs", "dead", ".1f", "lower"),
+)
+FURTHER = (  # which only a study shows
+    Column("kl_target_model", "KL(sigma, p^(m))", ".2f", "lower"),  # without its twist
+    # Of what line 3 learns from: different texts, and the beginnings of runs that they come from.
+    Column("distinct_texts", "distinct texts distilled", ",.0f", "higher"),
+    Column("beginnings", "beginnings distilled", ",.0f", "higher"),
+    Column("scores", "scores", ",.0f", "lower"),  # texts that phi has scored up to here
+    Column("worth", "effective texts per score", ".3f", "higher"),  # 1 / sum W^2 over R K
+    Column("core_seconds", "core seconds", ",.0f", "lower"),  # of the whole job up to here
+    Column("acceptance_rate", "acceptance rate", ".3%"),  # of rejection
+)
+BESIDE = {"generation", "examples", "num_samples", "num_proposals", "num_runs", "log_z_std_error"}
+BESIDE |= {"kl_half_width", "populations"}  # the mean score of populations of K particles, by K
+"""What a row has beside its columns."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +89,46 @@ class ScoredTexts:
             scores = {name: values[n].item() for name, values in self.scores.items()}
             rows.append({"source": source, "run": self.group[n], **scores, "text": text})
         return rows
+
+
+def describe(samples: ScoredTexts, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict:
+    """Columns of texts with embeddings [N, D]; [M, D] are those of exact samples, if any."""
+    row = {"phi_positive": (samples.scores["log_phi"] > -torch.inf).double().mean().item()}
+    for name, values in samples.scores.items():
+        row[name] = values.mean().item()
+    row["similarity"] = mean_pairwise_cosine(vectors)
+    group = torch.tensor(samples.group, device=vectors.device)
+    if exact_vectors is not None and group[0] != group[-1]:  # else no two texts are independent
+        row["energy"] = energy_distance(vectors, exact_vectors, group)
+    return row
+
+
+def population_row(population: Population) -> dict:
+    """What the runs say of themselves: evidence, effective sizes, copies. Dead runs have none."""
+    runs, particles = population.log_weights.shape
+    alive = population.alive()
+    log_z = alive.log_z
+    distinct = [len(tokens.unique(dim=0)) / particles for tokens in alive.samples]  # [R]
+    return {
+        "log_z": population.log_mean_z(),
+        "log_z_std_error": log_mean_estimate(population.log_z).std_error,
+        "log_z_hat_mean": log_z.mean().item(),
+        "log_z_hat_std": log_z.std().item() if len(log_z) > 1 else math.nan,
+        "ess": alive.ess.mean().item(),
+        "distinct": sum(distinct) / len(distinct),
+        # Texts of dead runs were scored as well.
+        "worth": 1 / alive.shares().square().sum().item() / (runs * particles),
+        "dead_runs": runs - len(log_z),
+        "num_runs": runs,
+    }
+
+
+def mean_pairwise_cosine(vectors: Tensor) -> float:
+    """Mean cosine over the pairs i != j of vectors [N, D], N > 1."""
+    count = vectors.shape[0]
+    unit = F.normalize(vectors.double(), dim=-1)  # [N, D]
+    # The sum over all pairs is |sum_i e_i|^2.
+    return float((unit.sum(0).square().sum() - unit.square().sum()) / (count * (count - 1)))
 
 
 def pair_distances(x: Tensor, y: Tensor) -> Tensor:
@@ -84,36 +167,34 @@ def energy_floor(y: Tensor, n: int) -> float:
     return energies.quantile(0.95).item() * (1 / n + 1 / count) / (1 / half + 1 / other)
 
 
-def describe(samples: ScoredTexts, vectors: Tensor, exact_vectors: Tensor | None = None) -> dict:
-    """Columns of texts with embeddings [N, D]; [M, D] are those of exact samples, if any."""
-    row = {"phi_positive": (samples.scores["log_phi"] > -torch.inf).double().mean().item()}
-    for name, values in samples.scores.items():
-        row[name] = values.mean().item()
-    row["similarity"] = mean_pairwise_cosine(vectors)
-    group = torch.tensor(samples.group, device=vectors.device)
-    if exact_vectors is not None and group[0] != group[-1]:  # else no two texts are independent
-        row["energy"] = energy_distance(vectors, exact_vectors, group)
-    return row
+def log_z_of(row: dict) -> Estimate | None:
+    """log Z of a row, from its runs or from draws of p^(0), where its error is known."""
+    if row.get("log_z") is None or row.get("log_z_std_error") is None:
+        return None
+    draws = [row[key] for key in ("num_runs", "num_proposals", "num_samples") if key in row]
+    return Estimate(row["log_z"], row["log_z_std_error"], draws[0] - 1)
 
 
-def mean_pairwise_cosine(vectors: Tensor) -> float:
-    """Mean cosine over the pairs i != j of vectors [N, D], N > 1."""
-    count = vectors.shape[0]
-    unit = F.normalize(vectors.double(), dim=-1)  # [N, D]
-    # The sum over all pairs is |sum_i e_i|^2.
-    return float((unit.sum(0).square().sum() - unit.square().sum()) / (count * (count - 1)))
+def warning_of(row: dict, ends: dict[str, dict]) -> str:
+    """`missing_part` of a generation, from its row and the rows Base and Target of its job."""
+    name = "target" if "target" in ends else "base"
+    found, known = log_z_of(row), log_z_of(ends[name])
+    if found is None or known is None:
+        return ""
+    line = missing_part(found, known, name.title())
+    return line and f"generation {row['generation']}: {line}"
 
 
-def missing_part(found: Estimate, base: Estimate) -> str:
-    """A line where log Z of a generation lies so far below that of Base that a quarter of sigma is
-    missing, whatever the errors of both, or "".
+def missing_part(found: Estimate, known: Estimate, name: str = "Base") -> str:
+    """A line where log Z of a generation lies so far below that of the row Target, or else Base,
+    that a fifth of sigma is missing, whatever the errors of both, or "".
 
     Such runs may agree with each other, and then every other column looks perfect. The intervals
-    of skewed weights hold a little less often than they say, hence a quarter and not anything.
+    of skewed weights hold a little less often than they say, hence a fifth and not anything.
     """
-    lost = base.value - base.half_width() - (found.value + found.half_width())
-    if not lost > math.log(4 / 3):
+    lost = known.value - found.value - math.hypot(known.half_width(), found.half_width())
+    if not lost > math.log(5 / 4):
         return ""
-    fault = f"log Z {found.value:.2f} of the runs lies below {base.value:.2f} of the row Base: "
-    fault += "they miss a quarter of sigma or more"
+    fault = f"log Z {found.value:.2f} of the runs lies below {known.value:.2f} of the row {name}: "
+    fault += "they miss a fifth of sigma or more"
     return f"{fault}; lower the learning rates, or draw more"

@@ -5,6 +5,7 @@ A field `ctl_updates` becomes `--ctl-updates`, and `--no-...` switches a switch 
 
 import argparse
 import dataclasses
+import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -92,7 +93,8 @@ class Options:
         try:
             return torch.Generator("cpu" if name == "auto" else name).device
         except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"--device {name} is not available here; use --device cpu") from error
+            fault = f"--device {name}: there is no such device here"
+            raise ValueError(f"{fault}; give auto, cpu, cuda or cuda:N") from error
 
 
 def flag_of(name: str) -> str:
@@ -114,10 +116,19 @@ def build(values: dict[str, Any]) -> Options:
     own = {key: value for key, value in full.items() if key in names}
     rest = {key: value for key, value in full.items() if key not in names}
     for key in rest.keys() - {field.name for field in dataclasses.fields(learner.Options)}:
-        owners = [other for other, kind in LEARNERS.items() if hasattr(kind.Options, key)]
-        remedy = f"it belongs to {' and '.join(owners)}" if owners else "see main.py --help"
-        raise ValueError(f"{flag_of(key)}: no option of --learner {name}; {remedy}")
+        raise no_option(key, name)
     return Options(**own, learning=learner.Options(**rest))
+
+
+def no_option(key: str, learner: str) -> ValueError:
+    """That a learner does not have an option, and whose it is or which one it resembles."""
+    kinds = (Options, *(kind.Options for kind in LEARNERS.values()))
+    every = [field.name for kind in kinds for field in dataclasses.fields(kind) if field.metadata]
+    near = difflib.get_close_matches(key, every, 1)
+    remedy = f"did you mean {flag_of(near[0])}?" if near else "see main.py --help"
+    if owners := [name for name, kind in LEARNERS.items() if hasattr(kind.Options, key)]:
+        remedy = f"it belongs to {' and '.join(owners)}"
+    return ValueError(f"{flag_of(key)}: no option of --learner {learner}; {remedy}")
 
 
 def add_arguments(group: Any, options: type, names: Sequence[str] = ()) -> None:
@@ -158,17 +169,21 @@ def read_options(arguments: list[str] | None, description: str) -> tuple[Options
     parser.add_argument("--resume", metavar="JOB", help="continue this job, with its own options")
     add_arguments(parser.add_argument_group("the job, its networks and its table"), Options)
     chosen = parser.parse_known_args(arguments)[0]
-    learner = getattr(chosen, "learner", Options.learner)
+    path = Path(chosen.resume) if "resume" in chosen else None
+    options = saved_options(path) if path else None
+    learner = options.learner if options else getattr(chosen, "learner", Options.learner)
     add_arguments(parser.add_argument_group(f"the learner ({learner})"), LEARNERS[learner].Options)
     parser.add_argument("-h", "--help", action="help", help="show this")
     known, unknown = parser.parse_known_args(arguments)
+    for word in unknown[:1]:
+        if word.startswith("-"):
+            raise no_option(word.partition("=")[0].lstrip("-").replace("-", "_"), learner)
+        remedy = f"a job is continued by --resume {word}, and other values belong to an option"
+        raise ValueError(f"{word}: is not an option; {remedy}")
     given = vars(known)
-    for word in unknown[:1]:  # `build` says whose it is
-        given[word.partition("=")[0].lstrip("-").replace("-", "_")] = None
-    if "resume" not in given:
+    if options is None:
         return build(given), None
-    path = Path(given.pop("resume"))
-    options = saved_options(path)
+    del given["resume"]
     if "generations" in given:
         options = dataclasses.replace(options, generations=given.pop("generations"))
     if given:

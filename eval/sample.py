@@ -2,32 +2,54 @@
 
     python -m eval.sample runs/pocket --samples 20
     python -m eval.sample --potential keyword:submarine
+    python -m eval.sample runs/pocket --picture particles.html
 
 Texts are drawn by weight, their share of the weight of all particles of all runs. log Z is the
 evidence as estimated from all runs together; ESS is that of the weights at the last token, averaged
 over the runs; 1 / sum W^2 is how many independent samples all texts are worth at most; Pareto k
 says how heavy the tail of the weights is. Without JOB the language model proposes, or where the
 potential has hints (keyword) draws that are forced to hold them. Options that are not given are
-those of JOB, without JOB those of main.py.
+those of JOB, without JOB those of main.py. --picture shows the particles of one run, step by step.
 """
 
 import argparse
 import dataclasses
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from distill import LEARNERS, Weighted, load_pair, sample
+from distill import LEARNERS, Pair, Weighted, load_pair, sample
+from distill.options import check, option
 from eval.command import OneLineParser, one_line_errors, printable, say
 from eval.job import count_generations
 from eval.options import Options, add_arguments, saved_options
+from eval.picture import draw_picture
 from eval.world import check_unchanged, load_sigma
 from tsmc import SCHEMES, Rule
 from tsmc.draws import systematic
 from tsmc.estimate import Estimate
 
 OPTIONS = ("prompt", "length", "end", "seed", "potential", "lm", "device")  # of main.py
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What is drawn, and how; what the command line leaves out depends on JOB."""
+
+    generation: int = option(0, "the pair (p^(m), psi^(m)) that draws [the last]", low=0)
+    particles: int = option(50, "K, particles of a run")
+    runs: int = option(8, "R, runs, weighed by Z-hat [8, without JOB 40]")
+    samples: int = option(10, "texts to draw by their weights")
+    resampling: str = option("multinomial", "resampling scheme [JOB's]", choices=tuple(SCHEMES))
+    ess_threshold: float = option(
+        0.0, "resample where ESS / K is lower; 1: at every step [JOB's]", high=1
+    )
+    picture: str = option("", "an HTML file to write, with every step of one run")
+
+    def __post_init__(self):
+        check(self)
 
 
 class TrainedJob:
@@ -81,7 +103,7 @@ def report(drawn: Weighted, is_trained: bool, samples: int) -> str:
     lines = ["   ".join(numbers)]
     if warning := drawn.warning():
         lines.append(warning)
-    if not is_trained and set(drawn.scores["log_phi"].tolist()) == {0.0, -math.inf}:
+    elif not is_trained and set(drawn.scores["log_phi"].tolist()) == {0.0, -math.inf}:
         lines.append(rate(evidence))
     has_toxicity = "toxicity" in drawn.scores
     lines.append(f" share  log phi  {'toxicity  ' if has_toxicity else ''}text")
@@ -106,51 +128,50 @@ def main(arguments: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     usage = "python -m eval.sample (JOB | --potential SPEC) [OPTIONS]"
     parser = OneLineParser("python -m eval.sample", usage, __doc__, formatter_class=raw)
-    add = parser.add_argument
-    add("job", nargs="?", metavar="JOB", help="folder that main.py wrote")
-    add("--generation", type=int, metavar="M", help="default: the last")
-    add("--particles", type=int, metavar="K", default=50, help="particles (default: 50)")
-    add("--runs", type=int, metavar="R", help="runs, weighed by Z-hat (default: 8, without JOB 40)")
-    add("--samples", type=int, metavar="N", default=10, help="samples to draw (default: 10)")
-    add("--resampling", choices=tuple(SCHEMES), help="resampling scheme")
-    add(
-        "--ess-threshold",
-        type=float,
-        metavar="SHARE",
-        help="resample where ESS / K is lower; 1: at every step",
-    )
+    parser.add_argument("job", nargs="?", metavar="JOB", help="folder that main.py wrote")
+    add_arguments(parser, Draws)
     add_arguments(parser, Options, OPTIONS)
     with one_line_errors("python -m eval.sample"):
         args = parser.parse_args(arguments)
-        given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        rule = {"resample": SCHEMES.get(args.resampling), "ess_threshold": args.ess_threshold}
-        rule = {name: value for name, value in rule.items() if value is not None}
-        runs = (8 if args.job else 40) if args.runs is None else args.runs
-        say("loading the networks")
-        if args.job is None:
-            if args.potential is None:
+        found = {name: value for name, value in vars(args).items() if value is not None}
+        changes = {name: found.pop(name) for name in OPTIONS if name in found}
+        changes |= {name: tuple(v) for name, v in changes.items() if isinstance(v, list)}
+        job = found.pop("job", None)
+        draws, rule = Draws(**{"runs": 8 if job else 40} | found), {}
+        if args.resampling is not None:
+            rule["resample"] = SCHEMES[args.resampling]
+        if args.ess_threshold is not None:
+            rule["ess_threshold"] = args.ess_threshold
+        if job is None:
+            if "potential" not in changes:
                 parser.error(f"no job is named: {usage}")
             if args.generation is not None:
                 parser.error("--generation is one of JOB; leave it out or name JOB")
-            options = Options(**given)
+            options = Options(**changes)
             world = load_sigma(options)
-            sizes = (args.particles, runs, options.seed)
-            plain = Rule(systematic, 0.0)
-            chosen = dataclasses.replace(plain, **rule) if rule else None
-            drawn = sample(world.base, world.potential, None, *sizes, world.scores, chosen)
+            pair, usual = None, Rule(systematic, 0.0)
             source = "forced draws propose" if world.potential.hints else "p proposes"
         else:
-            if args.lm is not None:
+            if "lm" in changes:
                 parser.error("--lm is for sampling without JOB; leave one of them out")
-            trained = TrainedJob(args.job, args.generation)
-            options = dataclasses.replace(trained.options, **given)
-            chosen = dataclasses.replace(trained.rule(), **rule)
-            drawn = trained.sample(args.particles, runs, chosen, **given)
+            trained = TrainedJob(job, args.generation, changes.get("device", "auto"))
+            options = dataclasses.replace(trained.options, **changes)
+            world = trained.world(options)
+            pair, usual = load_pair(trained.pair, world.base), trained.rule()
             source = f"generation {trained.generation}"
-        shown = f"{runs} runs of K = {args.particles}, T = {options.length}, seed {options.seed}"
-        print(f"{printable(options.prompt)}\n{source}, {shown}")
-        print(report(drawn, args.job is not None, args.samples), flush=True)
+        is_forced = pair is None and bool(world.potential.hints)
+        if is_forced and draws.picture:
+            parser.error("--picture shows steps, which forced draws have not; name JOB")
+        chosen = None if is_forced and not rule else dataclasses.replace(usual, **rule)
+        sizes = (draws.particles, draws.runs, options.seed)
+        drawn = sample(world.base, world.potential, pair, *sizes, world.scores, chosen)
+        shown = f"{draws.runs} runs of K = {draws.particles}, T = {options.length}"
+        print(f"{printable(options.prompt)}\n{source}, {shown}, seed {options.seed}")
+        print(report(drawn, job is not None, draws.samples), flush=True)
+        if draws.picture:
+            path, pair = Path(draws.picture), pair or Pair(world.base, None)
+            draw_picture(path, world, pair, draws.particles, chosen or usual, options.seed)
+            say(f"one run of K = {draws.particles}, step by step, is in {path}")
 
 
 if __name__ == "__main__":

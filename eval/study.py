@@ -7,9 +7,9 @@ A job NAME-SEED is made in runs/study, and gone on with where it was begun. When
 its numbers are kept in docs/results/runs/NAME-SEED.json with the command, version and commit that
 made them; nothing else of it is needed, so a study goes on where another machine left it. A table
 of the page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is "NAME M",
-generation M of the runs NAME, or "A → B", the change from A to B within each seed, and a column is
-one of COLUMNS. Behind <!-- table sad- --> the runs are sad-NAME. A number is the mean over seeds
-with half of its 95 % interval (Student's t).
+generation M of the runs NAME, or "A → B", the change from A to B within each seed, and a column has
+a title of `eval/metrics.py`. Behind <!-- table sad- --> the runs are sad-NAME. A number is the mean
+over seeds with half of its 95 % interval (Student's t).
 """
 
 import dataclasses
@@ -27,11 +27,12 @@ import torch
 
 from eval.command import OneLineParser, one_line_errors
 from eval.compare import best_of_row
-from eval.figures import KL, LEVELS, Lines, draw_panels
+from eval.figures import LEVELS, Lines, draw_panels
 from eval.job import read_lines
+from eval.metrics import COLUMNS, FURTHER, KL, Column
 from eval.options import read_options, saved_options
 from eval.sample import TrainedJob
-from eval.table import TABLE, mean_cell
+from eval.table import mean_cell
 from eval.world import load_world, save_target
 from tinystories.files import read_json, write_json, write_text
 from tsmc import SCHEMES, Rule, Streams
@@ -88,16 +89,8 @@ RULED = ("paper", "sad-paper")
 BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 50 texts of p
 
 LEARNERS = ("paper", "end-alone", "pooled")
-COLUMNS = {title: (key, form) for title, key, form in TABLE}  # of a table in the page
-COLUMNS |= {
-    "energy": ("energy", ".4f"),
-    "KL(sigma, p^(m))": ("kl_target_model", ".2f"),
-    "distinct texts distilled": ("distinct_texts", ",.0f"),
-    "scores": ("scores", ",.0f"),
-    "core seconds": ("core_seconds", ",.0f"),
-    "effective texts per score": ("worth", ".3f"),
-    "acceptance rate": ("acceptance_rate", ".3%"),
-}
+TITLES = {column.title: column for column in (*COLUMNS, *FURTHER)}  # of a table in the page
+TITLES["energy"] = dataclasses.replace(TITLES["energy"], form=".4f")
 RUNNING, KEPT, PAGE = Path("runs/study"), Path("docs/results/runs"), Path("docs/results.md")
 DRAWING = threading.Lock()  # of exact samples
 Places = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
@@ -152,6 +145,7 @@ def keep(job: Path, made: dict) -> None:
         for record in read_lines(job / f"generation-{m}" / "metrics.jsonl"):
             if "distinct" in record:
                 row["distinct_texts"] = record["distinct"]
+                row["beginnings"] = record.get("beginnings")
     if made["name"] in RULED:
         results["rules"] = [rules(job, m) for m in range(len(results["generations"]))]
     if made["name"] in BEST_OF:
@@ -188,9 +182,13 @@ def read_runs(folder: Path) -> Places:
         rows["Base"] = record["base"]
         if target := record.get("target"):
             rows["Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
+            # KL(sigma||p) = E_sigma[log phi] - log Z, which earlier versions did not keep.
+            rows["Base"].setdefault(KL, target["log_phi"] - target["log_z"])
         if "best_of" in record:
             rows[f"best of {BEST}"] = record["best_of"]
         for title, row in rows.items():
+            for of_one_job in ("kl_half_width", "log_z_std_error"):  # here intervals are over seeds
+                row.pop(of_one_job, None)
             places.setdefault(f"{record['name']} {title}", {})[record["seed"]] = row
     return places
 
@@ -213,12 +211,13 @@ def fill(page: str, places: Places) -> str:
     """The page, the numbers of its tables made anew; those of a row without runs are left out."""
     for block in re.finditer(r"<!-- table (\w+- )?-->\n(.*?)<!-- end -->", page, re.DOTALL):
         head, rule, *rows = block[2].splitlines()
-        columns = [COLUMNS.get(one.strip(), (one.strip(), ".3f")) for one in head.split("|")[2:-1]]
+        titles = [one.strip() for one in head.split("|")[2:-1]]
+        shown = [TITLES.get(title, Column(title, title, ".3f", "a score")) for title in titles]
         lines = [head, rule]
         for row in rows:
             title = row.split("|")[1].strip()
             found = rows_of(places, title, (block[1] or "").strip())
-            cells = [mean_cell(found, key, form) if found else "" for key, form in columns]
+            cells = [mean_cell(found, column) if found else "" for column in shown]
             lines.append(f"| {title} | {' | '.join(cells)} |")
         table = "".join(f"{line}\n" for line in lines)
         page = page.replace(block[0], block[0].replace(block[2], table))
@@ -239,8 +238,8 @@ def draw_figures(places: Places, folder: Path) -> None:
             pairs = lines["paper"].items()  # the rows of each generation
             rules[rule] = {m: [{key: row.get(rule)} for row in rows] for m, rows in pairs}
         panels[title] = key, rules
-        for name, row in {"dpo": "dpo-ten 0", "grpo": "grpo-ten 0", "rl": "rl 0"}.items():
-            if rows := rows_of(places, row, task):
+        for name in ("dpo-ten", "grpo-ten", "rl"):
+            if rows := rows_of(places, f"{name} 0", task):
                 lines[name] = {name: rows}
         by_generation = {title: (key, lines), "Proposal": (KL, lines)}
         draw_panels(by_generation, folder / f"{task}generations.png")
@@ -255,6 +254,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
         parser.add_argument("--report", action="store_true", help=f"fill {PAGE}, make no job")
         args = parser.parse_args(arguments)
+        if args.jobs < 1:
+            parser.error(f"--jobs is {args.jobs}; give a number at least 1")
         if args.report:
             places = read_runs(KEPT)
             write_text(PAGE, fill(PAGE.read_text(encoding="utf-8"), places))
@@ -264,7 +265,11 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(1)
         names = [f"{name}-{seed}" for name in args.only for seed in RUNS[name][1]]
         missing = [name for name in names if not (KEPT / f"{name}.json").exists()]
-        with ThreadPoolExecutor(max(1, args.jobs)) as pool:
+        if not missing:
+            print(
+                f"all {len(names)} jobs are kept in {KEPT}; one whose file is deleted is made again"
+            )
+        with ThreadPoolExecutor(args.jobs) as pool:
             failed = list(pool.map(make, missing)).count(False)
         if failed:
             raise ValueError(f"{failed} runs failed, see above; mend them and start again")

@@ -4,7 +4,8 @@
 
 Exact samples, and the texts of row Base, are kept as tokens [N, T] with log phi [N] and log p [N].
 Whoever uses them again scores a few of them again, so a network, a user's file or anything that
-such a file reads cannot change unnoticed. N samples, T tokens, D width of an embedding.
+such a file reads cannot change unnoticed. First what is loaded, then its files, then all checks. N
+samples, T tokens, D width of an embedding.
 """
 
 import dataclasses
@@ -19,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval import scorers
+from eval import metrics, scorers
 from eval.command import say
-from eval.metrics import ScoredTexts
 from eval.options import DTYPES, POCKET, Options
 from tinystories import Conditional, load_model
 from tinystories.decoder import NO_END, is_end
@@ -69,25 +69,31 @@ class World:
     encode: scorers.Runner | None = None  # embeds texts, N texts -> [N, D], for the table
     reference: Reference | None = None  # None where there are no exact samples
 
-    def score(self, tokens: Tensor, group: list[int] | None = None) -> ScoredTexts:
+    def score(self, tokens: Tensor, group: list[int] | None = None) -> metrics.ScoredTexts:
         """Decode and score sequences tokens [N, T]; without groups each text is its own group."""
         finished = is_end(tokens, self.base.end).any(1).tolist()  # else cut at T
         return self.score_texts(self.potential.texts(tokens), group, finished)
 
     def score_texts(
         self, texts: list[str], group: list[int] | None = None, finished: list[bool] | None = None
-    ) -> ScoredTexts:
+    ) -> metrics.ScoredTexts:
         """The same of N texts, prompt included; all are finished unless it is said of each."""
         scores = {"log_phi": self.potential.of_texts(texts, finished)}
         if finished is not None and self.base.end != NO_END:
             scores["ended"] = torch.tensor(finished).double()
         for name, function in self.scores.items():
             scores[name] = each_once(function, texts, name)
-        return ScoredTexts(texts, scores, group or list(range(len(texts))))
+        return metrics.ScoredTexts(texts, scores, group or list(range(len(texts))))
 
-    def exact_vectors(self) -> Tensor | None:
-        """Embeddings [N, D] of the exact samples, if there are any."""
-        return None if self.reference is None else self.reference.vectors
+    def describe(self, samples: metrics.ScoredTexts) -> dict:
+        """Columns of texts, compared with the exact samples if there are any."""
+        exact_vectors = self.reference.vectors if self.reference else None
+        return metrics.describe(samples, self.encode(samples.texts), exact_vectors)
+
+    def kl_row(self, log_q: Tensor) -> dict:
+        """The column KL, from log q [N] of the exact samples."""
+        kl = self.reference.kl_to(log_q)
+        return {metrics.KL: kl.value, "kl_half_width": kl.half_width()}
 
     def set_exact(self, exact: ExactSamples) -> None:
         """Compare with these exact samples from here on."""
@@ -98,44 +104,57 @@ class World:
         self.reference = Reference(exact, log_p, self.encode(self.potential.texts(exact.tokens)))
 
 
+def load_world(options: Options, folder: Path | None = None) -> World:
+    """`load_sigma`, the sentence encoder, and exact samples: those of --target, those that the job
+    in a folder has drawn, or the shipped ones where they are of this sigma.
+
+    ValueError where they are of another, or where texts of the job have other scores than before.
+    """
+    directory = target_directory(options, folder)
+    exact, sigma = load_target(directory)
+    fits = is_usable(directory, other_option(sigma, options))
+    checkpoint_directory(options.lm, "--lm")  # what is missing is told before anything is loaded
+    path = checkpoint_directory(options.similarity_model, "--similarity-model")
+    world = load_sigma(options)
+    device = world.base.prompt.device
+    encoder, words = scorers.load_scorer(scorers.SentenceEncoder, path, device)
+    world.encode = scorers.Runner(encoder.to(DTYPES[options.dtype]), words)
+    check_potential(world.base, world.potential, torch.Generator(device).manual_seed(options.seed))
+    if folder is not None:
+        check_unchanged(folder, world)
+    if fits and is_usable(directory, change_of(world, directory / SAMPLES)):
+        world.set_exact(exact)
+    return world
+
+
 def load_sigma(options: Options) -> World:
     """The language model and what its potential reads, on the job's device."""
     device, dtype = options.torch_device(), DTYPES[options.dtype]
-    factors = load_factors(options.potential)  # what is misspelt waits for no network
+    factors = load_factors(options.potential)
     if not options.end and any(spec.partition("~")[0] == "ended" for spec in factors):
         raise ValueError("--potential ended: no token finishes a text; name one with --end")
-    base, tokenizer = load_model(
-        options.lm, "--lm", options.prompt, options.length, options.end, device, dtype
-    )
-    scores = {}
-    if set(CLASSIFIED) & set(options.potential):  # else the classifier is not loaded
+    is_classified = bool(set(CLASSIFIED) & set(options.potential))
+    checkpoint_directory(options.lm, "--lm")
+    if is_classified:  # else the classifier is not loaded
         path = checkpoint_directory(options.toxicity_model, "--toxicity-model")
+    say("loading the networks")  # what is misspelt has not waited for them
+    given = (options.prompt, options.length, options.end, device, dtype)
+    base, tokenizer = load_model(options.lm, "--lm", *given)
+    scores = {}
+    if is_classified:
         classifier, words = scorers.load_scorer(scorers.ToxicityClassifier, path, device)
         scorer = scorers.ToxicityScorer(classifier.to(dtype), words)
         factors["toxicity"] = power(scorer, options.beta)
         factors["nontoxicity"] = power(scorer.log_nontoxic, options.beta)
         scores["toxicity"] = lambda texts: scorer(texts).double().exp()
     decode = partial(tokenizer.decode_batch, skip_special_tokens=True)
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    for spec in options.potential:
-        for hint in getattr(factors[spec], "hints", []):
-            if hint.lower() not in tokenizer.decode(encode(f"a {hint}")).lower():
-                fault = f"--potential {spec}: the tokenizer of --lm cannot write {hint!r}"
-                raise ValueError(f"{fault}; no text of the language model has it")
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    check_hints(factors, tokenizer)
     chosen = [factors[spec] for spec in options.potential]
     potential = TextPotential(chosen, decode, base.prompt, base.end, encode)
     # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
     potential.scale = max(options.beta, 1.0) if scores else 1.0
-    # A tokenizer cuts a whole word otherwise than its beginning, after which p writes garbage.
-    likely = base.head(base.decoder(1).hidden)[0].softmax(-1).topk(min(20, base.vocab_size))
-    nexts = potential.continuations(potential.texts(likely.indices[:, None]))
-    goes_on = torch.tensor([text[:1].isalnum() and text.isascii() for text in nexts])
-    if options.prompt[-1].isalnum() and likely.values.cpu()[goes_on].sum() > 0.5:
-        word = nexts[int(goes_on.nonzero()[0])]
-        say(f"p mostly goes on with the last word of --prompt, as by {word!r}; finish that word")
+    tell_unfinished_word(options.prompt, base, potential)
     if not options.end:
         ends, share = unnamed_ends(base, tokenizer, checkpoint_directory(options.lm, "--lm"))
         if share > 0.01:
@@ -144,36 +163,75 @@ def load_sigma(options: Options) -> World:
     return World(base, potential, scores)
 
 
-def load_world(options: Options, folder: Path | None = None) -> World:
-    """`load_sigma`, the sentence encoder, and exact samples: those of --target, those that the job
-    in a folder has drawn, or the shipped ones where they are of this sigma.
+def target_directory(options: Options, folder: Path | None) -> Path:
+    """Where exact samples are looked for; ValueError where --target has none."""
+    if options.target:
+        directory = Path(options.target)
+        if not (directory / SAMPLES).exists():
+            fault = f"--target {directory}: there is no {SAMPLES}"
+            raise ValueError(f"{fault}; name the folder target/ of a job that has drawn some")
+        return directory
+    own = folder / "target" if folder else SHIPPED
+    return own if (own / SAMPLES).exists() else SHIPPED
 
-    ValueError where they are of another, or where texts of the job have other scores than before.
-    """
-    has_own = folder is not None and (folder / "target" / SAMPLES).exists()
-    directory = Path(options.target or (folder / "target" if has_own else SHIPPED))
-    is_shipped = not options.target and not has_own
-    exact, sigma = load_target(directory)
+
+def sigma_of(options: Options) -> dict[str, Any]:
+    """The options that sigma depends on, beside its networks, as JSON has them."""
+    sigma = {name: getattr(options, name) for name in ("prompt", "length", "beta")}
+    return sigma | {name: list(getattr(options, name)) for name in ("end", "potential")}
+
+
+def save_target(directory: Path, world: World, options: Options) -> None:
+    """Write the exact samples of a world, with the options of their sigma."""
+    exact = world.reference.exact
+    tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi}
+    tensors["log_p"] = world.reference.log_p
+    values = sigma_of(options) | {name: getattr(exact, name) for name in NUMBERS}
+    write_tensors(directory / SAMPLES, tensors, target=json.dumps(values))
+
+
+def load_target(directory: Path) -> tuple[ExactSamples, dict[str, Any]]:
+    """The exact samples of a directory, and the options of their sigma; ValueError if damaged."""
+    path = directory / SAMPLES
+    stored, metadata = read_tensors(path), read_metadata(path)
+    with reading(path, "holds no exact samples", "make it anew, or leave --target out"):
+        sigma = json.loads(metadata["target"])
+        numbers = [sigma.pop(name) for name in NUMBERS]
+        return ExactSamples(stored["tokens"].long(), stored["log_phi"], *numbers), sigma
+
+
+def check_hints(factors: dict[str, Any], tokenizer: Any) -> None:
+    """ValueError for a hint that the language model has no tokens for."""
+    for spec, factor in factors.items():
+        for hint in getattr(factor, "hints", []):
+            ids = tokenizer.encode(f"a {hint}", add_special_tokens=False).ids
+            if hint.lower() not in tokenizer.decode(ids).lower():
+                fault = f"--potential {spec}: the tokenizer of --lm cannot write {hint!r}"
+                raise ValueError(f"{fault}; no text of the language model has it")
+
+
+def tell_unfinished_word(prompt: str, base: Conditional, potential: TextPotential) -> None:
+    """Say where the prompt ends inside a word, whose tokens are others than those of the whole."""
+    likely = base.head(base.decoder(1).hidden)[0].softmax(-1).topk(min(20, base.vocab_size))
+    nexts = potential.continuations(potential.texts(likely.indices[:, None]))
+    goes_on = torch.tensor([text[:1].isalnum() and text.isascii() for text in nexts])
+    if prompt[-1].isalnum() and likely.values.cpu()[goes_on].sum() > 0.5:
+        word = nexts[int(goes_on.nonzero()[0])]
+        say(f"p mostly goes on with the last word of --prompt, as by {word!r}; finish that word")
+
+
+def other_option(sigma: dict[str, Any], options: Options) -> str:
+    """What is other in the sigma that exact samples were drawn for, or ""."""
     other = [name for name, value in sigma_of(options).items() if sigma.get(name) != value]
-    fault = f"holds samples of another sigma, whose {other[0]} differs" if other else ""
-    remedy = "restore what it was drawn with, or name another --target, or begin a new job"
-    if fault and not is_shipped:
+    return f"holds samples of another sigma, whose {other[0]} differs" if other else ""
+
+
+def is_usable(directory: Path, fault: str) -> bool:
+    """Whether exact samples have no fault; ValueError if they must not, as all but the shipped."""
+    if fault and directory != SHIPPED:
+        remedy = "restore what it was drawn with, or name another --target, or begin a new job"
         raise ValueError(f"{directory}: {fault}; {remedy}")
-    say("loading the networks")
-    world = load_sigma(options)
-    device = options.torch_device()
-    check_potential(world.base, world.potential, torch.Generator(device).manual_seed(options.seed))
-    path = checkpoint_directory(options.similarity_model, "--similarity-model")
-    encoder, words = scorers.load_scorer(scorers.SentenceEncoder, path, device)
-    world.encode = scorers.Runner(encoder.to(DTYPES[options.dtype]), words)
-    if folder is not None:
-        check_unchanged(folder, world)
-    fault = fault or change_of(world, directory / SAMPLES)
-    if not fault:
-        world.set_exact(exact)
-    elif not is_shipped:
-        raise ValueError(f"{directory}: {fault}; {remedy}")
-    return world
+    return not fault
 
 
 def checked_rows(log_phi: Tensor) -> Tensor:
@@ -214,28 +272,3 @@ def check_unchanged(folder: Path, world: World) -> None:
     if path.exists() and (fault := change_of(world, path)):
         remedy = "restore the networks and files that the job was made with, or begin a new one"
         raise ValueError(f"{path}: {fault}; {remedy}")
-
-
-def sigma_of(options: Options) -> dict[str, Any]:
-    """The options that sigma depends on, beside its networks, as JSON has them."""
-    sigma = {name: getattr(options, name) for name in ("prompt", "length", "beta")}
-    return sigma | {name: list(getattr(options, name)) for name in ("end", "potential")}
-
-
-def save_target(directory: Path, world: World, options: Options) -> None:
-    """Write the exact samples of a world, with the options of their sigma."""
-    exact = world.reference.exact
-    tensors = {"tokens": exact.tokens.to(torch.int32), "log_phi": exact.log_phi}
-    tensors["log_p"] = world.reference.log_p
-    values = sigma_of(options) | {name: getattr(exact, name) for name in NUMBERS}
-    write_tensors(directory / SAMPLES, tensors, target=json.dumps(values))
-
-
-def load_target(directory: Path) -> tuple[ExactSamples, dict[str, Any]]:
-    """The exact samples of a directory, and the options of their sigma; ValueError if damaged."""
-    path = directory / SAMPLES
-    stored, metadata = read_tensors(path), read_metadata(path)
-    with reading(path, "holds no exact samples", "make it anew, or leave --target out"):
-        sigma = json.loads(metadata["target"])
-        numbers = [sigma.pop(name) for name in NUMBERS]
-        return ExactSamples(stored["tokens"].long(), stored["log_phi"], *numbers), sigma

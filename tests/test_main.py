@@ -18,14 +18,14 @@ import main
 from distill import load_pair
 from eval import metrics
 from eval.command import one_line_errors
-from eval.evaluate import population_row
 from eval.figures import draw_figures
 from eval.job import Job, read_lines
-from eval.metrics import energy_distance, energy_floor, mean_pairwise_cosine, missing_part
+from eval.metrics import KL, energy_distance, energy_floor, mean_pairwise_cosine, missing_part
 from eval.options import Options, read_options
 from eval.sample import TrainedJob
-from eval.table import read_results
-from eval.world import load_world
+from eval.table import aligned, closing, named_rows, read_results
+from eval.world import SAMPLES, load_world
+from tinystories.files import read_tensors
 from tsmc import Population
 from tsmc.estimate import Estimate
 from tsmc.proposal import proposal_log_probs
@@ -119,6 +119,8 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys, m
     assert "they miss a part" in printed.err
     assert "log phi  phi > 0" in printed.out and "toxicity" not in printed.out
     assert printed.out.endswith(f"python -m eval.sample '{run}'\n")
+    story = read_results(run)["generations"][0]["examples"][0]
+    assert f"\n  {story}\n" in printed.err  # as the generation ends
     assert "half of the first draws are forced to hold a hint" in printed.err
     rows = [row for path in run.glob("*/samples.jsonl") for row in read_lines(path)]
     assert {row["source"] for row in rows} == {"base", "target", "generation 0", "generation 1"}
@@ -133,8 +135,13 @@ def test_potentials_are_multiplied_and_a_hard_one_is_counted(tmp_path, capsys, m
 
 BAD = {  # options, and a pattern of the one line
     "--learner pooled --ctl-updates=3": "--ctl-updates: .* it belongs to paper",
-    "--eval-particles 0": r"--eval-particles is \(0,\); give a number at least 1",
-    "--device abacus": "--device abacus is not available here; use --device cpu$",
+    "--eval-particles 9 0": "--eval-particles is 0; give a number at least 1",
+    "--device gpu": "--device gpu: there is no such device here; give auto, cpu, cuda or cuda:N$",
+    "--generation 2": "--generation: no option .*; did you mean --generations[?]$",
+    "--no-surogate": "--no-surogate: no option .*; did you mean --surrogate[?]$",
+    "runs/pocket": "runs/pocket: is not an option; a job is continued by --resume runs/pocket",
+    "--target nosuch": "--target nosuch: there is no samples.safetensors; name the folder target/",
+    "--similarity-model no/such/place": "--similarity-model no/such/place: ",
     "--beta nan": "--beta is nan; give a number at least 0",
     "--end END": "--end END.*name one",
     "--lm no/such/place": "--lm no/such/place: ",
@@ -146,6 +153,9 @@ BAD = {  # options, and a pattern of the one line
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_options_are_refused_before_anything_is_written(tmp_path, monkeypatch, line):
+    """Nor are networks loaded, but for their tokens."""
+    told = []
+    monkeypatch.setattr("eval.world.say", told.append)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -153,6 +163,7 @@ def test_bad_options_are_refused_before_anything_is_written(tmp_path, monkeypatc
     before = contents(tmp_path)
     said = refusal("--out", "run", *line.split(" "))
     assert re.search(BAD[line], said), said
+    assert told == ["loading the networks"] * ("END" in line)
     assert contents(tmp_path) == before and not (tmp_path / "run").exists()
 
 
@@ -160,10 +171,33 @@ def test_a_target_that_nothing_reaches_says_what_to_change(tmp_path, capsys):
     options = ["--eval-runs", 30, "--potential", "regex:zyzzyva", "--out", tmp_path / "run"]
     with pytest.raises(SystemExit, match="2"):
         run_main([*JOBS["paper"], *options])
-    _, *said = capsys.readouterr().err.splitlines()
-    assert "0 of 120 base samples have phi > 0" in said[0] and "pooled and hints" in said[0]
-    assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", said[1])
-    assert re.search("all .* runs .* ended with weight zero; .*soften the potential", said[-1])
+    networks, base, rate, rejection, target, *_, last = capsys.readouterr().err.splitlines()
+    assert (networks, base) == ("loading the networks", "base samples")  # a line for each phase
+    assert "0 of 120 base samples have phi > 0" in rate and "pooled and hints" in rate
+    assert rejection == "target by rejection"
+    assert re.search("0 of 60 base samples.*no row Target.*--eval-target-proposals", target)
+    assert re.search("all .* runs .* ended with weight zero; .*soften the potential", last)
+
+
+def test_intervals_stand_in_the_table_and_the_kl_of_base_is_that_of_the_exact_samples(finished_job):
+    """KL(sigma||p) = E_sigma[log phi] - log Z, and all that a row holds has been declared."""
+    job = finished_job("paper")
+    results = read_results(job)
+    base, target, *rows = named_rows(results).values()
+    stored = read_tensors(job / "target" / SAMPLES)["log_phi"].double()
+    assert base[KL] == pytest.approx((stored.mean() - target["log_z"]).item(), abs=1e-4)
+    error = math.hypot(stored.std().item() / len(stored) ** 0.5, target["log_z_std_error"])
+    wanted = Estimate(0.0, error, len(stored) - 1).half_width()
+    assert base["kl_half_width"] == pytest.approx(wanted, rel=1e-4)
+    row = rows[-1]
+    log_z = Estimate(row["log_z"], row["log_z_std_error"], 4).half_width()  # of five runs
+    table = aligned({name: [one] for name, one in named_rows(results).items()}, metrics.COLUMNS)
+    assert f" {row[KL]:.2f} ± {row['kl_half_width']:.2f}  " in table
+    assert f" {row['log_z']:.2f} ± {log_z:.2f}  " in table
+    declared = {one.key for one in metrics.COLUMNS + metrics.FURTHER} | metrics.BESIDE
+    for name in ("paper", "dpo"):
+        for row in named_rows(read_results(finished_job(name))).values():
+            assert row.keys() <= declared
 
 
 def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
@@ -175,7 +209,7 @@ def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
     population = Population(tokens, log_weights, log_weights, tokens, tokens, log_z, ess)
     shares = torch.tensor([[0.1875, 0.5625], [0.0, 0.25], [0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(population.shares(), shares)
-    row = population_row(population)
+    row = metrics.population_row(population)
     assert row["log_z"] == population.log_mean_z() == pytest.approx(math.log(4 / 3))
     assert row["dead_runs"] == 1
     assert row["worth"] == pytest.approx(1 / shares.square().sum().item() / 6)
@@ -187,7 +221,27 @@ def test_a_log_z_far_below_that_of_base_is_told():
     base, unknown = Estimate(-4.0, 0.05, 1999), Estimate(-4.0, math.inf, 1999)
     near, far = Estimate(-4.3, 0.05, 39), Estimate(-4.6, 0.05, 39)
     assert missing_part(near, base) == missing_part(far, unknown) == ""
-    assert "log Z -4.60 of the runs lies below -4.00" in missing_part(far, base)
+    assert "log Z -4.60 of the runs lies below -4.00 of the row Base" in missing_part(far, base)
+
+
+def test_log_z_is_compared_with_that_of_target_and_what_has_failed_is_not_praised(
+    finished_job,
+):
+    """Base knows log Z too badly to see what Target's exact samples show."""
+    results = read_results(finished_job("paper"))
+    results["base"] |= {"log_z": -4.0, "log_z_std_error": 0.5, "num_samples": 2000}
+    results["target"] |= {"log_z": -4.0, "log_z_std_error": 0.02, "num_proposals": 10_000}
+    for row, log_z in zip(results["generations"], (-4.0, -4.9), strict=True):
+        row |= {"log_z": log_z, "log_z_std_error": 0.1, "num_runs": 40}
+    text = closing(results, Path("run"))
+    warning = "In generation 1: log Z -4.90 of the runs lies below -4.00 of the row Target"
+    assert warning in text and "In generation 0" not in text and "effective samples" not in text
+    results["generations"][1]["log_z"] = -4.0
+    text = closing(results, Path("run"))
+    assert "In generation" not in text and "a score gives at most" in text
+    del results["target"]
+    results["generations"][1]["log_z"] = -4.9  # within the error of Base
+    assert "In generation" not in closing(results, Path("run"))
 
 
 @pytest.mark.learned

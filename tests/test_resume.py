@@ -90,6 +90,16 @@ def test_what_stops_a_run_is_one_line_and_costs_one_generation(
     assert products(copied) == products(finished_job("paper"))
 
 
+def test_only_what_a_killed_process_has_left_is_deleted(copied):
+    left = [".config.json.7.partial", "generation-0/.pair.safetensors.77.partial"]
+    users = [".notes.partial", "base/.mine.json.partial", "mine/.row.json.7.partial"]
+    (copied / "mine").mkdir()
+    for name in (*left, *users):
+        (copied / name).write_text("")
+    run_main(["--resume", copied])
+    assert [(copied / name).exists() for name in (*left, *users)] == [False] * 2 + [True] * 3
+
+
 def test_without_locks_it_says_so_and_goes_on(copied, monkeypatch, capsys):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -103,6 +113,8 @@ def test_a_resume_that_is_refused_changes_nothing(copied):
     before = contents(copied)
     line = refusal("--resume", copied, "--beta", 3, "--no-effective-potential")
     assert line.endswith("leave out --beta, --effective-potential")
+    assert "did you mean --generations?" in refusal("--resume", copied, "--generation", 2)
+    assert refusal("--resume", copied, "--pool-draws", 3).endswith("it belongs to pooled")
     assert "run has 1 already; give at least 1" in refusal("--resume", copied, "--generations", 0)
     with filelock.FileLock(copied / ".lock"):
         assert f"{copied}: another process is writing there" in refusal("--resume", copied)

@@ -1,6 +1,7 @@
 """Sampled texts: estimates and intervals, weights, `python -m eval.sample`, bad input."""
 
 import dataclasses
+import json
 import math
 import re
 import shutil
@@ -17,11 +18,12 @@ from eval.sample import TrainedJob, rate, report
 from eval.sample import main as command
 from eval.world import load_sigma
 from tinystories.files import read_metadata
-from tsmc import SCHEMES, Rule, proposal_log_probs
+from tsmc import SCHEMES, Rule, Streams, proposal_log_probs, tsmc
 from tsmc.draws import log_mean_exp, normalise
 from tsmc.estimate import Estimate, pareto_k
 from tsmc.exact import Target
 from tsmc.proposal import sequence_log_probs
+from tsmc.sigma import seen_from
 from twist import TextPotential
 from twist.factors import regex
 
@@ -192,11 +194,22 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
         ([tmp_path / "none"], f"{tmp_path / 'none'}/config.json: no such file; name a job"),
         ([run, "--generation", 7], f"generation 7 is not in {run}; it holds 0 to 1"),
         (["--potential", "keyword:dog", "--ess-threshold", 1], "forced draws resample at the end"),
-        ([run, "--ess-threshold", 1.5], "the threshold is 1.5; give a number from 0 to 1"),
+        (["--potential", "keyword:dog", "--picture", "p.html"], "forced draws have not; name JOB"),
         (["--potential", "ended_stories.py:log_phi"], "there is no file .*ended_stories.py"),
     ):
         line = refusal(*arguments, command=command)
         assert re.search(words, line), (arguments, line)
+
+
+NUMBERS = {"samples": 0, "particles": 0, "runs": -1, "ess-threshold": 1.5, "generation": -1}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_refused_by_name_before_anything_is_loaded(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("eval.sample.load_sigma", lambda _: pytest.fail("networks are loaded"))
+    for job in ([tmp_path], ["--potential", "keyword:dog"]):
+        line = refusal(*job, f"--{name}", NUMBERS[name], command=command)
+        assert f"--{name} is {NUMBERS[name]}; give a number " in line
 
 
 def test_sampling_without_training(capsys):
@@ -214,6 +227,43 @@ def test_sampling_without_training(capsys):
     assert head == "forced draws propose, 12 runs of K = 50, T = 20, seed 0"
     assert -36 < float(re.match(r"log Z (-\S+) \+- ", numbers)[1]) < -32
     assert all("submarine" in line for line in lines[-10:])
+
+
+def test_where_the_weights_are_too_uneven_no_rate_is_told():
+    """Of three texts that satisfy a hard potential, one weighs nearly all."""
+    hard = TextPotential([regex("c")], letters, MODEL.prompt)
+    drawn = sample(MODEL, hard, None, 50, 4)
+    assert "About 1 in" in report(drawn, False, 1) and drawn.warning() == ""
+    uneven = torch.linspace(0, 100, 200, dtype=torch.float64).log_softmax(0)
+    drawn = dataclasses.replace(drawn, log_weights=uneven)
+    assert "Pareto k" in drawn.warning() and "About 1 in" not in report(drawn, False, 1)
+
+
+def test_a_picture_has_the_particles_of_a_run_and_their_ancestors(finished_job, tmp_path, capsys):
+    """Its pieces spell the texts of the samples, along the lines of their ancestors."""
+    page = tmp_path / "page.html"
+    sizes = ["--particles", "6", "--runs", "2", "--length", "7"]
+    command([str(finished_job("paper")), *sizes, "--picture", str(page)])
+    assert str(page) in capsys.readouterr().err
+    html = page.read_text(encoding="utf-8")
+    assert "http" not in html  # it needs no network
+    data = json.loads(html.split("const data = ")[1].split(", steps = ")[0])
+    trained = TrainedJob(finished_job("paper"))
+    world = load_sigma(dataclasses.replace(trained.options, length=7))
+    pair, trace = load_pair(trained.pair, world.base), []
+    stream = Streams(trained.options.seed).stream("picture")
+    sigma = seen_from(pair.model, world.base, world.potential)
+    population = tsmc(sigma, pair.twist, 6, stream, 1, trained.rule(), trace)
+    steps, samples = data["steps"], population.samples[0]
+    assert len(steps) == len(data["samples"]) == 7
+    for k, text in enumerate(world.potential.texts(samples)):
+        line = [row[k] for row in data["samples"]]
+        pieces = [step["pieces"][place] for step, place in zip(steps, line, strict=True)]
+        assert data["prompt"] + "".join(pieces) == text
+    for t, (shown, step) in enumerate(zip(steps, trace, strict=True)):
+        assert len(shown["lines"]) == t + 1 and shown["lines"][t] == [*range(6)]
+        assert shown["weights"] == pytest.approx(normalise(step.log_weights[0]).tolist())
+        assert [step.ancestors[0].tolist().count(k) for k in range(6)] == shown["children"]
 
 
 def test_a_rate_has_an_interval_that_says_something_or_none():

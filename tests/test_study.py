@@ -72,6 +72,7 @@ def test_runs_and_texts_of_any_method_stand_side_by_side(tmp_path, capsys, finis
     for arguments, words in (
         (["--texts", rude], f"{rude}: .*'A man.' does not begin with 'Once upon a"),
         (["--log-q", numbers], f"{numbers}: holds no log q .*give {len(log_q)}"),
+        (["--best-of", 0], "--best-of is 0; give a number at least 1"),
         ([other], "differs from .*one in beta"),
         ([paper], "another job has its seed"),
         ([begun], "begun: is not finished; go on with python main.py --resume .*begun"),
@@ -89,7 +90,9 @@ def test_the_density_of_the_best_of_n(count):
     torch.testing.assert_close(q, upto.diff(), rtol=1e-3, atol=0)
 
 
-def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypatch, finished_job):
+def test_a_study_makes_what_is_missing_and_keeps_its_numbers(
+    tmp_path, monkeypatch, capsys, finished_job
+):
     """And every command of the study is understood."""
     monkeypatch.chdir(tmp_path)
     write_text(Path("pyproject.toml"), '[project]\nversion = "1.2.3"\n')
@@ -112,12 +115,15 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(tmp_path, monkeypat
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(study.subprocess, "run", begin)
+    assert "--jobs is 0; give a number at least 1" in refusal("--jobs", "0", command=study.main)
     assert "1 runs failed" in refusal("--jobs", "1", command=study.main)
     study.main(["--jobs", "1"])
     assert started == [
         *(f"--length 5 --seed {n} --out runs/study/paper-{n}" for n in (91, 92)),
         "--resume runs/study/paper-91",
     ]
+    study.main([])
+    assert "all 2 jobs are kept" in capsys.readouterr().out and len(started) == 3
     kept = read_json(study.KEPT / "paper-91.json")
     made = ("paper", 91, "--length 5", "1.2.3", "abc")
     assert tuple(kept[key] for key in ("name", "seed", "command", "version", "commit")) == made
@@ -149,6 +155,7 @@ TABLES = """text
 | paper 0 → paper 2 | | | | | | | |
 | paper 2 → pooled 2 | | | | | | | |
 | rl 0 | old | | | | | | |
+| dpo-ten 0 | old | | | | | | |
 | paper Base | | | | | | |
 | paper Target | | | | | | |
 | dpo-full best of 50 | | | | | | | |
@@ -171,6 +178,7 @@ def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, 
     write_text(study.PAGE, TABLES)
     results = read_results(finished_job("paper"))
     results["generations"].append(results["generations"][1].copy())
+    del results["base"][KL]
     for n, (name, (command, seeds)) in enumerate(study.RUNS.items()):
         for s, seed in enumerate(seeds if name not in ("rl", "sad-paper") else ()):
             record = copy.deepcopy(results) | {"name": name, "seed": seed, "command": command}
@@ -189,8 +197,11 @@ def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, 
     assert lines["| paper 1"].startswith("| paper 1 | 0.320 ± 0.020 | ")
     assert lines["| paper 0 → paper 2"].startswith("| paper 0 → paper 2 | 0.400 | -2.00 | 0 | ")
     assert lines["| paper 2 → pooled 2"].startswith("| paper 2 → pooled 2 | 0.010 | 0.00 | ")
-    shown = f"{results['base']['toxicity']:.3f} |  |  |  |  |  |"
+    target = results["target"]
+    kl = target["log_phi"] - target["log_z"]  # also of records that have no KL of Base
+    shown = f"{results['base']['toxicity']:.3f} | {kl:.2f} |  |  |  |  |"
     assert lines["| paper Base"] == f"| paper Base | {shown}"
+    assert lines["| dpo-ten 0"].split(" | ")[2] == "4.00"  # no interval over seeds
     rate = math.exp(results["target"]["log_z"])
     assert lines["| paper Target"].endswith(f" |  |  |  |  | {rate:.3%} |")
     assert lines["| rl 0"] == "| rl 0 |  |  |  |  |  |  |"

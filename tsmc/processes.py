@@ -6,7 +6,9 @@ generation `align` removes the differences that rounding has made between them. 
 files, and a single process does all of it alone. N rows.
 """
 
+import contextlib
 import os
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -83,8 +85,12 @@ def align(modules: Iterable[Any]) -> None:
 
 
 def progress(steps: Iterable | int, title: str, m: int | None = None) -> tqdm:
-    """The steps with a bar on a terminal, in process 0 alone; a number stands for its range."""
+    """The steps with a bar on a terminal, and elsewhere a line as they begin, in process 0 alone; a
+    number stands for its range."""
     steps = range(steps) if isinstance(steps, int) else steps
     title = title if m is None else f"generation {m}, {title}"
-    # None: tqdm shows nothing where standard error is no terminal.
-    return tqdm(steps, desc=title, leave=False, disable=None if rank() == 0 else True)
+    is_shown = rank() == 0 and sys.stderr.isatty()
+    if rank() == 0 and not is_shown:
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(title, file=sys.stderr, flush=True)
+    return tqdm(steps, desc=title, leave=False, disable=not is_shown)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from worlds import generator, letters, mutant, random_model
 
-import distill.pooled.forced
 from distill import sample
-from distill.pooled.forced import find_pieces, forced_draws, weigh
+from distill.pooled import forced, pieces
+from distill.pooled.forced import forced_draws
+from distill.pooled.pieces import find_pieces, weigh
 from distill.pooled.pool import draw_round
 from tinystories.decoder import NO_END, counted, is_end
 from tsmc.exact import Target, Tree
@@ -29,15 +30,15 @@ WORLDS = {  # hints of each factor, T, end
     "more than the end": ([[[END, 1]], [[1, 0]]], 4, END),
     "two ends, and no room": ([[[1, 1]], [[0, 1], [1]]], 4, (0, END)),
 }
-MUTANTS = [  # what is replaced, by what
-    ("[:, : -len(b)]", "[:, 1 : 1 - len(b) or None]"),  # pieces overlap
-    ("last.logcumsumexp(1)", "last"),  # at one place only
-    ("- self.log_c[-1, -1]", ""),  # placements do not count
-    ("(is_met | is_behind.unfold(1, len(b), 1))", "is_met"),  # a text has no end
-    ("pieces.append(piece)", "pass"),  # hints stand apart
-    ("product(singles, range(len(a)))", "product(singles, range(1, len(a)))"),  # no equal starts
-    ("for a, served in pieces:", "for a, served in singles:"),  # two at most are merged
-    ("+ b[len(shared) :]", ""),  # the overlapped rest is lost
+MUTANTS = [  # what is replaced of which module, by what
+    (forced, "[:, : -len(b)]", "[:, 1 : 1 - len(b) or None]"),  # pieces overlap
+    (forced, "last.logcumsumexp(1)", "last"),  # at one place only
+    (forced, "- self.log_c[-1, -1]", ""),  # placements do not count
+    (forced, "(is_met | is_behind.unfold(1, len(b), 1))", "is_met"),  # a text has no end
+    (pieces, "pieces.append(piece)", "pass"),  # hints stand apart
+    (pieces, "range(len(a))", "range(1, len(a))"),  # no equal starts
+    (pieces, "for a, served in pieces:", "for a, served in singles:"),  # two at most are merged
+    (pieces, "+ b[len(shared) :]", ""),  # what does not overlap is lost
 ]
 
 
@@ -53,9 +54,9 @@ def placements(hints, length):
     found = set()
     spots = [[(u, tuple(b)) for b in some for u in range(length - len(b) + 1)] for some in hints]
     for chosen in itertools.product(*spots):
-        forced: dict[int, int] = {}  # {t: token}
+        given: dict[int, int] = {}  # {t: token}
         agree = all(
-            forced.setdefault(u + i, token) == token for u, b in chosen for i, token in enumerate(b)
+            given.setdefault(u + i, token) == token for u, b in chosen for i, token in enumerate(b)
         )
         if not agree:
             continue
@@ -66,7 +67,7 @@ def placements(hints, length):
             else:
                 groups.append([u, u + len(b), 1 << j])
         found.add(
-            frozenset((u, tuple(forced[t] for t in range(u, end)), own) for u, end, own in groups)
+            frozenset((u, tuple(given[t] for t in range(u, end)), own) for u, end, own in groups)
         )
     return found
 
@@ -75,15 +76,15 @@ def density(model, hints):
     """q(s) [S] of all texts: the mean over placements of the chance that a draw becomes s."""
     tokens, log_p = enumerated(model)
     total, all_v = torch.zeros(len(tokens), dtype=torch.float64), 0.0
-    for pieces in placements(hints, model.length):
-        weight = log_v([piece[1:] for piece in pieces]).sum().exp()
-        forced = {u + i: token for u, b, _ in pieces for i, token in enumerate(b)}
+    for row in placements(hints, model.length):
+        weight = log_v([piece[1:] for piece in row]).sum().exp()
+        given = {u + i: token for u, b, _ in row for i, token in enumerate(b)}
         chance = torch.ones(len(tokens), dtype=torch.float64)
         has_ended = torch.zeros(len(tokens), dtype=torch.bool)
         for t in range(model.length):
             step = log_p[:, t].exp()
-            if t in forced:
-                step = (tokens[:, t] == forced[t]).double()
+            if t in given:
+                step = (tokens[:, t] == given[t]).double()
             chance *= step.masked_fill(has_ended, 1.0)
             has_ended |= is_end(tokens[:, t], model.end)
         total += weight * chance
@@ -103,13 +104,13 @@ def log_v(pieces):
     return -torch.tensor([len(b) + 0.1 * sum(b) + 0.37 * own for b, own in pieces]).double()
 
 
-def largest_error(module, model, hints):
-    """Of the density of forced draws with some weights v."""
+def largest_error(model, hints, forced=forced, pieces=pieces):
+    """Of the density of forced draws with some weights v, by these modules."""
     texts, log_p = enumerated(model)
-    pieces = module.find_pieces(hints, model.length)
-    law = module.Placements(pieces, log_v(pieces), len(hints), model.length)
-    found = law.log_ratio(texts, log_p, model.end) + log_p.sum(1)
-    return (found.exp() - density(model, hints)).abs().max().item()
+    found = pieces.find_pieces(hints, model.length)
+    law = forced.Placements(found, log_v(found), len(hints), model.length)
+    q = (law.log_ratio(texts, log_p, model.end) + log_p.sum(1)).exp()
+    return (q - density(model, hints)).abs().max().item()
 
 
 def random_world(seed):
@@ -126,7 +127,7 @@ RANDOM = [world for world in map(random_world, range(60)) if placements(*world[:
 def test_density_is_that_of_all_placements_and_positive_wherever_the_hints_are():
     for hints, length, end in [*WORLDS.values(), *RANDOM]:
         model = random_model(length, end)
-        assert largest_error(distill.pooled.forced, model, hints) < 1e-12, hints
+        assert largest_error(model, hints) < 1e-12, hints
         q = density(model, hints)
         assert q.sum().item() == pytest.approx(1)
         assert (q[holds(enumerated(model)[0], hints, end)] > 0).all(), hints
@@ -137,7 +138,7 @@ def test_density_is_that_of_all_placements_and_positive_wherever_the_hints_are()
 @pytest.mark.parametrize(("hints", "length", "end"), WORLDS.values(), ids=WORLDS)
 def test_draws_have_this_density_and_are_weighted_by_it(hints, length, end, monkeypatch):
     """Plain and forced draws are p and q by their frequencies, of up to 243 texts."""
-    monkeypatch.setattr(distill.pooled.forced, "weigh", lambda _, pieces, *__: log_v(pieces))
+    monkeypatch.setattr(forced, "weigh", lambda _, pieces, *__: log_v(pieces))
     model, count, plain = random_model(length, end), 30000, 3000
     texts, log_p = enumerated(model)
     log_p, q = log_p.sum(1), density(model, hints)  # [S]
@@ -158,10 +159,11 @@ def test_draws_have_this_density_and_are_weighted_by_it(hints, length, end, monk
     torch.testing.assert_close(drawn.log_weights, wanted, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("change", MUTANTS)
-def test_a_mutant_of_the_recursion_has_another_density(change):
-    broken, worlds = mutant(distill.pooled.forced, change), WORLDS.values()
-    errors = [largest_error(broken, random_model(*sizes), hints) for hints, *sizes in worlds]
+@pytest.mark.parametrize(("module", "right", "wrong"), MUTANTS)
+def test_a_mutant_has_another_density(module, right, wrong):
+    broken = {module.__name__.split(".")[-1]: mutant(module, (right, wrong))}
+    worlds = [(random_model(*sizes), hints) for hints, *sizes in WORLDS.values()]
+    errors = [largest_error(*world, **broken) for world in worlds]
     assert max(errors) > 0.01
 
 

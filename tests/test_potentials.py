@@ -158,13 +158,14 @@ def f(texts):
 
 
 def test_a_users_code_keeps_its_own_state_of_the_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(twist.guards, "USERS", [])
+    monkeypatch.setattr(twist.guards, "USERS", {})
     path, streams = tmp_path / "my.py", (sys.stdout, sys.stderr)
     path.write_text(SETTER)
     state = [read() for read, _ in STATE]
     assert complaint(f"{path}:f") == complaint(f"{path}:f") == ""
     assert [read() for read, _ in STATE] == state and (sys.stdout, sys.stderr) == streams
-    assert torch.is_grad_enabled() and twist.guards.USERS[:2] == ["/", torch.float64]
+    theirs = twist.guards.USERS
+    assert torch.is_grad_enabled() and theirs == {0: "/", 1: torch.float64, 3: 3}
 
 
 MIXED = """import os, subprocess

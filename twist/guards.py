@@ -27,7 +27,7 @@ STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
 )
 """What users' code may set for itself, of this process: how it is read and set."""
-USERS: list[Any] = []  # what it has left there
+USERS: dict[int, Any] = {}  # what it has set, by its place in STATE
 NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "CUDA error: out of memory")
 
 
@@ -44,7 +44,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def users_state() -> Iterator[None]:
-    """The state that users' code has left, which is kept for its next call; then ours again."""
+    """What users' code sets is kept for its next call; behind each call our state is back."""
 
     def restore(values: Sequence[Any]) -> None:
         for (read, write), value in zip(STATE, values, strict=True):
@@ -52,7 +52,8 @@ def users_state() -> Iterator[None]:
                 write(value)
 
     ours = [read() for read, _ in STATE]
-    restore(USERS or ours)
+    before = [USERS.get(n, value) for n, value in enumerate(ours)]
+    restore(before)
     try:
         with (
             torch.set_grad_enabled(torch.is_grad_enabled()),
@@ -61,7 +62,8 @@ def users_state() -> Iterator[None]:
         ):
             yield
     finally:
-        USERS[:] = [read() for read, _ in STATE]
+        values = enumerate(read() for read, _ in STATE)
+        USERS.update((n, value) for n, value in values if value != before[n])
         restore(ours)
 
 

@@ -1,11 +1,10 @@
 """Forced draws: texts of p that hold given words wherever chance puts them, with their density.
 
-Each of F factors has hints, strings of tokens of which a text with phi > 0 is likely to hold one.
-Hints overlap: where "red ball" stands, "ball" stands too. So a piece i is a string b_i of L_i
-tokens and the set B_i of factors that it serves: a hint of one factor, or hints of several that
-overlap and agree where they do. A placement is a row of pieces and free tokens, T tokens in all,
-that serves each factor once. It is drawn in proportion to its prod v_i, and p draws the free
-tokens. What comes last in t tokens that serve the set A is a free token or a piece, so
+Pieces are strings b_i of L_i tokens, each a hint of one factor or hints of several that overlap,
+with the set B_i of factors that it serves and a weight v_i (`pieces.py`). A placement is a row of
+pieces and free tokens, T tokens in all, that serves each of F factors once. It is drawn in
+proportion to its prod v_i, and p draws the free tokens. What comes last in t tokens that serve the
+set A is a free token or a piece, so
 
     c_t({}) = 1,   c_t(A) = c_{t-1}(A) + sum over i with B_i in A of v_i c_{t-L_i}(A - B_i)
 
@@ -15,7 +14,7 @@ with v_i / prod p(b_i) in place of v_i. All hints that s holds are pieces, once 
     q(s) / p(s) = f_T(all) / c_T(all),   positive wherever s holds a hint of each factor
 
 A place behind the end of a text does not exist: what a placement forces there is not written, so
-there every text agrees, with p = 1. Any v > 0 gives right weights; ours follow what p writes.
+there every text agrees, with p = 1.
 
 Of N draws n are plain draws of p, which bound the weights and find texts without the hints. All
 weights divide by the mean density of the N draws, a mixture, so E[1/N sum w u] = sum_s p(s) phi(s)
@@ -26,39 +25,17 @@ u(s) for every u:
 N texts, T tokens, I pieces. Time and memory grow with 2^F.
 """
 
-import itertools
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from distill.pooled.pieces import Hints, Piece, find_pieces, weigh
 from tinystories.decoder import Conditional, End, counted
 from tsmc.draws import invert, normalise, uniforms
 from tsmc.proposal import DRAWN, complete
 
 PLAIN = 0.1  # share of plain draws
-EVEN = 0.2  # part of v that pieces of the same factors share alike
-CONTEXTS = 8  # texts in which p says how likely a piece is
-MOST_MERGED = 200  # pieces of several factors; plain draws find texts with others
-Hints = Sequence[Sequence[Sequence[int]]]  # of each factor
-Piece = tuple[tuple[int, ...], int]  # b, and B as a number whose bit j is factor j
-
-
-def find_pieces(hints: Hints, length: int) -> list[Piece]:
-    """All hints, and what they merge into, of at most T = length tokens."""
-    singles = [(tuple(hint), 1 << j) for j, some in enumerate(hints) for hint in some]
-    singles = [piece for piece in dict.fromkeys(singles) if len(piece[0]) <= length]
-    pieces, known = singles.copy(), set(singles)
-    for a, served in pieces:  # which grows: hints that overlap join from left to right
-        for (b, own), start in itertools.product(singles, range(len(a))):
-            shared = a[start : start + len(b)]
-            piece = a + b[len(shared) :], served | own
-            is_new = not served & own and shared == b[: len(shared)] and piece not in known
-            if is_new and len(piece[0]) <= length and len(known) < len(singles) + MOST_MERGED:
-                known.add(piece)
-                pieces.append(piece)
-    return pieces
 
 
 class Placements:
@@ -121,30 +98,6 @@ class Placements:
         log_ratio = self.log_sums(gains, of_none)[-1][:, -1] - self.log_c[-1, -1]
         # A text that p cannot write has weight zero.
         return log_ratio.where(log_p.sum(1) > -torch.inf, torch.inf)
-
-
-def weigh(
-    model: Conditional, pieces: Sequence[Piece], factors: int, generator: torch.Generator
-) -> Tensor:
-    """log v [I], by the mean of log p(b) of each piece at a place by chance in texts of p.
-
-    Pieces of the same k factors together count as often as p writes one rather than hints apart,
-    T^(k-1) times at most, since there are about as many ways to place those.
-    """
-    zero = torch.zeros(1, dtype=torch.float64, device=model.prompt.device)
-    alone = [Placements([(b, 1)], zero, 1, model.length) for b, _ in pieces]
-    tokens = torch.cat([one.draw(CONTEXTS, generator) for one in alone])  # [I C, T]
-    log_p = complete(model, tokens, uniforms(len(tokens), model.length, generator))[1].double()
-    likely = log_p.where(tokens != DRAWN, 0.0).sum(1).view(-1, CONTEXTS).mean(1).clamp(min=-1e9)
-    serves = likely.new_tensor([[own >> j & 1 for j in range(factors)] for _, own in pieces])
-    size = serves.sum(1)  # [I] k
-    hint = serves.bool() & (size == 1)[:, None]  # [I, F]
-    apart = likely[:, None].where(hint, -torch.inf).logsumexp(0)  # [F] any hint of a factor
-    ratio = likely - serves @ apart  # [I]
-    same = (serves[:, None] == serves).all(2)  # [I, I] whether two serve the same factors
-    total = ratio.expand_as(same).where(same, -torch.inf).logsumexp(1)  # [I]
-    share = (1 - EVEN) * (ratio - total).exp() + EVEN / same.sum(1)
-    return share.log() + total.minimum(math.log(model.length) * (size - 1))
 
 
 @torch.no_grad()

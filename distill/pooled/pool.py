@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distill.pooled.forced import Hints, forced_draws
+from distill.pooled.forced import forced_draws
+from distill.pooled.pieces import Hints
 from tinystories.decoder import Conditional
 from tsmc.draws import effective_sample_size, normalise
 from tsmc.proposal import sample_proposal

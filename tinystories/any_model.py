@@ -37,11 +37,14 @@ def as_tokens(prompt: Any) -> Tensor:
 def is_close(logits: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     """Whether half of a type's digits agree, and -inf, which masks tokens, stands at equal places.
 
-    The digits are those of float32 at most, in which some networks of float64 attend.
+    The gap is a mean square, as single ones of bfloat16 are large. The digits are those of float32
+    at most, in which some networks of float64 attend.
     """
-    largest = wanted.masked_fill(wanted == -torch.inf, 0.0).abs().max().item()
+    is_masked = [x == -torch.inf for x in (logits, wanted)]
+    logits, wanted = logits.masked_fill(is_masked[0], 0.0), wanted.masked_fill(is_masked[1], 0.0)
+    largest, gap = wanted.abs().max().item(), (logits - wanted).square().mean().sqrt().item()
     tolerance = max(torch.finfo(dtype).eps, 2**-23) ** 0.5 * largest
-    return largest < torch.inf and torch.allclose(logits, wanted, rtol=0, atol=tolerance)
+    return torch.equal(*is_masked) and largest < torch.inf and gap <= tolerance
 
 
 class AnyModel(Conditional):
@@ -93,11 +96,12 @@ class AnyModel(Conditional):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Write two texts of T tokens, exchange them at every token, and compare with forwards
-        that have no cache.
+        """ValueError where a cache leads to other logits than p(s_t | s_{0:t-1}): those that a
+        forward of s_{0:t-1} alone has without a cache.
 
-        ValueError where a cache leads to other logits, or where the network's own are not made of
-        its states alone. What a subclass's `head` makes of logits is its own business.
+        Two texts of T tokens are written, exchanged at every token, and read at once. For most
+        networks one forward of a whole text tells p for every t; those whose states depend on how
+        much is read, such as rotary factors by length, are asked for each t where it differs.
         """
         ids, steps = self.prompt.expand(2, -1), []  # [2, P + t], t states [2, D]
         start = len(self.prompt)  # P
@@ -117,25 +121,27 @@ class AnyModel(Conditional):
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:250]
             fault = f"the network cannot continue the prompt ({reason})"
             raise ValueError(f"{fault}; choose another network") from error
-        if not (wanted[:, -1] < torch.inf).all():
+        if not (wanted < torch.inf).all():
             raise ValueError("the network's logits are NaN or infinite; mend its weights")
         for way, states in {"token by token": torch.stack(steps, 1), "at once": at_once}.items():
             logits = self.head(states)  # [2, T, V]
             for t in range(self.length):
-                if is_close(logits[:, t], wanted[:, t], plain.dtype):
-                    continue
-                alone = self.head(self.plain(ids[:, : start + t])[:, -1])  # [2, V]
-                if not is_close(logits[:, t], alone, plain.dtype):
-                    fault = "with its cache of keys and values the network has other logits than"
-                    fault = f"{fault} without, from token {t + 1} on where it reads {way}"
-                    raise ValueError(f"{fault}; choose another network, or a length of {t}")
-        if type(self).head is AnyModel.head:
-            ids = ids[:, -8:]  # all logits of a long prompt would take much memory
-            states = self.plain(ids)
-            own = at_least_float32(self.network(ids).logits[..., : self.vocab_size])
-            if not is_close(self.head(states), own, states.dtype):
-                fault = "the network's logits are not what its output layer makes of its states"
-                raise ValueError(f"{fault}; write `head` for them, or choose another network")
+                if not is_close(logits[:, t], wanted[:, t], plain.dtype):
+                    alone = self.head(self.plain(ids[:, : start + t])[:, -1])  # [2, V]
+                    if not is_close(logits[:, t], alone, plain.dtype):
+                        fault = "with its cache of keys and values the network has other logits"
+                        fault = f"{fault} than without, from token {t + 1} on where it reads {way}"
+                        raise ValueError(f"{fault}; choose another network, or a length of {t}")
+        if type(self).head is AnyModel.head:  # what a subclass makes of logits is its business
+            self.check_head(ids[:, -8:])  # all logits of a long prompt would take much memory
+
+    def check_head(self, ids: Tensor) -> None:
+        """ValueError where the network's logits of tokens ids [N, T] are others than `head`'s."""
+        states = self.plain(ids)
+        own = at_least_float32(self.network(ids).logits[..., : self.vocab_size])
+        if not is_close(self.head(states), own, states.dtype):
+            fault = "the network's logits are not what its output layer makes of its states"
+            raise ValueError(f"{fault}; write `head` for them, or choose another network")
 
     def plain(self, ids: Tensor) -> Tensor:
         """States [N, T, D] of tokens ids [N, T] without a cache."""

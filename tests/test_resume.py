@@ -109,12 +109,13 @@ def test_without_locks_it_says_so_and_goes_on(copied, monkeypatch, capsys):
     assert f"{copied}: files cannot be locked there (No locks" in capsys.readouterr().err
 
 
-def test_a_resume_that_is_refused_changes_nothing(copied):
+def test_a_resume_that_is_refused_changes_nothing(copied, finished_job):
     before = contents(copied)
     line = refusal("--resume", copied, "--beta", 3, "--no-effective-potential")
     assert line.endswith("leave out --beta, --effective-potential")
     assert "did you mean --generations?" in refusal("--resume", copied, "--generation", 2)
-    assert refusal("--resume", copied, "--pool-draws", 3).endswith("it belongs to pooled")
+    line = refusal("--resume", finished_job("pooled"), "--pool-draws", 3)
+    assert line.endswith("leave out --pool-draws")
     assert "run has 1 already; give at least 1" in refusal("--resume", copied, "--generations", 0)
     with filelock.FileLock(copied / ".lock"):
         assert f"{copied}: another process is writing there" in refusal("--resume", copied)

@@ -262,6 +262,7 @@ def test_a_picture_has_the_particles_of_a_run_and_their_ancestors(finished_job, 
         assert data["prompt"] + "".join(pieces) == text
     for t, (shown, step) in enumerate(zip(steps, trace, strict=True)):
         assert len(shown["lines"]) == t + 1 and shown["lines"][t] == [*range(6)]
+        assert t == 0 or shown["lines"][t - 1] == trace[t - 1].ancestors[0].tolist()
         assert shown["weights"] == pytest.approx(normalise(step.log_weights[0]).tolist())
         assert [step.ancestors[0].tolist().count(k) for k in range(6)] == shown["children"]
 

@@ -5,16 +5,17 @@
     line 4   psi^(m) <- CTL-m on p^(m): sigma is proportional to p^(m) phi^(m),             eq. 8
                         phi^(m) = p^(0) phi / p^(m)
 
-psi^(m) is learned from psi = 1 in every generation, and p^(m) is p^(m-1) with all parameters or
-LoRA fine-tuned. The samples are those of R independent runs of K particles, which all count the
-same, whatever their Z-hat.
+psi^(m) is learned from psi = 1 in every generation. p^(m) is p^(m-1), fine-tuned on samples of R
+independent runs of K particles, which count alike whatever their Z-hat is. A fifth of the runs is
+held out and says when to stop, maybe at once.
 
-By default runs resample multinomially at every step, as in the paper. With --ess-threshold 0 a run
-resamples at the last token alone, and until then it is importance sampling from q. Another
-objective for psi is a subclass with another `twist_loss`. R runs, K particles, N = R K samples, T
-tokens.
+By default a run resamples at the last token alone, and until then it is importance sampling from q;
+with --ess-threshold 1 it resamples at every step, as in the paper. Another objective for psi is a
+subclass with another `twist_loss`. R runs, K particles, N texts that are learned, U updates, n rows
+of a batch, T tokens.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -25,32 +26,34 @@ from distill.learner import Learner
 from distill.options import option
 from distill.pair import Pair
 from tinystories.decoder import Conditional, counted
-from tsmc.draws import SCHEMES, normalise
+from tsmc.draws import SCHEMES
 from tsmc.processes import progress
+from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Rule
 from tsmc.sigma import Sigma, seen_from
 from twist.ctl import OBJECTIVES, Batch, draw_batch
 from twist.mlp import TwistMLP
 
 BATCH_SIZE = 32  # sequences of an update of the language model
+HELD_OUT = 5  # one run of so many is not learned
+CHECKED = 10  # the loss of the runs held out is computed once in so many updates
+PATIENCE = 3  # checks without a lower loss, after which line 3 ends
 
 
 @dataclass(frozen=True)
 class PaperOptions:
     particles: int = option(100, "K, particles of a run")
     resampling: str = option("multinomial", "resampling scheme", choices=tuple(SCHEMES))
-    ess_threshold: float = option(1.0, "resample where ESS / K is lower; 1: at every step", high=1)
+    ess_threshold: float = option(0.0, "resample where ESS / K is lower; 1: at every step", high=1)
     effective_potential: bool = option(True, "use phi^(m), so that sigma stays the target")
     student: str = option("full", "what is fine-tuned", choices=("full", "lora"))
     objective: str = option("ctl", "what psi learns by", choices=tuple(OBJECTIVES))
-    ctl_updates: int = option(140, "gradient steps for each twist")
+    ctl_updates: int = option(100, "gradient steps for each twist")
     ctl_batch_size: int = option(100, "sequences drawn i.i.d. from q for one step")
-    ctl_learning_rate: float = option(3e-4, "Adam's step size; falls linearly to a tenth", high=1)
-    distill_runs: int = option(300, "R, TSMC runs that are distilled")
-    distill_updates: int = option(80, "gradient steps for each language model")
-    distill_learning_rate: float = option(
-        3e-5, "AdamW's step size, for LoRA ten times that", high=1
-    )
+    ctl_learning_rate: float = option(2e-4, "Adam's step size; falls linearly to a tenth", high=1)
+    distill_runs: int = option(100, "R, TSMC runs that are distilled")
+    distill_updates: int = option(200, "gradient steps for each language model, at most")
+    distill_learning_rate: float = option(1e-5, "AdamW's step size; of LoRA thirty times", high=1)
 
 
 class Paper(Learner):
@@ -65,25 +68,30 @@ class Paper(Learner):
     def distil(self, pair: Pair, m: int) -> Conditional:
         """Line 3: p^(m), fine-tuned from p^(m-1) on samples of TSMC(p^(m-1), psi^(m-1))."""
         options = self.options
-        # psi^(m-1) was learned for p^(m-1) and phi^(m-1), so the runs use this pair as well.
         given = (pair, "sampling", m, options.particles, options.distill_runs)
-        population = self.population(*given).alive()
-        # Runs that die have no samples; the others count alike, because their Z-hat varies so much
-        # with a poor twist that one run would be nearly all that is distilled.
-        if options.ess_threshold == 1:
-            tokens = population.samples.flatten(0, 1)  # [N, T]
-            weights = tokens.new_full((len(tokens),), 1 / len(tokens), dtype=torch.float32)  # [N]
-        else:
-            tokens = population.tokens.flatten(0, 1)
-            weights = normalise(population.log_weights).flatten() / len(population.log_z)
-        self.record("distilled texts", m, distinct=len(tokens.unique(dim=0)))
+        samples = self.population(*given).alive().samples  # [R, K, T]; dead runs have none
+        # Whole runs are held out, because the particles of one run may be copies.
+        num_held = max(1, len(samples) // HELD_OUT)
+        held = samples[:num_held, ::10].flatten(0, 1)  # a tenth of the particles is enough
+        tokens = samples[num_held:].flatten(0, 1) if len(samples) > 1 else samples[0]  # [N, T]
+        beginnings = len(tokens[:, :5].unique(dim=0))
+        distinct = len(tokens.unique(dim=0))
+        self.record("distilled texts", m, distinct=distinct, beginnings=beginnings)
         generator = self.streams.stream("distillation", m)
-        is_lora = options.student == "lora"
-        rate = options.distill_learning_rate * (10 if is_lora else 1)
-        student = Student(pair.model.network, rate, is_lora, generator)
+        rate = options.distill_learning_rate * {"full": 1, "lora": 30}[options.student]
+        student = Student(pair.model.network, rate, options.student == "lora", generator)
         model = self.base.with_network(student.network)
+        weights = torch.ones(len(tokens), device=tokens.device)
         batches = draw_batches(weights, BATCH_SIZE, options.distill_updates, generator)  # [U, n]
-        for rows in progress(batches, "distillation", m):
+        losses: list[float] = []  # of the runs held out
+        for update, rows in enumerate(progress(batches, "distillation", m)):
+            if update % CHECKED == 0:  # before the first update as well
+                losses.append(-sequence_log_probs(model, held).mean().item())
+                self.record("distillation, held out", m, loss=losses[-1])
+                if losses[-1] == min(losses):
+                    best = copy.deepcopy(student.network.state_dict())
+                if losses.index(min(losses)) + PATIENCE < len(losses):
+                    break
             is_counted = counted(tokens[rows], model.end)  # [n, T]
             log_p = model.log_probs(tokens[rows])[0]  # [n, T]
             # A mean over tokens, so that one step size suits every length T.
@@ -91,6 +99,7 @@ class Paper(Learner):
             loss.backward()
             student.step()
             self.record("distillation", m, loss=loss.detach())
+        student.network.load_state_dict(best)
         return self.base.with_network(student.finish(m))
 
     def learn_twist(self, model: Conditional, m: int) -> Pair:

@@ -22,6 +22,7 @@ from distill.dpo import dpo_loss, preference_pairs
 from distill.finetune import Student
 from distill.grpo import advantages, grpo_loss
 from distill.pair import Pair
+from distill.paper import CHECKED, PATIENCE
 from distill.pooled.adapter import Adapted, Adapter
 from distill.pooled.held_out import HeldOut
 from tinystories import Conditional
@@ -77,33 +78,36 @@ def test_every_line_brings_the_proposal_closer_to_sigma(name):
 
 
 @pytest.mark.learned
-@pytest.mark.parametrize(("student", "ess_threshold"), [("full", 1.0), ("lora", 0.0)])
-def test_distilled_texts_become_likelier_and_the_teacher_stays(student, ess_threshold, monkeypatch):
-    """Two living runs of texts, some of which end, count alike whatever their Z-hat is.
+@pytest.mark.parametrize("student", ["full", "lora"])
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_distilled_texts_become_likelier_unless_the_runs_held_out_do_not(
+    student, is_alike, monkeypatch
+):
+    """Samples of living runs count alike whatever their Z-hat is; the first run is held out.
 
-    At threshold 1 their samples count, else their particles by weight.
+    Where its texts are others, they become less likely, and the teacher is returned.
     """
     teacher = tiny_conditional(0, end=1)
     before = copy.deepcopy(teacher.network.state_dict())
-    texts = torch.tensor([[[3, 4, 5, 6], [3, 1, 1, 1]], [[5, 1, 1, 1], [0] * 4], [[2] * 4] * 2])
-    log_weights = torch.tensor([[1.0, 3.0], [7.0, 0.0], [0.0, 0.0]]).log()
-    samples, log_z = texts[:, [1, 1]], torch.tensor([0.0, 9.0, -math.inf])
-    population = Population(texts, 0 * log_weights, log_weights, log_weights, samples, log_z, log_z)
-    sizes = {"distill_updates": 60, "distill_learning_rate": 1e-3, "ess_threshold": ess_threshold}
-    options, drawn_by = PaperOptions(student=student, **sizes), []
+    learned = torch.tensor([[3, 4, 5, 6], [3, 1, 1, 1]])  # [K, T]
+    held = learned if is_alike else torch.tensor([[2, 2, 2, 2], [6, 1, 1, 1]])
+    samples = torch.stack([held, learned, torch.zeros_like(held)])  # [R, K, T]
+    log_weights, log_z = torch.zeros(3, 2), torch.tensor([9.0, 0.0, -math.inf])
+    particles = (0 * samples, log_weights, log_weights, log_weights)
+    population = Population(*particles, samples, log_z, log_z)
+    options = PaperOptions(student=student, distill_updates=70, distill_learning_rate=1e-3)
     learner = Paper(teacher, rare_potential, options, Streams(0))
     monkeypatch.setattr(learner, "population", lambda *_: population)
-    draw = distill.paper.draw_batches
-    keep = lambda weights, *given: drawn_by.append(weights) or draw(weights, *given)  # noqa: E731
-    monkeypatch.setattr(distill.paper, "draw_batches", keep)
     trained = learner.distil(Pair(teacher, None), 1)
-    weights = torch.full((4,), 0.25) if ess_threshold else torch.tensor([0.125, 0.375, 0.5, 0.0])
-    torch.testing.assert_close(drawn_by, [weights])
-    tokens = (samples if ess_threshold else texts)[:2].flatten(0, 1)  # [N, T]
-    nats = [-weights @ model.log_probs(tokens)[0].sum(1) for model in (teacher, trained)]
-    assert nats[1] < 0.6 * nats[0]
-    loss, mean_length = recorded(learner, "distillation", "loss")[0], 3.0 if ess_threshold else 2.25
-    assert loss == pytest.approx(nats[0].item() / mean_length, rel=0.15)
+    nats = [-model.log_probs(learned)[0].sum(1).mean() for model in (teacher, trained)]
+    losses, checks = (recorded(learner, f"distillation{w}", "loss") for w in ("", ", held out"))
+    assert losses[0] == pytest.approx(nats[0].item() / 3.0, rel=0.15)  # tokens of a text: 4 and 2
+    assert checks[0] == pytest.approx(-teacher.log_probs(held[:1])[0].sum().item(), rel=1e-5)
+    if is_alike:
+        assert len(losses) == 70 and nats[1] < 0.6 * nats[0]
+    else:
+        assert len(losses) == PATIENCE * CHECKED and len(checks) == PATIENCE + 1
+        torch.testing.assert_close(trained.network.state_dict(), before, rtol=0, atol=0)
     torch.testing.assert_close(teacher.network.state_dict(), before, rtol=0, atol=0)
 
 

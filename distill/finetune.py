@@ -43,6 +43,29 @@ def draw_batches(
     return drawn.view(updates, batch_size)
 
 
+class Best:
+    """The values of a network at which the loss of texts that it has not learned was least."""
+
+    def __init__(self, patience: int):
+        """A fit is over when `patience` further checks have found no lower loss."""
+        self.patience = patience
+        self.losses: list[float] = []
+        self.values: dict[str, Tensor] = {}
+
+    def is_over(self, network: nn.Module, loss: float) -> bool:
+        """Take note of a check of the network in training; whether it has passed its best."""
+        self.losses.append(loss)
+        self.network = network
+        if loss == min(self.losses):
+            self.values = copy.deepcopy(network.state_dict())
+        return self.losses.index(min(self.losses)) + self.patience < len(self.losses)
+
+    def restore(self) -> None:
+        """Give the network its best values, where there was a check."""
+        if self.losses:
+            self.network.load_state_dict(self.values)
+
+
 class LoRA(nn.Module):
     """An update of rank r of a weight W (Hu et al. 2021)."""
 

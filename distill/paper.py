@@ -15,13 +15,12 @@ subclass with another `twist_loss`. R runs, K particles, N texts that are learne
 of a batch, T tokens.
 """
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from distill.finetune import Student, draw_batches
+from distill.finetune import Best, Student, draw_batches
 from distill.learner import Learner
 from distill.options import option
 from distill.pair import Pair
@@ -50,7 +49,7 @@ class PaperOptions:
     objective: str = option("ctl", "what psi learns by", choices=tuple(OBJECTIVES))
     ctl_updates: int = option(100, "gradient steps for each twist")
     ctl_batch_size: int = option(100, "sequences drawn i.i.d. from q for one step")
-    ctl_learning_rate: float = option(2e-4, "Adam's step size; falls linearly to a tenth", high=1)
+    ctl_learning_rate: float = option(1.5e-4, "Adam's step size; falls linearly to a tenth", high=1)
     distill_runs: int = option(100, "R, TSMC runs that are distilled")
     distill_updates: int = option(200, "gradient steps for each language model, at most")
     distill_learning_rate: float = option(1e-5, "AdamW's step size; of LoRA thirty times", high=1)
@@ -83,15 +82,9 @@ class Paper(Learner):
         model = self.base.with_network(student.network)
         weights = torch.ones(len(tokens), device=tokens.device)
         batches = draw_batches(weights, BATCH_SIZE, options.distill_updates, generator)  # [U, n]
-        losses: list[float] = []  # of the runs held out
-        for update, rows in enumerate(progress(batches, "distillation", m)):
-            if update % CHECKED == 0:  # before the first update as well
-                losses.append(-sequence_log_probs(model, held).mean().item())
-                self.record("distillation, held out", m, loss=losses[-1])
-                if losses[-1] == min(losses):
-                    best = copy.deepcopy(student.network.state_dict())
-                if losses.index(min(losses)) + PATIENCE < len(losses):
-                    break
+        best = Best(PATIENCE)
+        best.is_over(student.network, -sequence_log_probs(model, held).mean().item())
+        for update, rows in enumerate(progress(batches, "distillation", m), 1):
             is_counted = counted(tokens[rows], model.end)  # [n, T]
             log_p = model.log_probs(tokens[rows])[0]  # [n, T]
             # A mean over tokens, so that one step size suits every length T.
@@ -99,7 +92,13 @@ class Paper(Learner):
             loss.backward()
             student.step()
             self.record("distillation", m, loss=loss.detach())
-        student.network.load_state_dict(best)
+            if update % CHECKED > 0 and update < options.distill_updates:
+                continue
+            if best.is_over(student.network, -sequence_log_probs(model, held).mean().item()):
+                break
+        best.restore()
+        for loss in best.losses:
+            self.record("distillation, held out", m, loss=loss)
         return self.base.with_network(student.finish(m))
 
     def learn_twist(self, model: Conditional, m: int) -> Pair:

@@ -152,8 +152,6 @@ def load_sigma(options: Options) -> World:
     check_hints(factors, tokenizer)
     chosen = [factors[spec] for spec in options.potential]
     potential = TextPotential(chosen, decode, base.prompt, base.end, encode)
-    # phi = p(toxic | s)^beta is nearly 0 for every text; its beta-th root gives labels that differ.
-    potential.scale = max(options.beta, 1.0) if scores else 1.0
     tell_unfinished_word(options.prompt, base, potential)
     if not options.end:
         ends, share = unnamed_ends(base, tokenizer, checkpoint_directory(options.lm, "--lm"))

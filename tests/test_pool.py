@@ -12,6 +12,7 @@ import distill.pooled.learner
 from distill import Pooled, PooledOptions, Streams
 from distill.pair import Pair
 from distill.pooled.adapter import Adapted, Adapter
+from distill.pooled.held_out import Texts
 from distill.pooled.pool import POWERS, Round, joined, tempered, truncated
 from distill.pooled.surrogate import fit_surrogate
 from tinystories import GPTNeoModel
@@ -64,10 +65,11 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     tokens = torch.randint(7, (9, 4), generator=generator(1))
     log_weights = torch.arange(9.0).double()
     rows, drawn_by = torch.tensor([[8, 1, 1, 5]]), []
-    options = PooledOptions(pool_learning_rate=1.0, pool_least_ess=0.4)
+    options = PooledOptions(pool_learning_rate=base.width, pool_least_ess=0.4)
     learner = Pooled(base, rare_potential, options, Streams(0))
     learner.pool = Round(tokens, log_weights, torch.zeros(9))
     monkeypatch.setattr(distill.pooled.learner, "fit_surrogate", lambda *_: scores)
+    monkeypatch.setattr(Texts, "tilt", lambda *_: None)
     draw = lambda weights, *_: drawn_by.append(weights) or rows  # noqa: E731
     monkeypatch.setattr(distill.pooled.learner, "draw_batches", draw)
     with mock.patch("torch.optim.Adam", torch.optim.SGD):
@@ -96,9 +98,12 @@ class Headed(GPTNeoModel):
 @pytest.mark.learned
 def test_the_adapter_moves_what_the_models_own_head_reads():
     base = Headed(tiny_conditional(0).network, torch.tensor([1, 2]), 4)
-    fresh = Adapted(base, Adapter(base, torch.randn(7), generator(0)))
-    torch.testing.assert_close(log_q(Pair(fresh, None)), log_q(Pair(base, None)))
-    sizes = {"pool_first_draws": 800, "pool_first_rounds": 4, "pool_learning_rate": 1e-3}
+    fresh, scores = Adapter(base, None, generator(0)), torch.randn(7, generator=generator(1))
+    torch.testing.assert_close(log_q(Pair(Adapted(base, fresh), None)), log_q(Pair(base, None)))
+    hidden = torch.randn(3, 8, generator=generator(2))
+    tilted = Adapter(base, scores, generator(0))(hidden)
+    torch.testing.assert_close(tilted, base.head(hidden) + scores)
+    sizes = {"pool_first_draws": 800, "pool_first_rounds": 4, "pool_learning_rate": 8e-3}
     learner = Pooled(base, rare_potential, PooledOptions(**sizes), Streams(0))
     pair, target = learner.first_twist(), Target(base, rare_potential)
     assert target.kl_to(log_q(pair)) < 0.3 * target.kl_to(target.log_p[-1])
@@ -109,11 +114,29 @@ def test_the_adapter_moves_what_the_models_own_head_reads():
 
 @pytest.mark.learned
 def test_the_surrogate_finds_the_tokens_that_phi_depends_on():
-    """log phi = c log sigmoid(b + sum of g over different tokens), recovered from random texts."""
+    """log phi = log sigmoid(b + sum of g over different tokens), recovered from random texts."""
     scores = torch.tensor([0.0, 0.0, 3.0, -2.0, 1.0, 0.0])
     tokens = torch.randint(6, (4000, 5), generator=generator(0))
     is_there = one_hot(tokens, 6).amax(1).float()  # [N, V]
-    log_phi = 10 * logsigmoid(is_there @ scores - 2)
-    found = fit_surrogate(tokens, log_phi, 10.0, 8)
-    torch.testing.assert_close(found[:6], scores, rtol=0, atol=0.02)
+    log_phi = logsigmoid(is_there @ scores)
+    found = fit_surrogate(tokens, log_phi, None, 8)
+    torch.testing.assert_close(found[:6], scores, rtol=0, atol=0.1)
     assert (found[6:] == 0).all(), "tokens that never occur"
+    found = fit_surrogate(tokens, 30 * log_phi, None, 8)  # nearly all labels were 0
+    assert torch.corrcoef(torch.stack([found[:6], scores]))[0, 1] > 0.98
+
+
+def test_tokens_never_seen_get_a_score_from_their_neighbours():
+    """Scores are linear in the embeddings, but for token 0, whose own score they do not tell."""
+    embeddings = torch.randn(40, 3, generator=generator(1))
+    scores = embeddings @ torch.tensor([1.0, -1.0, 0.5])
+    scores[0] += 4.0
+    tokens = torch.randint(30, (2000, 5), generator=generator(0))  # 30 to 39 never occur
+    log_phi = 8 * logsigmoid(one_hot(tokens, 40).amax(1).float() @ scores - 2)
+    # Neither the mean of embeddings nor their size matters.
+    found = fit_surrogate(tokens, log_phi, 1e-3 * embeddings + 5.0, 40)
+    assert torch.corrcoef(torch.stack([found[30:], scores[30:]]))[0, 1] > 0.95
+    ratio = [found[rows].std() / scores[rows].std() for rows in (slice(1, 30), slice(30, 40))]
+    assert ratio[1].item() == pytest.approx(ratio[0].item(), rel=0.4)
+    excess = (found[0] - found[1:].mean()) / (scores[0] - scores[1:].mean())
+    assert excess.item() == pytest.approx(ratio[0].item(), rel=0.4)

@@ -116,9 +116,6 @@ def rare_potential(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
     return 8 * F.logsigmoid(scores[tokens].sum(1))
 
 
-rare_potential.scale = 8.0  # for the surrogate
-
-
 def gpt_neo_world(vocab_size: int, length: int, seed: int = 0):
     """A tiny GPT-Neo after a prompt, a linear twist and a random potential, all float64."""
     model = GPTNeoModel(tiny_gpt_neo(vocab_size, seed).double(), torch.tensor([1, 0, 1]), length)

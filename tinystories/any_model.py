@@ -147,6 +147,10 @@ class AnyModel(Conditional):
         """States [N, T, D] of tokens ids [N, T] without a cache."""
         return self.body(input_ids=ids, use_cache=False).last_hidden_state
 
+    @property
+    def embeddings(self) -> Tensor:
+        return self.network.get_output_embeddings().weight[: self.vocab_size].detach()
+
     def cache(self) -> Any:
         return DynamicCache(config=self.network.config)
 

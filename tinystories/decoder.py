@@ -124,6 +124,7 @@ class Conditional(abc.ABC):
     """A language model conditioned on one prompt."""
 
     network: Any  # what is fine-tuned, where the model has one
+    embeddings: Tensor | None  # the output embeddings [V, D], where it has some
 
     def __init__(
         self,

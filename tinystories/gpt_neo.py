@@ -194,6 +194,10 @@ class GPTNeoModel(Conditional):
         super().__init__(prompt, length, config.hidden_size, vocab_size or config.vocab_size, end)
         self.network = network
 
+    @property
+    def embeddings(self) -> Tensor:
+        return self.network.transformer.wte.weight[: self.vocab_size].detach()
+
     def cache(self) -> KeyValueCache:
         return KeyValueCache()
 

@@ -60,7 +60,6 @@ class TextPotential:
         self.prompt = torch.as_tensor(prompt).flatten().tolist()
         self.end = tuple(end) if isinstance(end, list) else end
         self.encode = encode
-        self.scale = 1.0  # phi^(1/scale) is what the surrogate learns
         self.is_checked = False  # by `check_potential`
 
     @property

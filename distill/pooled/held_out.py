@@ -5,15 +5,14 @@ each step makes the V logits of q once for the prefixes s_{1:t-1} that differ in
 are the main cost of a step.
 
 Where few texts have nearly all the weight, a fit learns them by heart. So a share of the texts is
-held out of it, and the q at which their mean of -log q is least is kept. (The scores g of the
-surrogate have seen their phi.) M texts of N, T tokens, D width, V vocabulary.
+held out of it, and the q at which their mean of -log q is least is kept. M texts of N, T tokens, D
+width, V vocabulary.
 """
-
-import copy
 
 import torch
 from torch import Generator, Tensor
 
+from distill.finetune import Best
 from distill.pooled.adapter import Adapter
 from tinystories.decoder import Conditional, counted, padded, row_slices
 
@@ -23,6 +22,7 @@ PATIENCE = 4  # checks without a lower loss, after which a fit ends
 LEAST_HELD = 20  # texts that differ; the loss of fewer says nothing
 MOST_HELD = 256  # whose loss is computed, those with the largest weights
 ROWS = 64  # of them at a time, to bound the memory of logits
+TILTS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # factors of the scores g that are tried
 
 
 class Texts:
@@ -44,6 +44,16 @@ class Texts:
         chosen, place = self.prefixes[rows][some].unique(return_inverse=True)  # [S]
         log_q = adapter(self.states[padded(chosen, GROUP)]).log_softmax(-1)  # [S, V]
         return log_q[place, self.tokens[rows][some]]
+
+    @torch.no_grad()
+    def tilt(self, adapter: Adapter, rows: Tensor) -> None:
+        """Multiply the scores g by that of TILTS at which texts by their rows [n] have the least
+        loss, which is convex in it."""
+        scores, losses = adapter.scores, []
+        for tilt in TILTS:
+            adapter.scores = tilt * scores
+            losses.append(-self.log_q(adapter, rows).sum().item())
+        adapter.scores = TILTS[losses.index(min(losses))] * scores
 
     @torch.no_grad()
     def mean_loss(self, adapter: Adapter, weights: Tensor) -> float:
@@ -72,17 +82,13 @@ class HeldOut:
         heavy = (weight * is_held).topk(min(MOST_HELD, int(is_held.sum()))).indices  # [M]
         self.weights = weight[heavy]  # [M]
         self.texts = Texts(base, texts[heavy]) if len(heavy) else None
-        self.losses: list[float] = []
-        self.best: dict[str, Tensor] = {}  # the values of the adapter with the least loss
+        self.best = Best(PATIENCE)
 
     def is_over(self, adapter: Adapter, step: int, steps: int) -> bool:
         """Whether the fit has passed its best, as the texts held out tell after a step of many."""
         if self.texts is None or (step % CHECKED > 0 and step < steps):
             return False
-        self.losses.append(self.texts.mean_loss(adapter, self.weights))
-        if self.losses[-1] == min(self.losses):
-            self.best = copy.deepcopy(adapter.shift.state_dict())
-        return self.losses.index(min(self.losses)) < len(self.losses) - PATIENCE
+        return self.best.is_over(adapter.shift, self.texts.mean_loss(adapter, self.weights))
 
 
 def first_places(tokens: Tensor) -> Tensor:

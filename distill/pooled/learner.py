@@ -60,7 +60,7 @@ class PooledOptions:
         0.1, "share of the texts that are not learned but say when to stop; 0: never", high=0.9
     )
     pool_batch_size: int = option(64, "sequences of one step")
-    pool_learning_rate: float = option(1e-4, "Adam's step size", high=1)
+    pool_learning_rate: float = option(0.02, "Adam's step size, times the width D of the states")
 
 
 class Pooled(Learner):
@@ -108,37 +108,49 @@ class Pooled(Learner):
         self.pool = joined([self.pool, drawn]) if self.pool else drawn
 
     def fit_to_sigma(self, m: int) -> Conditional:
-        """q^(m): an adapter of p^(0), learned anew from the whole pool."""
+        """q^(m): an adapter of p^(0), learned anew from the pool."""
         # Anew, because an adapter that goes on learns the few heavy texts by heart.
-        log_weights = self.pool.log_weights
-        return self.fit("distillation", m, log_weights, self.options.pool_updates, self.base)
+        options = self.options
+        given = ("distillation", m, self.pool.log_weights, options.pool_updates, self.base)
+        return self.fit(*given, options.pool_held_out)
 
-    def fit(self, word: str, m: int, log_weights: Tensor, updates: int, start: Any) -> Conditional:
+    def fit(
+        self,
+        word: str,
+        m: int,
+        log_weights: Tensor,
+        updates: int,
+        start: Any,
+        share: float = 0.0,
+    ) -> Conditional:
         """The weighted eq. 7: q fitted to the pool by log weights [N], beginning at `start`.
 
-        The last fit of a generation gives the q at which the loss of texts held out is least, and
-        ends when that has passed. ValueError where q has exploded.
+        A `share` of the texts is held out: q is that at which their loss is least, and the fit ends
+        when that has passed. ValueError where q has exploded.
         """
         options, base, pool = self.options, self.base, self.pool
         weights = truncated(log_weights, options.pool_least_ess)  # [N]
         generator = self.streams.stream(word, m)
-        scores = None  # g [V] of the surrogate
+        chance = self.streams.stream(f"{word}, held out", m)
+        held = HeldOut(base, pool.tokens, weights, share, chance)
+        scores = None  # g [V] of the surrogate, which does not see phi of the texts held out either
         if options.surrogate:
-            scale = getattr(self.log_phi, "scale", 1.0)
-            scores = fit_surrogate(pool.tokens, pool.log_phi, scale, base.vocab_size)
+            known = (pool.tokens[~held.is_held], pool.log_phi[~held.is_held])
+            scores = fit_surrogate(*known, base.embeddings, base.vocab_size)
         adapter = Adapter(base, scores, generator)
         if start is not base:
             adapter.shift.load_state_dict(start.adapter.shift.state_dict())
-        parameters = list(adapter.shift.parameters())
-        optimizer = torch.optim.Adam(parameters, lr=options.pool_learning_rate, fused=True)
-        share = options.pool_held_out if word == "distillation" else 0.0
-        chance = self.streams.stream(f"{word}, held out", m)
-        held = HeldOut(base, pool.tokens, weights, share, chance)
         learned = weights.masked_fill(held.is_held, 0.0)  # [N]
         batches = draw_batches(learned, options.pool_batch_size, updates, generator)  # [U, n]
         # Most texts have hardly any weight; those that no batch draws need no states.
         distinct, places = batches.unique(return_inverse=True)
         texts = Texts(base, pool.tokens[distinct])
+        if scores is not None:
+            texts.tilt(adapter, places[0])
+        parameters = list(adapter.shift.parameters())
+        # U moves a logit by a sum over D, so the step falls with D.
+        rate = options.pool_learning_rate / base.width
+        optimizer = torch.optim.Adam(parameters, lr=rate, fused=True)
         for step, rows in enumerate(progress(places, word, m), 1):  # [n]
             loss = -texts.log_q(adapter, rows).sum() / texts.is_counted[rows].sum()
             self.record(word, m, loss=loss.detach())
@@ -147,17 +159,10 @@ class Pooled(Learner):
             optimizer.step()
             if held.is_over(adapter, step, updates):
                 break
-        if held.best:  # where there was a check
-            adapter.shift.load_state_dict(held.best)
-        for loss in held.losses:
+        held.best.restore()
+        for loss in held.best.losses:
             self.record(f"{word}, held out", m, loss=loss)
-        with torch.no_grad():
-            logits = base.head(texts.states[:GROUP])  # [n, V]
-            moved = adapter(texts.states[:GROUP]) - logits
-        largest = moved[logits.isfinite()].abs().max().item()
-        if not largest < EXPLODED:
-            fault = f"{word} of generation {m}: the adapter has exploded to {largest:.0f} nats"
-            raise ValueError(f"{fault}; lower --pool-learning-rate")
+        check_moves(adapter, texts, f"{word} of generation {m}")
         return Adapted(base, adapter.requires_grad_(False))
 
     def scores(self, generations: int) -> int:
@@ -169,3 +174,14 @@ class Pooled(Learner):
     def resume(self, state: dict[str, Tensor]) -> None:
         device = self.streams.device
         self.pool = Round(**{name: tensor.to(device) for name, tensor in state.items()})
+
+
+@torch.no_grad()
+def check_moves(adapter: Adapter, texts: Texts, title: str) -> None:
+    """ValueError where an adapter moves the logits of p^(0) by more than EXPLODED."""
+    logits = adapter.base.head(texts.states[:GROUP])  # [n, V]
+    moved = adapter(texts.states[:GROUP]) - logits
+    largest = moved[logits.isfinite()].abs().max().item()
+    if not largest < EXPLODED:
+        fault = f"{title}: the adapter has exploded to {largest:.0f} nats"
+        raise ValueError(f"{fault}; lower --pool-learning-rate")

@@ -40,21 +40,17 @@ from tsmc.rejection import exact_samples
 
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
 PAPER, POOLED = "--learner paper", "--learner pooled"
-END_ALONE = f"{PAPER} --resampling systematic --ess-threshold 0 --particles 50"
-END_ALONE += " --ctl-updates 70 --distill-updates 120"
 SIZES = "--eval-particles 50 20 100 1000"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
 SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
-SHORT = "--distill-updates 20 --ctl-updates 70 --ctl-batch-size 50"
-SHORT += " --particles 50 --distill-runs 60"
 # Draws of p for the exact samples that all runs of a task share.
 TARGETS = {"docs/results/sad": 300_000, "docs/results/smollm2": 150_000}
 RUNS = {  # options and seeds
     "paper": (f"{PAPER} {SIZES}", FIVE),
     "pooled": (f"{POOLED} {SIZES}", FIVE),
-    "end-alone": (f"{END_ALONE} {SIZES}", FIVE),
-    "more-twist": (f"{PAPER} --generations 0 --ctl-updates 1020", THREE),  # all scores of paper 2
-    "less-twist": (f"{PAPER} --generations 0 --ctl-updates 70", THREE),
+    "every-step": (f"{PAPER} --ess-threshold 1", THREE),  # as the paper resamples
+    "no-twist": (f"{PAPER} --ctl-updates 1 --ctl-learning-rate 0", THREE),  # psi = 1
+    "more-twist": (f"{PAPER} --generations 0 --ctl-batch-size 500", THREE),  # scores of paper 2
     "sixo": (f"{PAPER} --objective sixo", THREE),
     "lora": (f"{PAPER} --student lora", THREE),
     "no-effective-potential": (f"{PAPER} --no-effective-potential", THREE),
@@ -70,11 +66,10 @@ RUNS = {  # options and seeds
     "beta-1": (f"{POOLED} --generations 0 --beta 1", (91,)),
     "sad-paper": (f"{PAPER} {SAD}", FIVE),
     "sad-pooled": (f"{POOLED} {SAD}", FIVE),
-    "sad-end-alone": (f"{END_ALONE} {SAD}", THREE),
+    "sad-every-step": (f"{PAPER} --ess-threshold 1 {SAD}", THREE),
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
     "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
-    "smollm2-paper": (f"{PAPER} {SMOL}", (91,)),
-    "smollm2-short": (f"{PAPER} {SMOL} {SHORT}", (91,)),
+    "smollm2-paper": (f"{PAPER} {SMOL}", THREE),
     "smollm2-pooled": (f"{POOLED} {SMOL}", (91, 92)),
     "smollm2-no-held-out": (f"{POOLED} {SMOL} --pool-held-out 0", (91, 92)),
 }
@@ -88,7 +83,7 @@ RULES = {  # of resampling, under which the pairs of the runs RULED are measured
 RULED = ("paper", "sad-paper")
 BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 50 texts of p
 
-LEARNERS = ("paper", "end-alone", "pooled")
+LEARNERS = ("paper", "every-step", "pooled")
 TITLES = {column.title: column for column in (*COLUMNS, *FURTHER)}  # of a table in the page
 TITLES["energy"] = dataclasses.replace(TITLES["energy"], form=".4f")
 RUNNING, KEPT, PAGE = Path("runs/study"), Path("docs/results/runs"), Path("docs/results.md")

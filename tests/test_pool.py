@@ -73,7 +73,7 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     draw = lambda weights, *_: drawn_by.append(weights) or rows  # noqa: E731
     monkeypatch.setattr(distill.pooled.learner, "draw_batches", draw)
     with mock.patch("torch.optim.Adam", torch.optim.SGD):
-        fitted = learner.fit("x", 1, log_weights, 1, Adapted(base, start)).adapter
+        fitted = learner.fit("x", 1, log_weights, 1, Adapted(base, start), is_rung=True).adapter
     torch.testing.assert_close(drawn_by, [truncated(log_weights, 0.4)])
     is_counted = counted(tokens[rows[0]], 6)
     assert 4 < is_counted.sum() < 16
@@ -101,8 +101,9 @@ def test_the_adapter_moves_what_the_models_own_head_reads():
     fresh, scores = Adapter(base, None, generator(0)), torch.randn(7, generator=generator(1))
     torch.testing.assert_close(log_q(Pair(Adapted(base, fresh), None)), log_q(Pair(base, None)))
     hidden = torch.randn(3, 8, generator=generator(2))
-    tilted = Adapter(base, scores, generator(0))(hidden)
-    torch.testing.assert_close(tilted, base.head(hidden) + scores)
+    tilted = Adapter(base, scores, generator(0))
+    torch.nn.init.ones_(tilted.shift.last.bias[8:])
+    torch.testing.assert_close(tilted(hidden), base.head(hidden) + scores)
     sizes = {"pool_first_draws": 800, "pool_first_rounds": 4, "pool_learning_rate": 8e-3}
     learner = Pooled(base, rare_potential, PooledOptions(**sizes), Streams(0))
     pair, target = learner.first_twist(), Target(base, rare_potential)

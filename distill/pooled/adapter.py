@@ -6,8 +6,8 @@ h = h_{t-1} is the final hidden state of p^(0), and `head` is whatever makes its
 output embeddings e [V, D], with a bias, a scale, a cap or a mask where p^(0) has one. Neither is
 trained. The MLP moves h by U, so what is learned about one token serves tokens with similar
 embeddings as well, and one product gives the logits. g [V] are the scores of the surrogate
-(`surrogate.py`): an embedding of one number for each token. They may be left out. At first
-U = 0 and a = 1: q is p^(0) tilted by the scores.
+(`surrogate.py`): an embedding of one number for each token. They may be left out. At first U
+and a are zero, and a fit may begin at a = 1: at p^(0) tilted by the scores.
 
 psi = q / p^(0) is the twist that has q as its proposal. D width, V vocabulary.
 """
@@ -23,7 +23,7 @@ from twist.mlp import TwistMLP
 
 
 class Adapter(nn.Module):
-    """Logits of q from the hidden states of p^(0); without scores those of p^(0) at first."""
+    """Logits of q from the hidden states of p^(0); those of p^(0) at first."""
 
     scores: Tensor | None
 
@@ -34,7 +34,6 @@ class Adapter(nn.Module):
         self.register_buffer("scores", scores)
         outputs = base.width + (scores is not None)
         self.shift = TwistMLP(base.width, outputs, generator)
-        nn.init.ones_(self.shift.last.bias[base.width :])  # a
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of q [..., V] after hidden states [..., D]."""

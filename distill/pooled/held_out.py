@@ -10,7 +10,7 @@ width, V vocabulary.
 """
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from distill.finetune import Best
 from distill.pooled.adapter import Adapter
@@ -47,8 +47,9 @@ class Texts:
 
     @torch.no_grad()
     def tilt(self, adapter: Adapter, rows: Tensor) -> None:
-        """Multiply the scores g by that of TILTS at which texts by their rows [n] have the least
-        loss, which is convex in it."""
+        """Begin at a = 1, with the scores g times that of TILTS at which texts by their rows [n]
+        have the least loss, which is convex in it."""
+        nn.init.ones_(adapter.shift.last.bias[adapter.base.width :])
         scores, losses = adapter.scores, []
         for tilt in TILTS:
             adapter.scores = tilt * scores

@@ -92,7 +92,8 @@ class Pooled(Learner):
                 log_weights, power = tempered(self.pool, options.pool_first_ess)
                 self.record("ladder", 0, power=power)
                 # Targets of the ladder are alike, so a few steps from the last MLP suffice.
-                q = self.fit(f"ladder {step}", 0, log_weights, options.pool_first_updates, q)
+                updates = options.pool_first_updates
+                q = self.fit(f"ladder {step}", 0, log_weights, updates, q, is_rung=True)
         return Pair(self.fit_to_sigma(0), None)
 
     def distil(self, pair: Pair, m: int) -> Conditional:
@@ -112,7 +113,7 @@ class Pooled(Learner):
         # Anew, because an adapter that goes on learns the few heavy texts by heart.
         options = self.options
         given = ("distillation", m, self.pool.log_weights, options.pool_updates, self.base)
-        return self.fit(*given, options.pool_held_out)
+        return self.fit(*given, is_rung=False)
 
     def fit(
         self,
@@ -121,17 +122,19 @@ class Pooled(Learner):
         log_weights: Tensor,
         updates: int,
         start: Any,
-        share: float = 0.0,
+        is_rung: bool,
     ) -> Conditional:
         """The weighted eq. 7: q fitted to the pool by log weights [N], beginning at `start`.
 
-        A `share` of the texts is held out: q is that at which their loss is least, and the fit ends
-        when that has passed. ValueError where q has exploded.
+        But for the rungs of the ladder, it begins at p^(0) tilted by the surrogate, and a share of
+        the texts is held out: q is that at which their loss is least, and the fit ends when that
+        has passed. ValueError where q has exploded.
         """
         options, base, pool = self.options, self.base, self.pool
         weights = truncated(log_weights, options.pool_least_ess)  # [N]
         generator = self.streams.stream(word, m)
         chance = self.streams.stream(f"{word}, held out", m)
+        share = 0.0 if is_rung else options.pool_held_out
         held = HeldOut(base, pool.tokens, weights, share, chance)
         scores = None  # g [V] of the surrogate, which does not see phi of the texts held out either
         if options.surrogate:
@@ -145,7 +148,7 @@ class Pooled(Learner):
         # Most texts have hardly any weight; those that no batch draws need no states.
         distinct, places = batches.unique(return_inverse=True)
         texts = Texts(base, pool.tokens[distinct])
-        if scores is not None:
+        if options.surrogate and not is_rung:
             texts.tilt(adapter, places[0])
         parameters = list(adapter.shift.parameters())
         # U moves a logit by a sum over D, so the step falls with D.

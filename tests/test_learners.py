@@ -37,7 +37,7 @@ SIZES = {"particles": 20, "distill_runs": 20, "distill_updates": 30, "distill_le
 CTL = {"ctl_updates": 12, "ctl_batch_size": 50, "ctl_learning_rate": 1e-3}
 POOL = {"pool_first_draws": 200, "pool_first_rounds": 4, "pool_first_ess": 0.5}
 POOL |= {"pool_first_updates": 20, "pool_draws": 600, "pool_updates": 50}
-POOL |= {"pool_learning_rate": 8e-3, "pool_held_out": 0.2}
+POOL |= {"pool_learning_rate": 4e-5, "pool_held_out": 0.2}
 PAPER, POOLED = PaperOptions(**SIZES, **CTL), PooledOptions(**POOL)
 AT_THE_END = replace(PAPER, resampling="systematic", ess_threshold=0.0)
 LINES = {  # the learner, its options, and what KL after lines 1, 3 and 4 may be over p^(0)'s
@@ -163,7 +163,7 @@ def test_texts_held_out_tell_when_a_fit_learns_the_heavy_ones_by_heart(monkeypat
             last.append(TARGET.kl_to(log_q(Pair(Adapted(BASE, adapter), None))))
         return False
 
-    options = replace(POOLED, surrogate=False, pool_updates=100, pool_learning_rate=8e-2)
+    options = replace(POOLED, surrogate=False, pool_updates=100, pool_learning_rate=4e-4)
     for seed in range(4):
         learner = Pooled(BASE, rare_potential, options, Streams(seed))
         learner.draw(BASE, "sampling", 0, 400)

@@ -65,7 +65,7 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     tokens = torch.randint(7, (9, 4), generator=generator(1))
     log_weights = torch.arange(9.0).double()
     rows, drawn_by = torch.tensor([[8, 1, 1, 5]]), []
-    options = PooledOptions(pool_learning_rate=base.width, pool_least_ess=0.4)
+    options = PooledOptions(pool_learning_rate=base.width / 192, pool_least_ess=0.4)
     learner = Pooled(base, rare_potential, options, Streams(0))
     learner.pool = Round(tokens, log_weights, torch.zeros(9))
     monkeypatch.setattr(distill.pooled.learner, "fit_surrogate", lambda *_: scores)
@@ -104,7 +104,7 @@ def test_the_adapter_moves_what_the_models_own_head_reads():
     tilted = Adapter(base, scores, generator(0))
     torch.nn.init.ones_(tilted.shift.last.bias[8:])
     torch.testing.assert_close(tilted(hidden), base.head(hidden) + scores)
-    sizes = {"pool_first_draws": 800, "pool_first_rounds": 4, "pool_learning_rate": 8e-3}
+    sizes = {"pool_first_draws": 800, "pool_first_rounds": 4, "pool_learning_rate": 4e-5}
     learner = Pooled(base, rare_potential, PooledOptions(**sizes), Streams(0))
     pair, target = learner.first_twist(), Target(base, rare_potential)
     assert target.kl_to(log_q(pair)) < 0.3 * target.kl_to(target.log_p[-1])

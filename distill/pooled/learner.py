@@ -43,6 +43,8 @@ from tinystories.decoder import Conditional
 from tsmc.processes import progress
 from twist.ctl import EXPLODED
 
+WIDTH = 192  # D of the states that --pool-learning-rate is said for
+
 
 @dataclass(frozen=True)
 class PooledOptions:
@@ -60,7 +62,9 @@ class PooledOptions:
         0.1, "share of the texts that are not learned but say when to stop; 0: never", high=0.9
     )
     pool_batch_size: int = option(64, "sequences of one step")
-    pool_learning_rate: float = option(0.02, "Adam's step size, times the width D of the states")
+    pool_learning_rate: float = option(
+        1e-4, "Adam's step size at width D = 192; times 192 / D", high=1
+    )
 
 
 class Pooled(Learner):
@@ -152,7 +156,7 @@ class Pooled(Learner):
             texts.tilt(adapter, places[0])
         parameters = list(adapter.shift.parameters())
         # U moves a logit by a sum over D, so the step falls with D.
-        rate = options.pool_learning_rate / base.width
+        rate = options.pool_learning_rate * WIDTH / base.width
         optimizer = torch.optim.Adam(parameters, lr=rate, fused=True)
         for step, rows in enumerate(progress(places, word, m), 1):  # [n]
             loss = -texts.log_q(adapter, rows).sum() / texts.is_counted[rows].sum()

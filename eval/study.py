@@ -43,7 +43,6 @@ PAPER, POOLED = "--learner paper", "--learner pooled"
 SIZES = "--eval-particles 50 20 100 1000"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
 SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
-FEW = "--generations 1 --ctl-updates 50 --distill-runs 40 --distill-updates 60 --eval-runs 20"
 # Draws of p for the exact samples that all runs of a task share.
 TARGETS = {"docs/results/sad": 300_000, "docs/results/smollm2": 150_000}
 RUNS = {  # options and seeds
@@ -65,13 +64,13 @@ RUNS = {  # options and seeds
     "grpo-ten": ("--learner grpo --batch-size 1280", (91,)),
     "beta-1": (f"{POOLED} --generations 0 --beta 1", (91,)),
     "sad-paper": (f"{PAPER} {SAD}", THREE),
-    "sad-pooled": (f"{POOLED} {SAD}", THREE),
+    "sad-pooled": (f"{POOLED} {SAD}", FIVE),
     "sad-every-step": (f"{PAPER} --ess-threshold 1 {SAD}", THREE),
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
     "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
-    "smollm2-few": (f"{PAPER} {SMOL} {FEW}", (91,)),
     "smollm2-paper": (f"{PAPER} {SMOL}", THREE),
     "smollm2-pooled": (f"{POOLED} {SMOL}", (91, 92)),
+    "smollm2-no-held-out": (f"{POOLED} {SMOL} --pool-held-out 0", (91, 92)),
 }
 RULES = {  # of resampling, under which the pairs of the runs RULED are measured
     "multinomial, every step": ("multinomial", 1.0),

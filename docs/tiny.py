@@ -39,7 +39,11 @@ import math
 import sys
 from string import ascii_lowercase
 
-import torch
+try:
+    import torch
+except ImportError:
+    print("docs/tiny.py: PyTorch is missing; run `pip install torch`", file=sys.stderr)
+    sys.exit(2)
 
 V, T, BETA = 4, 8, 5.0
 COUNTS = [V**t for t in range(T + 1)]  # prefixes of each length

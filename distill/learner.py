@@ -70,7 +70,6 @@ class Learner(abc.ABC):
 
     @staticmethod
     def rule(options: Any) -> Rule:
-        """How runs resample."""
         return Rule(systematic, ess_threshold=0.0)
 
     def population(self, pair: Pair, word: str, m: int, particles: int, runs: int) -> Population:

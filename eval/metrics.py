@@ -83,7 +83,6 @@ class ScoredTexts:
     group: list[int]
 
     def rows(self, source: str) -> list[dict]:
-        """One row for each text, ready for JSON."""
         rows = []
         for n, text in enumerate(self.texts):
             scores = {name: values[n].item() for name, values in self.scores.items()}

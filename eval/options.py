@@ -77,7 +77,6 @@ class Options:
         check(self.learning)
 
     def as_json(self) -> dict[str, Any]:
-        """Every option by name."""
         own = dataclasses.asdict(self)
         return own | own.pop("learning")
 

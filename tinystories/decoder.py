@@ -145,7 +145,6 @@ class Conditional(abc.ABC):
         self.end = end
 
     def with_network(self, network: Any) -> Self:
-        """Another network of this kind after the same prompt."""
         model = copy.copy(self)
         model.network = network
         return model
@@ -180,5 +179,4 @@ class Conditional(abc.ABC):
         return log_p, logits, hidden
 
     def decoder(self, rows: int) -> Decoder:
-        """A fresh decoder of `rows` continuations."""
         return Decoder(self, rows)

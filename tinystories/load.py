@@ -227,10 +227,8 @@ def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-@torch.no_grad()
-def unnamed_ends(model: Conditional, tokenizer: Tokenizer, directory: Path) -> tuple[list, float]:
-    """Texts of the tokens that end a text by what the files of a checkpoint say, and the
-    probability that a text of a model without ends has one, from 16 drawn texts."""
+def unnamed_ends(model: Conditional, tokenizer: Tokenizer, directory: Path) -> list[int]:
+    """The tokens of a model that end a text by what the files of its checkpoint say."""
     raw = {}
     for name in (CONFIG, GENERATION, "tokenizer_config.json"):
         if (directory / name).exists():
@@ -238,15 +236,7 @@ def unnamed_ends(model: Conditional, tokenizer: Tokenizer, directory: Path) -> t
     tokens, text = raw.get("eos_token_id"), raw.get("eos_token") or ""
     text = text["content"] if isinstance(text, dict) else text
     tokens = {tokenizer.token_to_id(text), *(tokens if isinstance(tokens, list) else [tokens])}
-    ends = [token for token in range(model.vocab_size) if token in tokens]
-    generator = torch.Generator(model.prompt.device).manual_seed(0)
-    decoder, going_on = model.decoder(16), torch.ones(16, device=model.prompt.device)
-    for _ in range(model.length):
-        p = model.head(decoder.hidden).softmax(-1)  # [16, V]
-        going_on = going_on * (1 - p[:, ends].sum(1))  # [16]
-        p[:, ends] = 1e-30  # the drawn texts go on; above zero, as p may have nothing else
-        decoder.append(p.multinomial(1, generator=generator)[:, 0])
-    return [tokenizer.id_to_token(end) for end in ends], 1 - going_on.mean().item()
+    return [token for token in range(model.vocab_size) if token in tokens]
 
 
 def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:

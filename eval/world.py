@@ -112,7 +112,6 @@ def load_world(options: Options, folder: Path | None = None) -> World:
     directory = target_directory(options, folder)
     exact, sigma = load_target(directory)
     fits = is_usable(directory, other_option(sigma, options))
-    checkpoint_directory(options.lm, "--lm")  # what is missing is told before anything is loaded
     path = checkpoint_directory(options.similarity_model, "--similarity-model")
     world = load_sigma(options)
     device = world.base.prompt.device

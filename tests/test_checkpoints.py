@@ -79,7 +79,6 @@ DAMAGE = [  # a file; its content, or some of its tensors, None where it is miss
     ("model.safetensors", {BIAS: None}, r"does not fit .*Missing key.*transformer\.ln_f\.bias"),
     ("model.safetensors", {BIAS: torch.full((24,), torch.nan)}, r"ln_f\.bias holds NaN"),
     ("model.safetensors", POINTER, "is a pointer of git-lfs, not the file; run `git lfs pull`"),
-    ("tokenizer.json", POINTER, "is a pointer of git-lfs"),
     ("config.json", "{", "cannot be read as JSON"),
     ("config.json", OTHER_KIND, "not GPT-Neo .*model_type is 'gpt2'"),
     ("tokenizer.json", "{}", "no tokenizer for this network"),

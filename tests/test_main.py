@@ -149,7 +149,7 @@ BAD = {  # options, and a pattern of the one line
     "--beta nan": "--beta is nan; give a number at least 0",
     "--end END": "--end END.*name one",
     "--lm no/such/place": "--lm no/such/place: ",
-    "--preset paper": "--lm roneneldan/TinyStories-33M@",
+    "--preset paper": "--similarity-model sentence-transformers/all-MiniLM-L6-v2@",
     "--potential ended": "--potential ended: .*name one with --end",
     "--out precious.txt": "--out precious.txt: exists already",
 }

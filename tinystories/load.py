@@ -247,13 +247,12 @@ def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
     with contextlib.suppress(Exception):  # of a tokenizer without a token for what is unknown
         encoding = tokenizer.encode(prompt, add_special_tokens=False)
         spans = list(zip(encoding.ids, encoding.offsets, strict=True))
-    lost = set()
     for token, (start, end) in spans:
-        is_unknown = token == unknown and prompt[start:end] != tokenizer.id_to_token(token)
-        (lost if is_unknown else written).update(range(start, end))
-    lost.update(n for n in range(len(prompt)) if n not in written and not prompt[n].isspace())
+        if token != unknown or prompt[start:end] == tokenizer.id_to_token(token):
+            written.update(range(start, end))
+    lost = [c for n, c in enumerate(prompt) if n not in written and not c.isspace()]
     if lost or not spans:
-        text = "".join(prompt[n] for n in sorted(lost))[:40]
+        text = "".join(lost)[:40]
         raise ValueError(f"the tokenizer has no token for {text!r} of the prompt; give another")
 
 

@@ -126,14 +126,7 @@ class Conditional(abc.ABC):
     network: Any  # what is fine-tuned, where the model has one
     embeddings: Tensor | None  # the output embeddings [V, D], where it has some
 
-    def __init__(
-        self,
-        prompt: Tensor,
-        length: int,
-        width: int,
-        vocab_size: int,
-        end: End = NO_END,
-    ):
+    def __init__(self, prompt: Tensor, length: int, width: int, vocab_size: int, end: End = NO_END):
         """prompt [P], then `length` tokens below vocab_size, from states of D = width numbers.
 
         A text is finished once it has an `end`: the same token follows with probability one.

@@ -43,9 +43,7 @@ class Draws:
     runs: int = option(8, "R, runs, weighed by Z-hat [8, without JOB 40]")
     samples: int = option(10, "texts to draw by their weights")
     resampling: str = option("multinomial", "resampling scheme [JOB's]", choices=tuple(SCHEMES))
-    ess_threshold: float = option(
-        0.0, "resample where ESS / K is lower; 1: at every step [JOB's]", high=1
-    )
+    ess_threshold: float = option(0.0, "resample where ESS / K is lower; 1: always [JOB's]", high=1)
     picture: str = option("", "an HTML file to write, with every step of one run")
 
     def __post_init__(self):

@@ -1,5 +1,6 @@
 """The table of a job's results as text: one row for Base, Target and each generation."""
 
+import math
 import shlex
 from pathlib import Path
 
@@ -39,13 +40,24 @@ def read_results(folder: Path) -> dict:
 
 
 def closing(results: dict, folder: Path) -> str:
-    """What a job ends with: its table, texts, what is missing, and the next command."""
+    """What a job ends with: its table, texts, what it takes to beat rejection or what is missing,
+    and the next command.
+
+    A score gives 1 / sum W^2 over the number of particles, for their weights W in the last row.
+    """
     rows = named_rows(results)
     shown = aligned({name: [row] for name, row in rows.items()}, columns(rows, results))
-    lines = ["", shown, ""]
-    for name in ("Base", list(rows)[-1]):
+    lines, last = ["", shown, ""], list(rows)[-1]
+    for name in ("Base", last):
         lines += [f"{name}:", *(f"  {printable(text)}" for text in rows[name]["examples"])]
     warnings = [warning_of(row, results) for row in results["generations"]]
+    if "Target" in rows and "worth" in rows[last]:
+        rate = math.exp(rows["Target"]["log_z"])
+        cost = f"training has scored as many texts as {rows[last]['scores'] * rate:,.0f} exact"
+        line = f"Rejection keeps 1 text in {1 / rate:,.0f}; {cost} samples need"
+        if not warnings[-1]:  # else it is worth nothing to know how even the weights are
+            line += f"; now a score gives at most {rows[last]['worth']:.2f} effective samples"
+        lines += ["", f"{line}."]
     lines += [f"In {warning}." for warning in warnings if warning]
     command = f"python -m eval.sample {shlex.quote(str(folder))}"
     return "\n".join([*lines, f"Everything is in {folder}; more texts: {command}"])

@@ -220,7 +220,7 @@ def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
     assert row["log_z_hat_mean"] == pytest.approx(math.log(3) / 2)
 
 
-def test_a_log_z_far_below_that_of_target_or_base_is_told(finished_job):
+def test_a_log_z_far_below_that_of_target_or_base_is_told_and_not_praised(finished_job):
     """A fifth of sigma is missing whatever the errors are: Base knows log Z too badly to see it."""
     results = read_results(finished_job("paper"))
     results["base"] |= {"log_z": -4.0, "log_z_std_error": 0.5, "num_samples": 2000}
@@ -229,7 +229,10 @@ def test_a_log_z_far_below_that_of_target_or_base_is_told(finished_job):
         row |= {"log_z": log_z, "log_z_std_error": 0.05, "num_runs": 40}
     text = closing(results, Path("run"))
     warning = "In generation 1: log Z -4.90 of the runs lies below -4.00 of the row Target"
-    assert warning in text and "In generation 0" not in text
+    assert warning in text and "In generation 0" not in text and "effective samples" not in text
+    results["generations"][1]["log_z"] = -4.0
+    text = closing(results, Path("run"))
+    assert "In generation" not in text and "a score gives at most" in text
     del results["target"]
     results["generations"][1]["log_z"] = -4.9  # within the error of Base
     assert "In generation" not in closing(results, Path("run"))

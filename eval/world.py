@@ -111,7 +111,9 @@ def load_world(options: Options, folder: Path | None = None) -> World:
     """
     directory = target_directory(options, folder)
     exact, sigma = load_target(directory)
-    fits = is_usable(directory, other_option(sigma, options))
+    other = [name for name, value in sigma_of(options).items() if sigma.get(name) != value]
+    fault = f"holds samples of another sigma, whose {other[0]} differs" if other else ""
+    fits = is_usable(directory, fault)
     path = checkpoint_directory(options.similarity_model, "--similarity-model")
     world = load_sigma(options)
     device = world.base.prompt.device
@@ -215,12 +217,6 @@ def tell_unfinished_word(prompt: str, base: Conditional, potential: TextPotentia
     if prompt[-1].isalnum() and likely.values.cpu()[goes_on].sum() > 0.5:
         word = nexts[int(goes_on.nonzero()[0])]
         say(f"p mostly goes on with the last word of --prompt, as by {word!r}; finish that word")
-
-
-def other_option(sigma: dict[str, Any], options: Options) -> str:
-    """What is other in the sigma that exact samples were drawn for, or ""."""
-    other = [name for name, value in sigma_of(options).items() if sigma.get(name) != value]
-    return f"holds samples of another sigma, whose {other[0]} differs" if other else ""
 
 
 def is_usable(directory: Path, fault: str) -> bool:

@@ -33,11 +33,7 @@ class Learner(abc.ABC):
     samples_policy = False  # True: its samples are texts of p^(m) alone, which no weight corrects
 
     def __init__(
-        self,
-        base: Conditional,
-        log_phi: Callable[[Tensor], Tensor],
-        options: Any,
-        streams: Streams,
+        self, base: Conditional, log_phi: Callable[[Tensor], Tensor], options: Any, streams: Streams
     ):
         """For p^(0) = base and log_phi(tokens [N, T]) -> log phi [N]."""
         check(options)
@@ -70,7 +66,6 @@ class Learner(abc.ABC):
 
     @staticmethod
     def rule(options: Any) -> Rule:
-        """How runs resample."""
         return Rule(systematic, ess_threshold=0.0)
 
     def population(self, pair: Pair, word: str, m: int, particles: int, runs: int) -> Population:

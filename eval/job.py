@@ -67,10 +67,7 @@ class Job(contextlib.AbstractContextManager):
         self.start, self.core_start = time.monotonic(), time.process_time()
         if processes.rank() > 0:
             return self
-        try:
-            self.path.mkdir(parents=True, exist_ok=self.is_resumed)
-        except FileExistsError:  # another job has begun there since
-            raise ValueError(f"{self.path}: exists already; choose another --out") from None
+        self.path.mkdir(parents=True, exist_ok=self.is_resumed)  # another job may have begun there
         self.lock = filelock.FileLock(self.path / ".lock", fallback_to_soft=False)
         try:
             self.lock.acquire(timeout=0)
@@ -171,12 +168,10 @@ def count_generations(folder: Path) -> int:
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
-    """Write a file with a line of JSON for each row."""
     files.write_text(path, "".join(json.dumps(finite_or_null(row)) + "\n" for row in rows))
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows of such a file."""
     with files.reading(path, "is no file of rows"):
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

@@ -83,7 +83,6 @@ class ScoredTexts:
     group: list[int]
 
     def rows(self, source: str) -> list[dict]:
-        """One row for each text, ready for JSON."""
         rows = []
         for n, text in enumerate(self.texts):
             scores = {name: values[n].item() for name, values in self.scores.items()}
@@ -176,25 +175,19 @@ def log_z_of(row: dict) -> Estimate | None:
 
 
 def warning_of(row: dict, ends: dict[str, dict]) -> str:
-    """`missing_part` of a generation, from its row and the rows Base and Target of its job."""
-    name = "target" if "target" in ends else "base"
-    found, known = log_z_of(row), log_z_of(ends[name])
-    if found is None or known is None:
-        return ""
-    line = missing_part(found, known, name.title())
-    return line and f"generation {row['generation']}: {line}"
-
-
-def missing_part(found: Estimate, known: Estimate, name: str = "Base") -> str:
-    """A line where log Z of a generation lies so far below that of the row Target, or else Base,
-    that a fifth of sigma is missing, whatever the errors of both, or "".
+    """A line where log Z of a generation lies so far below that of the row Target, or else Base, of
+    its job that a fifth of sigma is missing, whatever the errors of both, or "".
 
     Such runs may agree with each other, and then every other column looks perfect. The intervals
     of skewed weights hold a little less often than they say, hence a fifth and not anything.
     """
+    name = "target" if "target" in ends else "base"
+    found, known = log_z_of(row), log_z_of(ends[name])
+    if found is None or known is None:
+        return ""
     lost = known.value - found.value - math.hypot(known.half_width(), found.half_width())
     if not lost > math.log(5 / 4):
         return ""
-    fault = f"log Z {found.value:.2f} of the runs lies below {known.value:.2f} of the row {name}: "
-    fault += "they miss a fifth of sigma or more"
+    fault = f"generation {row['generation']}: log Z {found.value:.2f} of the runs lies below "
+    fault += f"{known.value:.2f} of the row {name.title()}: they miss a fifth of sigma or more"
     return f"{fault}; lower the learning rates, or draw more"

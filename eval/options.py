@@ -60,9 +60,7 @@ class Options:
     seed: int = option(0, "seed of everything random", low=0, high=2**63 - 1)
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     dtype: str = option("float32", "type of the networks, but for training", choices=tuple(DTYPES))
-    eval_particles: tuple[int, ...] = option(
-        (50,), "K in testing; with further numbers, populations of these K are measured too"
-    )
+    eval_particles: tuple[int, ...] = option((50,), "K in testing; of further K the score alone")
     eval_runs: int = option(40, "TSMC runs of K particles for a row of the table", low=2)
     eval_target_proposals: int = option(
         100_000, "most draws for 200 exact samples, if there are none yet; 0: none", low=0
@@ -77,7 +75,6 @@ class Options:
         check(self.learning)
 
     def as_json(self) -> dict[str, Any]:
-        """Every option by name."""
         own = dataclasses.asdict(self)
         return own | own.pop("learning")
 

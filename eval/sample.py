@@ -43,9 +43,7 @@ class Draws:
     runs: int = option(8, "R, runs, weighed by Z-hat [8, without JOB 40]")
     samples: int = option(10, "texts to draw by their weights")
     resampling: str = option("multinomial", "resampling scheme [JOB's]", choices=tuple(SCHEMES))
-    ess_threshold: float = option(
-        0.0, "resample where ESS / K is lower; 1: at every step [JOB's]", high=1
-    )
+    ess_threshold: float = option(0.0, "resample where ESS / K is lower; 1: always [JOB's]", high=1)
     picture: str = option("", "an HTML file to write, with every step of one run")
 
     def __post_init__(self):
@@ -62,9 +60,7 @@ class TrainedJob:
         last = count_generations(folder) - 1
         self.generation = last if generation is None else generation
         if last < 0:
-            raise ValueError(
-                f"{folder}: holds no saved generation; name a job that has finished one"
-            )
+            raise ValueError(f"{folder}: holds no generation; name a job that has finished one")
         if not 0 <= self.generation <= last:
             raise ValueError(f"generation {generation} is not in {folder}; it holds 0 to {last}")
         self.pair = folder / f"generation-{self.generation}" / "pair.safetensors"
@@ -137,11 +133,9 @@ def main(arguments: list[str] | None = None) -> None:
         changes = {name: found.pop(name) for name in OPTIONS if name in found}
         changes |= {name: tuple(v) for name, v in changes.items() if isinstance(v, list)}
         job = found.pop("job", None)
-        draws, rule = Draws(**{"runs": 8 if job else 40} | found), {}
-        if args.resampling is not None:
-            rule["resample"] = SCHEMES[args.resampling]
-        if args.ess_threshold is not None:
-            rule["ess_threshold"] = args.ess_threshold
+        draws = Draws(**{"runs": 8 if job else 40} | found)
+        rule = {"resample": SCHEMES.get(args.resampling), "ess_threshold": args.ess_threshold}
+        rule = {name: value for name, value in rule.items() if value is not None}
         if job is None:
             if "potential" not in changes:
                 parser.error(f"no job is named: {usage}")

@@ -59,10 +59,8 @@ def closing(results: dict, folder: Path) -> str:
             line += f"; now a score gives at most {rows[last]['worth']:.2f} effective samples"
         lines += ["", f"{line}."]
     lines += [f"In {warning}." for warning in warnings if warning]
-    name = shlex.quote(str(folder))
-    return "\n".join(
-        [*lines, f"Everything is in {folder}; more texts: python -m eval.sample {name}"]
-    )
+    command = f"python -m eval.sample {shlex.quote(str(folder))}"
+    return "\n".join([*lines, f"Everything is in {folder}; more texts: {command}"])
 
 
 def cell(row: dict, column: Column) -> str:

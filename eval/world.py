@@ -28,7 +28,7 @@ from tinystories.decoder import NO_END, is_end
 from tinystories.files import read_metadata, read_tensors, reading, write_tensors
 from tinystories.load import checkpoint_directory, unnamed_ends
 from tsmc.estimate import Estimate, mean_estimate
-from tsmc.proposal import sequence_log_probs
+from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.rejection import ExactSamples
 from twist.factors import CLASSIFIED, load_factors, power
 from twist.guards import each_once
@@ -96,7 +96,6 @@ class World:
         return {metrics.KL: kl.value, "kl_half_width": kl.half_width()}
 
     def set_exact(self, exact: ExactSamples) -> None:
-        """Compare with these exact samples from here on."""
         device = self.base.prompt.device
         parts = {"tokens": exact.tokens.to(device), "log_phi": exact.log_phi.to(device)}
         exact = dataclasses.replace(exact, **parts)
@@ -112,8 +111,9 @@ def load_world(options: Options, folder: Path | None = None) -> World:
     """
     directory = target_directory(options, folder)
     exact, sigma = load_target(directory)
-    fits = is_usable(directory, other_option(sigma, options))
-    checkpoint_directory(options.lm, "--lm")  # what is missing is told before anything is loaded
+    other = [name for name, value in sigma_of(options).items() if sigma.get(name) != value]
+    fault = f"holds samples of another sigma, whose {other[0]} differs" if other else ""
+    fits = is_usable(directory, fault)
     path = checkpoint_directory(options.similarity_model, "--similarity-model")
     world = load_sigma(options)
     device = world.base.prompt.device
@@ -154,9 +154,10 @@ def load_sigma(options: Options) -> World:
     potential = TextPotential(chosen, decode, base.prompt, base.end, encode)
     tell_unfinished_word(options.prompt, base, potential)
     if not options.end:
-        ends, share = unnamed_ends(base, tokenizer, checkpoint_directory(options.lm, "--lm"))
-        if share > 0.01:
-            named = " ".join(map(repr, ends))
+        ends = unnamed_ends(base, tokenizer, checkpoint_directory(options.lm, "--lm"))
+        drawn = sample_proposal(base, None, 64, torch.Generator(device).manual_seed(0)).tokens
+        if share := is_end(drawn, tuple(ends)).any(1).double().mean().item():
+            named = " ".join(repr(tokenizer.id_to_token(end)) for end in ends)
             say(f"p ends {share:.0%} of its texts, and goes on unseen; give --end {named}")
     return World(base, potential, scores)
 
@@ -216,12 +217,6 @@ def tell_unfinished_word(prompt: str, base: Conditional, potential: TextPotentia
     if prompt[-1].isalnum() and likely.values.cpu()[goes_on].sum() > 0.5:
         word = nexts[int(goes_on.nonzero()[0])]
         say(f"p mostly goes on with the last word of --prompt, as by {word!r}; finish that word")
-
-
-def other_option(sigma: dict[str, Any], options: Options) -> str:
-    """What is other in the sigma that exact samples were drawn for, or ""."""
-    other = [name for name, value in sigma_of(options).items() if sigma.get(name) != value]
-    return f"holds samples of another sigma, whose {other[0]} differs" if other else ""
 
 
 def is_usable(directory: Path, fault: str) -> bool:

@@ -47,7 +47,6 @@ def refusal(*arguments: object, command: Callable[[list[str]], None] = run_main)
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """All files of a run by name."""
     paths = [path for path in run.rglob("*") if path.is_file()]
     return {str(path.relative_to(run)): path.read_bytes() for path in paths}
 

@@ -59,7 +59,6 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
 
 
 def oracle(role: str, **changes) -> transformers.PreTrainedModel:
-    """A small random network of transformers."""
     sizes = {"vocab_size": 5000, "hidden_size": 24} | SHAPES[role] | changes
     config = transformers.AutoConfig.for_model(KINDS[role], **sizes)
     return randomise(AUTO[role].from_config(config), seed=0)

@@ -19,8 +19,7 @@ from tinystories import decoder as decoders
 from tinystories.any_model import AnyModel, is_close
 from tinystories.files import write_json
 from tinystories.gpt_neo import KeyValueCache
-from tinystories.load import check_prompt, read_tokenizer, unnamed_ends
-from tsmc.exact import all_sequences
+from tinystories.load import check_prompt, read_tokenizer
 
 V, T = 3, 4
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")
@@ -34,7 +33,6 @@ class Changed(AnyModel):
 
 
 def gpt_neo(kind: str, window: int, prompt: torch.Tensor) -> Conditional:
-    """A GPT-Neo, float64."""
     layers = {"window_size": window, "attention_layers": (kind, "local")}
     return GPTNeoModel(tiny_gpt_neo(V, 3, **layers).double(), prompt, 9)
 
@@ -207,22 +205,11 @@ def test_a_directory_of_any_causal_language_model_is_loaded(tmp_path, monkeypatc
         load_model(*given)
 
 
-@torch.no_grad()
-def test_ends_that_nobody_names_are_found_where_p_writes_them(tmp_path, capsys):
-    """The probability of a text with an end is that by enumeration; and a job says it."""
-    model = GPTNeoModel(tiny_gpt_neo(V, 3), PROMPT, T)
-    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2}))
-    write_json(tmp_path / "generation_config.json", {"eos_token_id": [2, 99]})
-    texts = all_sequences(V, T)
-    is_ended = (texts == 2).any(1)
-    wanted = model.log_probs(texts)[0].sum(1).exp()[is_ended].sum()
-    assert unnamed_ends(model, tokenizer, tmp_path)[0] == ["</s>"]
-    found = unnamed_ends(model, tokenizer, tmp_path)[1]
-    assert abs(found - wanted) < 0.2 and 0.3 < wanted < 0.99
-
+def test_ends_that_nobody_names_are_told_where_p_writes_them(tmp_path, capsys):
     lm = shutil.copytree(POCKET / "lm", tmp_path / "lm")
     write_json(lm / "tokenizer_config.json", {"eos_token": {"content": "."}})
-    named = "texts, and goes on unseen; give --end '<|endoftext|>' '.'"
+    write_json(lm / "generation_config.json", {"eos_token_id": [0, 9999]})
+    named = "% of its texts, and goes on unseen; give --end '<|endoftext|>' '.'"
     for end, told in (((), named), ((".",), "")):
         load_sigma(Options(lm=str(lm), end=end, potential=("keyword:dog",)))
         said = capsys.readouterr().err

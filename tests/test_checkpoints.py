@@ -79,7 +79,6 @@ DAMAGE = [  # a file; its content, or some of its tensors, None where it is miss
     ("model.safetensors", {BIAS: None}, r"does not fit .*Missing key.*transformer\.ln_f\.bias"),
     ("model.safetensors", {BIAS: torch.full((24,), torch.nan)}, r"ln_f\.bias holds NaN"),
     ("model.safetensors", POINTER, "is a pointer of git-lfs, not the file; run `git lfs pull`"),
-    ("tokenizer.json", POINTER, "is a pointer of git-lfs"),
     ("config.json", "{", "cannot be read as JSON"),
     ("config.json", OTHER_KIND, "not GPT-Neo .*model_type is 'gpt2'"),
     ("tokenizer.json", "{}", "no tokenizer for this network"),
@@ -107,10 +106,8 @@ def test_a_tokenizer_of_older_files_is_that_of_transformers(tmp_path):
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    tokenizer, theirs = (
-        read_tokenizer(tmp_path, 4096),
-        transformers.AutoTokenizer.from_pretrained(tmp_path),
-    )
+    tokenizer = read_tokenizer(tmp_path, 4096)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     for text in [*TEXTS, f"one{END_OF_TEXT}two"]:
         ids = tokenizer.encode(text).ids
@@ -227,10 +224,8 @@ def test_only_what_is_read_is_fetched_and_once(tmp_path, monkeypatch, weights):
 def test_each_network_is_trained_and_loads(tmp_path):
     """From random weights, so every tensor is another than in the shipped network."""
     story = "Once upon a time, there was a child named {}. One day, {} took a red ball to the park."
-    text = "".join(
-        f"{story.format(name, name)}\n<|endoftext|>\n" for name in ("Lily", "Tim", "Sue")
-    )
-    (tmp_path / "tinystories.txt").write_text(text * 9)
+    text = "".join(f"{story.format(name, name)}\n<|endoftext|>\n" for name in ("Lily", "Tim"))
+    (tmp_path / "tinystories.txt").write_text(text * 14)
     (tmp_path / "toxicity.csv").write_text("text,label\nYou are stupid,1\nYou are clever,0\n")
     (tmp_path / "all-MiniLM-L6-v2").symlink_to(POCKET / "similarity")
     make.make_lm(tmp_path, tmp_path / "lm", steps=2, rows=4)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from worlds import generator, letters, mutant, random_model
+from worlds import generator, letters, random_model
 
 from distill import sample
-from distill.pooled import forced, pieces
+from distill.pooled import forced
 from distill.pooled.forced import forced_draws
 from distill.pooled.pieces import find_pieces, weigh
 from distill.pooled.pool import draw_round
@@ -30,16 +30,6 @@ WORLDS = {  # hints of each factor, T, end
     "more than the end": ([[[END, 1]], [[1, 0]]], 4, END),
     "two ends, and no room": ([[[1, 1]], [[0, 1], [1]]], 4, (0, END)),
 }
-MUTANTS = [  # what is replaced of which module, by what
-    (forced, "[:, : -len(b)]", "[:, 1 : 1 - len(b) or None]"),  # pieces overlap
-    (forced, "last.logcumsumexp(1)", "last"),  # at one place only
-    (forced, "- self.log_c[-1, -1]", ""),  # placements do not count
-    (forced, "(is_met | is_behind.unfold(1, len(b), 1))", "is_met"),  # a text has no end
-    (pieces, "pieces.append(piece)", "pass"),  # hints stand apart
-    (pieces, "range(len(a))", "range(1, len(a))"),  # no equal starts
-    (pieces, "for a, served in pieces:", "for a, served in singles:"),  # two at most are merged
-    (pieces, "+ b[len(shared) :]", ""),  # what does not overlap is lost
-]
 
 
 def enumerated(model):
@@ -104,15 +94,6 @@ def log_v(pieces):
     return -torch.tensor([len(b) + 0.1 * sum(b) + 0.37 * own for b, own in pieces]).double()
 
 
-def largest_error(model, hints, forced=forced, pieces=pieces):
-    """Of the density of forced draws with some weights v, by these modules."""
-    texts, log_p = enumerated(model)
-    found = pieces.find_pieces(hints, model.length)
-    law = forced.Placements(found, log_v(found), len(hints), model.length)
-    q = (law.log_ratio(texts, log_p, model.end) + log_p.sum(1)).exp()
-    return (q - density(model, hints)).abs().max().item()
-
-
 def random_world(seed):
     """One to three factors with one or two hints of up to three tokens, with an end or without."""
     source = random.Random(seed)
@@ -127,10 +108,13 @@ RANDOM = [world for world in map(random_world, range(60)) if placements(*world[:
 def test_density_is_that_of_all_placements_and_positive_wherever_the_hints_are():
     for hints, length, end in [*WORLDS.values(), *RANDOM]:
         model = random_model(length, end)
-        assert largest_error(model, hints) < 1e-12, hints
-        q = density(model, hints)
+        texts, log_p = enumerated(model)
+        found = find_pieces(hints, length)
+        law = forced.Placements(found, log_v(found), len(hints), length)
+        q = (law.log_ratio(texts, log_p, end) + log_p.sum(1)).exp()
+        torch.testing.assert_close(q, density(model, hints), rtol=0, atol=1e-12)
         assert q.sum().item() == pytest.approx(1)
-        assert (q[holds(enumerated(model)[0], hints, end)] > 0).all(), hints
+        assert (q[holds(texts, hints, end)] > 0).all(), hints
     assert len(RANDOM) > 40
 
 
@@ -157,14 +141,6 @@ def test_draws_have_this_density_and_are_weighted_by_it(hints, length, end, monk
     mixture = 0.1 * log_p.exp() + 0.9 * q  # [S]
     wanted = (log_p + log_phi(texts) - mixture.log())[place]
     torch.testing.assert_close(drawn.log_weights, wanted, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize(("module", "right", "wrong"), MUTANTS)
-def test_a_mutant_has_another_density(module, right, wrong):
-    broken = {module.__name__.split(".")[-1]: mutant(module, (right, wrong))}
-    worlds = [(random_model(*sizes), hints) for hints, *sizes in WORLDS.values()]
-    errors = [largest_error(*world, **broken) for world in worlds]
-    assert max(errors) > 0.01
 
 
 def test_pieces_are_drawn_as_often_as_p_writes_them_rather_than_hints_apart():

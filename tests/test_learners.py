@@ -7,14 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from networks import tiny
-from worlds import (
-    generator,
-    gpt_neo_world,
-    log_q,
-    rare_potential,
-    recorded,
-    tiny_conditional,
-)
+from worlds import generator, gpt_neo_world, log_q, rare_potential, recorded, tiny_conditional
 
 import distill
 from distill import RL, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions, Streams

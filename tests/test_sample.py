@@ -191,7 +191,9 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
     run = finished_job("paper")
     for arguments, words in (
         ([], "no job is named: python -m eval.sample "),
+        ([tmp_path / "none", "--samples", 0], "--samples is 0; give a number at least 1"),
         ([tmp_path / "none"], f"{tmp_path / 'none'}/config.json: no such file; name a job"),
+        ([run, "--generation", -1], "--generation is -1; give a number at least 0"),
         ([run, "--generation", 7], f"generation 7 is not in {run}; it holds 0 to 1"),
         (["--potential", "keyword:dog", "--ess-threshold", 1], "forced draws resample at the end"),
         (["--potential", "keyword:dog", "--picture", "p.html"], "forced draws have not; name JOB"),
@@ -199,17 +201,6 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
     ):
         line = refusal(*arguments, command=command)
         assert re.search(words, line), (arguments, line)
-
-
-NUMBERS = {"samples": 0, "particles": 0, "runs": -1, "ess-threshold": 1.5, "generation": -1}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_are_refused_by_name_before_anything_is_loaded(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("eval.sample.load_sigma", lambda _: pytest.fail("networks are loaded"))
-    for job in ([tmp_path], ["--potential", "keyword:dog"]):
-        line = refusal(*job, f"--{name}", NUMBERS[name], command=command)
-        assert f"--{name} is {NUMBERS[name]}; give a number " in line
 
 
 def test_sampling_without_training(capsys):

@@ -81,9 +81,8 @@ def test_runs_that_die_where_phi_is_zero_almost_everywhere():
     model, twist, _ = table_world(2, 3, seed=6)
     potential = hard_potential({5: -1.0})
     assert bias(model, twist, potential) < 1e-12
-    population = draw_population(
-        Streams(), "x", None, Sigma(model, potential), twist, 3, 200, Rule()
-    )
+    given = (twist, 3, 200, Rule())
+    population = draw_population(Streams(), "x", None, Sigma(model, potential), *given)
     is_dead = ~population.is_alive()
     assert 0 < is_dead.sum() < 200 and torch.equal(population.ess < 1, is_dead)
     assert not population.log_z.isnan().any()

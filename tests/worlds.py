@@ -46,8 +46,6 @@ def sequence_numbers(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 class ListedPotential:
-    """log phi listed for every sequence."""
-
     def __init__(self, log_phi: Tensor, vocab_size: int):
         self.log_phi, self.vocab_size = log_phi, vocab_size
 
@@ -71,7 +69,6 @@ def table_world(vocab_size: int, length: int, seed: int = 0, scale: float = 1.5)
 
 
 def random_model(length: int, end: End = NO_END) -> TableModel:
-    """A random model of three tokens."""
     return TableModel(TableModel.random(3, length, generator(0)).table, length, end)
 
 
@@ -188,7 +185,6 @@ def bias(
 
 
 def recorded(learner: Learner, phase: str, name: str) -> list[float]:
-    """A figure of each step of a phase."""
     return [record[name] for record in learner.records if record["phase"] == phase]
 
 

@@ -40,11 +40,10 @@ def is_close(logits: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     The gap is a mean square, as single ones of bfloat16 are large. The digits are those of float32
     at most, in which some networks of float64 attend.
     """
-    is_masked = [x == -torch.inf for x in (logits, wanted)]
-    logits, wanted = logits.masked_fill(is_masked[0], 0.0), wanted.masked_fill(is_masked[1], 0.0)
-    largest, gap = wanted.abs().max().item(), (logits - wanted).square().mean().sqrt().item()
+    gaps = (logits - wanted).masked_fill(logits == wanted, 0.0)  # -inf - (-inf) is no number
+    largest = wanted.masked_fill(wanted == -torch.inf, 0.0).abs().max().item()
     tolerance = max(torch.finfo(dtype).eps, 2**-23) ** 0.5 * largest
-    return torch.equal(*is_masked) and largest < torch.inf and gap <= tolerance
+    return gaps.square().mean().sqrt().item() <= tolerance < torch.inf
 
 
 class AnyModel(Conditional):

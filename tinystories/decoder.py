@@ -126,14 +126,7 @@ class Conditional(abc.ABC):
     network: Any  # what is fine-tuned, where the model has one
     embeddings: Tensor | None  # the output embeddings [V, D], where it has some
 
-    def __init__(
-        self,
-        prompt: Tensor,
-        length: int,
-        width: int,
-        vocab_size: int,
-        end: End = NO_END,
-    ):
+    def __init__(self, prompt: Tensor, length: int, width: int, vocab_size: int, end: End = NO_END):
         """prompt [P], then `length` tokens below vocab_size, from states of D = width numbers.
 
         A text is finished once it has an `end`: the same token follows with probability one.
@@ -145,7 +138,6 @@ class Conditional(abc.ABC):
         self.end = end
 
     def with_network(self, network: Any) -> Self:
-        """Another network of this kind after the same prompt."""
         model = copy.copy(self)
         model.network = network
         return model
@@ -180,5 +172,4 @@ class Conditional(abc.ABC):
         return log_p, logits, hidden
 
     def decoder(self, rows: int) -> Decoder:
-        """A fresh decoder of `rows` continuations."""
         return Decoder(self, rows)

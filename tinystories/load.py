@@ -227,10 +227,8 @@ def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-@torch.no_grad()
-def unnamed_ends(model: Conditional, tokenizer: Tokenizer, directory: Path) -> tuple[list, float]:
-    """Texts of the tokens that end a text by what the files of a checkpoint say, and the
-    probability that a text of a model without ends has one, from 16 drawn texts."""
+def unnamed_ends(model: Conditional, tokenizer: Tokenizer, directory: Path) -> list[int]:
+    """The tokens of a model that end a text by what the files of its checkpoint say."""
     raw = {}
     for name in (CONFIG, GENERATION, "tokenizer_config.json"):
         if (directory / name).exists():
@@ -238,15 +236,7 @@ def unnamed_ends(model: Conditional, tokenizer: Tokenizer, directory: Path) -> t
     tokens, text = raw.get("eos_token_id"), raw.get("eos_token") or ""
     text = text["content"] if isinstance(text, dict) else text
     tokens = {tokenizer.token_to_id(text), *(tokens if isinstance(tokens, list) else [tokens])}
-    ends = [token for token in range(model.vocab_size) if token in tokens]
-    generator = torch.Generator(model.prompt.device).manual_seed(0)
-    decoder, going_on = model.decoder(16), torch.ones(16, device=model.prompt.device)
-    for _ in range(model.length):
-        p = model.head(decoder.hidden).softmax(-1)  # [16, V]
-        going_on = going_on * (1 - p[:, ends].sum(1))  # [16]
-        p[:, ends] = 1e-30  # the drawn texts go on; above zero, as p may have nothing else
-        decoder.append(p.multinomial(1, generator=generator)[:, 0])
-    return [tokenizer.id_to_token(end) for end in ends], 1 - going_on.mean().item()
+    return [token for token in range(model.vocab_size) if token in tokens]
 
 
 def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
@@ -257,13 +247,12 @@ def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
     with contextlib.suppress(Exception):  # of a tokenizer without a token for what is unknown
         encoding = tokenizer.encode(prompt, add_special_tokens=False)
         spans = list(zip(encoding.ids, encoding.offsets, strict=True))
-    lost = set()
     for token, (start, end) in spans:
-        is_unknown = token == unknown and prompt[start:end] != tokenizer.id_to_token(token)
-        (lost if is_unknown else written).update(range(start, end))
-    lost.update(n for n in range(len(prompt)) if n not in written and not prompt[n].isspace())
+        if token != unknown or prompt[start:end] == tokenizer.id_to_token(token):
+            written.update(range(start, end))
+    lost = [c for n, c in enumerate(prompt) if n not in written and not c.isspace()]
     if lost or not spans:
-        text = "".join(prompt[n] for n in sorted(lost))[:40]
+        text = "".join(lost)[:40]
         raise ValueError(f"the tokenizer has no token for {text!r} of the prompt; give another")
 
 

@@ -26,7 +26,6 @@ def rank() -> int:
 
 
 def count() -> int:
-    """Number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -162,15 +162,6 @@ def sample_proposal(
     return walk(model, twist, uniform, reference=reference)
 
 
-def complete(model: Conditional, given: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Texts [N, T] with the tokens that are given and those that p draws, and their log p [N, T].
-
-    p draws where given [N, T] is DRAWN, at uniform numbers [N, T].
-    """
-    drawn = walk(model, None, uniform, given)
-    return drawn.tokens, drawn.log_p
-
-
 @torch.no_grad()
 def proposal_log_probs(
     model: Conditional, twist: Twist | None, tokens: Tensor

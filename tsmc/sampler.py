@@ -59,7 +59,6 @@ class Population:
         return self.log_z > -torch.inf
 
     def alive(self) -> "Population":
-        """The runs that are alive."""
         return Population(**{name: value[self.is_alive()] for name, value in vars(self).items()})
 
     def shares(self) -> Tensor:

@@ -25,7 +25,7 @@ from twist.mlp import TwistMLP
 class Adapter(nn.Module):
     """Logits of q from the hidden states of p^(0); those of p^(0) at first."""
 
-    scores: Tensor | None
+    scores: Any  # g [V], or None
 
     def __init__(self, base: Conditional, scores: Tensor | None, generator: torch.Generator):
         """For p^(0) = base, with `scores` g [V] or None."""

@@ -33,7 +33,7 @@ from torch import Tensor
 from distill.pooled.pieces import Hints, Piece, find_pieces, weigh
 from tinystories.decoder import Conditional, End, counted
 from tsmc.draws import invert, normalise, uniforms
-from tsmc.proposal import DRAWN, complete
+from tsmc.proposal import DRAWN, walk
 
 PLAIN = 0.1  # share of plain draws
 
@@ -100,7 +100,6 @@ class Placements:
         return log_ratio.where(log_p.sum(1) > -torch.inf, torch.inf)
 
 
-@torch.no_grad()
 def forced_draws(
     model: Conditional, hints: Hints, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
@@ -117,7 +116,7 @@ def forced_draws(
     uniform = uniforms(count, model.length, generator)
     tokens = torch.full_like(uniform, DRAWN, dtype=torch.long)  # [N, T]
     tokens[plain:] = placements.draw(count - plain, generator)
-    tokens, log_p = complete(model, tokens, uniform)  # [N, T], [N, T]
+    drawn = walk(model, None, uniform, tokens)
     log_plain, log_forced = (uniform.new_tensor([plain, count - plain]) / count).log()
-    log_ratio = placements.log_ratio(tokens, log_p, model.end)
-    return tokens, log_plain.logaddexp(log_forced + log_ratio)
+    log_ratio = placements.log_ratio(drawn.tokens, drawn.log_p, model.end)
+    return drawn.tokens, log_plain.logaddexp(log_forced + log_ratio)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tinystories.decoder import Conditional
 from tsmc.draws import uniforms
-from tsmc.proposal import DRAWN, complete
+from tsmc.proposal import DRAWN, walk
 
 EVEN = 0.2  # share of v that is the same for pieces of the same factors
 CONTEXTS = 8  # texts in which p says how likely a piece is
@@ -50,7 +50,6 @@ def find_pieces(hints: Hints, length: int) -> list[Piece]:
     return pieces
 
 
-@torch.no_grad()
 def weigh(
     model: Conditional, pieces: Sequence[Piece], factors: int, generator: torch.Generator
 ) -> Tensor:
@@ -61,7 +60,8 @@ def weigh(
         places = start.long() + torch.arange(len(b), device=start.device)  # [C, L]
         rows.scatter_(1, places, rows.new_tensor(b).expand(CONTEXTS, -1))
     tokens = tokens.flatten(0, 1)  # [I C, T]
-    log_p = complete(model, tokens, uniforms(len(tokens), model.length, generator))[1].double()
+    uniform = uniforms(len(tokens), model.length, generator)
+    log_p = walk(model, None, uniform, tokens).log_p.double()
     likely = log_p.where(tokens != DRAWN, 0.0).sum(1).view(-1, CONTEXTS).mean(1).clamp(min=-1e9)
     serves = likely.new_tensor([[own >> j & 1 for j in range(factors)] for _, own in pieces])
     size = serves.sum(1)  # [I] k

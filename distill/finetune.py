@@ -24,6 +24,7 @@ from distill.learner import Learner
 from distill.options import option
 from distill.pair import Pair
 from tinystories.decoder import Conditional
+from tsmc import processes
 from tsmc.processes import progress
 from tsmc.sigma import seen_from
 from twist.ctl import Batch, draw_batch
@@ -54,15 +55,15 @@ class Best:
 
     def is_over(self, network: nn.Module, loss: float) -> bool:
         """Take note of a check of the network in training; whether it has passed its best."""
-        self.losses.append(loss)
+        self.losses.append(processes.first(loss))  # rounding may differ between processes
         self.network = network
-        if loss == min(self.losses):
+        if self.losses[-1] == min(self.losses):
             self.values = copy.deepcopy(network.state_dict())
         return self.losses.index(min(self.losses)) + self.patience < len(self.losses)
 
     def restore(self) -> None:
         """Give the network its best values, where there was a check."""
-        if self.losses:
+        if self.values:
             self.network.load_state_dict(self.values)
 
 

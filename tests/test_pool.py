@@ -6,7 +6,15 @@ from unittest import mock
 import pytest
 import torch
 from torch.nn.functional import logsigmoid, one_hot
-from worlds import generator, log_q, rare_potential, recorded, table_world, tiny_conditional
+from worlds import (
+    generator,
+    log_q,
+    rare_potential,
+    recorded,
+    table_world,
+    tiny_conditional,
+    tiny_gpt_neo,
+)
 
 import distill.pooled.learner
 from distill import Pooled, PooledOptions, Streams
@@ -18,7 +26,7 @@ from distill.pooled.surrogate import fit_surrogate
 from tinystories import GPTNeoModel
 from tinystories.decoder import counted
 from tsmc.draws import log_mean_exp
-from tsmc.exact import Target
+from tsmc.exact import TableModel, Target
 
 INF = math.inf
 
@@ -141,3 +149,13 @@ def test_tokens_never_seen_get_a_score_from_their_neighbours():
     assert ratio[1].item() == pytest.approx(ratio[0].item(), rel=0.4)
     excess = (found[0] - found[1:].mean()) / (scores[0] - scores[1:].mean())
     assert excess.item() == pytest.approx(ratio[0].item(), rel=0.4)
+
+
+def test_a_model_in_float64_and_one_without_embeddings_learn_too():
+    for base in (
+        GPTNeoModel(tiny_gpt_neo(7).double(), torch.tensor([1, 2]), 4),
+        TableModel.random(7, 4, generator(0)),
+    ):
+        options = PooledOptions(pool_first_draws=400, pool_first_rounds=2)
+        pair = Pooled(base, rare_potential, options, Streams(0)).first_twist()
+        assert pair.model.adapter.scores.isfinite().all()

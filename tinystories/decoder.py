@@ -124,7 +124,7 @@ class Conditional(abc.ABC):
     """A language model conditioned on one prompt."""
 
     network: Any  # what is fine-tuned, where the model has one
-    embeddings: Tensor | None  # the output embeddings [V, D], where it has some
+    embeddings: Tensor | None = None  # the output embeddings [V, D], where it has some
 
     def __init__(self, prompt: Tensor, length: int, width: int, vocab_size: int, end: End = NO_END):
         """prompt [P], then `length` tokens below vocab_size, from states of D = width numbers.

@@ -137,8 +137,6 @@ class TableCache:
 class TableModel(Conditional):
     """A language model given by its logits [prefixes, V]; a state [.., 1] is a prefix's number."""
 
-    embeddings = None
-
     def __init__(self, table: Tensor, length: int, end: End = NO_END):
         prompt = torch.zeros(1, dtype=torch.long, device=table.device)  # leads to prefix 0
         super().__init__(prompt, length, width=1, vocab_size=table.shape[1], end=end)

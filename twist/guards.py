@@ -19,10 +19,25 @@ from torch import Tensor
 
 ROUNDING = 0.1  # relative error of log phi: a network in half precision has as much
 REPEATED = 1e-3  # that of two equal calls
+
+
+def working_directory() -> str:
+    """The root where the directory has been deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.sep
+
+
+def set_default_device(device: torch.device) -> None:
+    """None for the CPU, since any other call slows all that follow."""
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
 STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (os.getcwd, os.chdir),
+    (working_directory, os.chdir),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_default_device, torch.set_default_device),
+    (torch.get_default_device, set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
 )

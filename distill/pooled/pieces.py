@@ -29,6 +29,7 @@ from tsmc.proposal import DRAWN, walk
 
 EVEN = 0.2  # share of v that is the same for pieces of the same factors
 CONTEXTS = 8  # texts in which p says how likely a piece is
+MOST_TEXTS = 512  # of all pieces together, so that many hints do not take long
 MOST_MERGED = 200  # pieces of several factors; plain draws find texts with others
 Hints = Sequence[Sequence[Sequence[int]]]  # of each factor
 Piece = tuple[tuple[int, ...], int]  # b, and B as a number whose bit j is factor j
@@ -54,15 +55,16 @@ def weigh(
     model: Conditional, pieces: Sequence[Piece], factors: int, generator: torch.Generator
 ) -> Tensor:
     """log v [I] of pieces of F = factors factors."""
-    tokens = torch.full((len(pieces), CONTEXTS, model.length), DRAWN, device=generator.device)
+    contexts = max(1, min(CONTEXTS, MOST_TEXTS // len(pieces)))  # C
+    tokens = torch.full((len(pieces), contexts, model.length), DRAWN, device=generator.device)
     for rows, (b, _) in zip(tokens, pieces, strict=True):
-        start = uniforms(CONTEXTS, 1, generator) * (model.length - len(b) + 1)
+        start = uniforms(contexts, 1, generator) * (model.length - len(b) + 1)
         places = start.long() + torch.arange(len(b), device=start.device)  # [C, L]
-        rows.scatter_(1, places, rows.new_tensor(b).expand(CONTEXTS, -1))
+        rows.scatter_(1, places, rows.new_tensor(b).expand(contexts, -1))
     tokens = tokens.flatten(0, 1)  # [I C, T]
     uniform = uniforms(len(tokens), model.length, generator)
     log_p = walk(model, None, uniform, tokens).log_p.double()
-    likely = log_p.where(tokens != DRAWN, 0.0).sum(1).view(-1, CONTEXTS).mean(1).clamp(min=-1e9)
+    likely = log_p.where(tokens != DRAWN, 0.0).sum(1).view(-1, contexts).mean(1).clamp(min=-1e9)
     serves = likely.new_tensor([[own >> j & 1 for j in range(factors)] for _, own in pieces])
     size = serves.sum(1)  # [I] k
     hint = serves.bool() & (size == 1)[:, None]  # [I, F]

@@ -43,7 +43,7 @@ def fit_surrogate(
     length = centred.square().sum(1).mean().sqrt()
     embeddings = centred / length.clamp(min=1e-12)  # e [V, D]
     of_used = embeddings[used]  # [S, D]
-    own = labels.new_zeros(len(used), 1).requires_grad_(True)  # d / SPREAD
+    own = embeddings.new_zeros(len(used), 1).requires_grad_(True)  # d / SPREAD
     weights = embeddings.new_zeros(embeddings.shape[1], 1).requires_grad_(True)  # w / SPREAD
     # From the base rate, L-BFGS needs no steps to find that nearly all labels are zero.
     start = labels.mean().clamp(1e-6, 1 - 1e-6).logit()

@@ -135,6 +135,7 @@ def test_the_surrogate_finds_the_tokens_that_phi_depends_on():
     assert torch.corrcoef(torch.stack([found[:6], scores]))[0, 1] > 0.98
 
 
+@pytest.mark.learned
 def test_tokens_never_seen_get_a_score_from_their_neighbours():
     """Scores are linear in the embeddings, but for token 0, whose own score they do not tell."""
     embeddings = torch.randn(40, 3, generator=generator(1))

@@ -1,12 +1,12 @@
 """The jobs of docs/results.md, and its tables and figures.
 
     python -m eval.study --only paper pooled    makes the jobs of these names that are not kept
-    python -m eval.study --report               fills docs/results.md and draws its figures
+    python -m eval.study --report               fills README.md and docs/results.md, draws figures
 
 A job NAME-SEED is made in runs/study, and gone on with where it was begun. When it has finished,
 its numbers are kept in docs/results/runs/NAME-SEED.json with the command, version and commit that
 made them; nothing else of it is needed, so a study goes on where another machine left it. A table
-of the page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is "NAME M",
+of a page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is "NAME M",
 generation M of the runs NAME, or "A → B", the change from A to B within each seed, and a column has
 a title of `eval/metrics.py`. Behind <!-- table sad- --> the runs are sad-NAME. A number is the mean
 over seeds with half of its 95 % interval (Student's t).
@@ -85,7 +85,8 @@ BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 
 LEARNERS = ("paper", "every-step", "pooled")
 TITLES = {column.title: column for column in (*COLUMNS, *FURTHER)}  # of a table in the page
 TITLES["energy"] = dataclasses.replace(TITLES["energy"], form=".4f")
-RUNNING, KEPT, PAGE = Path("runs/study"), Path("docs/results/runs"), Path("docs/results.md")
+RUNNING, KEPT = Path("runs/study"), Path("docs/results/runs")
+PAGE, README = Path("docs/results.md"), Path("README.md")
 DRAWING = threading.Lock()  # of exact samples
 Places = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
 
@@ -178,8 +179,9 @@ def read_runs(folder: Path) -> Places:
             rows["Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
             # KL(sigma||p) = E_sigma[log phi] - log Z, which earlier versions did not keep.
             rows["Base"].setdefault(KL, target["log_phi"] - target["log_z"])
-        if "best_of" in record:
-            rows[f"best of {BEST}"] = record["best_of"]
+        if "best_of" in record:  # of texts of p, whatever the job has learned
+            task = "sad-" if record["name"].startswith("sad-") else ""
+            places.setdefault(f"{task}p best of {BEST}", {})[record["seed"]] = record["best_of"]
         for title, row in rows.items():
             for of_one_job in ("kl_half_width", "log_z_std_error"):  # here intervals are over seeds
                 row.pop(of_one_job, None)
@@ -246,13 +248,14 @@ def main(arguments: list[str] | None = None) -> None:
         parser = OneLineParser("python -m eval.study", description=__doc__.splitlines()[0])
         parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="names")
         parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
-        parser.add_argument("--report", action="store_true", help=f"fill {PAGE}, make no job")
+        parser.add_argument("--report", action="store_true", help="fill the tables, make no job")
         args = parser.parse_args(arguments)
         if args.jobs < 1:
             parser.error(f"--jobs is {args.jobs}; give a number at least 1")
         if args.report:
             places = read_runs(KEPT)
-            write_text(PAGE, fill(PAGE.read_text(encoding="utf-8"), places))
+            for page in (PAGE, README):
+                write_text(page, fill(page.read_text(encoding="utf-8"), places))
             draw_figures(places, PAGE.with_suffix(""))
             return
         os.environ["OMP_NUM_THREADS"] = "1"

@@ -176,6 +176,7 @@ def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, 
     4 - m. The runs rl and sad-paper are not there yet."""
     monkeypatch.chdir(tmp_path)
     write_text(study.PAGE, TABLES)
+    write_text(study.README, TABLES)
     results = read_results(finished_job("paper"))
     results["generations"].append(results["generations"][1].copy())
     del results["base"][KL]

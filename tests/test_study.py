@@ -158,7 +158,7 @@ TABLES = """text
 | dpo-ten 0 | old | | | | | | |
 | paper Base | | | | | | |
 | paper Target | | | | | | |
-| dpo-full best of 50 | | | | | | | |
+| p best of 50 | | | | | | | |
 <!-- end -->
 between
 <!-- table sad- -->
@@ -207,7 +207,7 @@ def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, 
     assert lines["| paper Target"].endswith(f" |  |  |  |  | {rate:.3%} |")
     assert lines["| rl 0"] == "| rl 0 |  |  |  |  |  |  |"
     best = 0.1 + 0.01 * (list(study.RUNS).index("dpo-full") + 1)  # the mean of three seeds
-    assert lines["| dpo-full best of 50"].startswith(f"| dpo-full best of 50 | {best:.3f} ± 0.025 ")
+    assert lines["| p best of 50"].startswith(f"| p best of 50 | {best:.3f} ± 0.025 ")
     sad = page.split("<!-- table sad- -->")[1].splitlines()
     score = 0.12 + 0.01 * list(study.RUNS).index("sad-pooled")
     assert sad[3] == "| paper 0 |  |" and sad[4].startswith(f"| pooled 0 | {score:.3f} ± 0.020 |")

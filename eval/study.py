@@ -179,7 +179,7 @@ def read_runs(folder: Path) -> Places:
             rows["Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
             # KL(sigma||p) = E_sigma[log phi] - log Z, which earlier versions did not keep.
             rows["Base"].setdefault(KL, target["log_phi"] - target["log_z"])
-        if "best_of" in record:  # of texts of p, whatever the job has learned
+        if record["name"] in BEST_OF:  # of texts of p, whatever the job has learned
             task = "sad-" if record["name"].startswith("sad-") else ""
             places.setdefault(f"{task}p best of {BEST}", {})[record["seed"]] = record["best_of"]
         for title, row in rows.items():

@@ -47,7 +47,7 @@ SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smoll
 TARGETS = {"docs/results/sad": 300_000, "docs/results/smollm2": 150_000}
 RUNS = {  # options and seeds
     "paper": (f"{PAPER} {SIZES}", FIVE),
-    "pooled": (f"{POOLED} {SIZES}", FIVE),
+    "pooled": (f"{POOLED} {SIZES}", THREE),
     "every-step": (f"{PAPER} --ess-threshold 1", THREE),  # as the paper resamples
     "no-twist": (f"{PAPER} --ctl-updates 1 --ctl-learning-rate 0", THREE),  # psi = 1
     "more-twist": (f"{PAPER} --generations 0 --ctl-batch-size 500", THREE),  # scores of paper 2

@@ -96,6 +96,7 @@ class World:
         return {metrics.KL: kl.value, "kl_half_width": kl.half_width()}
 
     def set_exact(self, exact: ExactSamples) -> None:
+        """Compare with these exact samples from here on."""
         device = self.base.prompt.device
         parts = {"tokens": exact.tokens.to(device), "log_phi": exact.log_phi.to(device)}
         exact = dataclasses.replace(exact, **parts)

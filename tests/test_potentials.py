@@ -41,8 +41,8 @@ REFUSED = [  # what is not understood, a part of what is said
     ("regex:(", "not a regular expression"),
     ("x.py", "there is no file"),
     ("ended:dog", "too many"),
-    ("docs/sad.py", "no function is named; give FILE.py:NAME, of ["),
-    ("docs/sad.py:phi", "'phi' is no function; give FILE.py:NAME, of ["),
+    ("tests/worlds.py", "no function is named; give FILE.py:NAME, of ["),
+    ("tests/worlds.py:phi", "'phi' is no function; give FILE.py:NAME, of ["),
 ]
 
 

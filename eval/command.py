@@ -11,6 +11,7 @@ and nothing catches it but `one_line_errors`. TSMC_TRACEBACK=1 shows where it co
 import argparse
 import contextlib
 import ctypes
+import difflib
 import os
 import signal
 import sys
@@ -23,8 +24,12 @@ from twist.guards import lacks_memory
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """ValueError, which ends the program in one line."""
-        raise ValueError(f"{message}; --help shows all options")
+        """ValueError, which ends the program in one line, with the nearest name of an option."""
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        name = unknown.partition(" ")[0].partition("=")[0]
+        near = difflib.get_close_matches(name, self._option_string_actions, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"{message}; {meant}--help shows all options")
 
 
 @contextlib.contextmanager

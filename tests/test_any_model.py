@@ -17,11 +17,12 @@ from eval.world import load_sigma
 from tinystories import Conditional, GPTNeoModel, load_model
 from tinystories import decoder as decoders
 from tinystories.any_model import AnyModel, is_close
-from tinystories.files import write_json
+from tinystories.files import read_json, write_json
 from tinystories.gpt_neo import KeyValueCache
 from tinystories.load import check_prompt, read_tokenizer
 
 V, T = 3, 4
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")
 
 
@@ -188,6 +189,11 @@ def test_a_directory_of_any_causal_language_model_is_loaded(tmp_path, monkeypatc
     wanted = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
     torch.testing.assert_close(model.log_probs(tokens)[0], wanted.float())
 
+    config = read_json(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", config | {"quantization_config": GPTQ})
+    with pytest.raises(ValueError, match=r"ImportError: .*GPTQ.*optimum.*; install what it lacks"):
+        load_model(*given)
+    write_json(tmp_path / "config.json", config)
     path, norm = tmp_path / "model.safetensors", "model.norm.weight"
     weights = load_file(path)
     save_file(weights | {norm: torch.full_like(weights[norm], torch.nan)}, path, {"format": "pt"})

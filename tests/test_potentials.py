@@ -54,6 +54,9 @@ def test_what_the_option_means_and_what_is_not_understood_is_one_line():
         with pytest.raises(ValueError, match=re.escape(part)) as refused:
             load_factors((spec,))
         assert str(refused.value).startswith(f"--potential {spec}: ")
+    for factor in (keyword, without):
+        with pytest.raises(ValueError, match="a word is blank; give one"):
+            factor(" ")
 
 
 def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_parts():

@@ -53,6 +53,13 @@ def search(pattern: str, if_found: float, if_not: float) -> Any:
     return factor
 
 
+def beginning(word: str) -> str:
+    """A pattern that finds a word where it begins; ValueError where it is blank."""
+    if not word.strip():
+        raise ValueError("a word is blank; give one")
+    return rf"(?i)(?<!\w){re.escape(word)}"
+
+
 def regex(pattern: str, strength: float = math.inf) -> Any:
     """The continuation matches a Python regular expression; ValueError where it is invalid."""
     return search(pattern, 0.0, -strength)
@@ -60,16 +67,16 @@ def regex(pattern: str, strength: float = math.inf) -> Any:
 
 def keyword(word: str, strength: float = math.inf) -> Any:
     """The continuation holds the word (or words) as a whole, in capitals or not."""
-    factor = search(rf"(?i)(?<!\w){re.escape(word)}(?!\w)", 0.0, -strength)
+    factor = search(rf"{beginning(word)}(?!\w)", 0.0, -strength)
     factor.hints = [word]
     return factor
 
 
 def without(word: str, strength: float = math.inf) -> Any:
     """The continuation does not hold the word as a whole, in capitals or not."""
-    start = rf"(?i)(?<!\w){re.escape(word)}"
-    factor = search(rf"{start}(?!\w)", -strength, 0.0)
-    factor.prefix = search(rf"{start}(?=\W)", -strength, 0.0)  # behind a word that is finished
+    factor = search(rf"{beginning(word)}(?!\w)", -strength, 0.0)
+    # Where something follows, the word is finished.
+    factor.prefix = search(rf"{beginning(word)}(?=\W)", -strength, 0.0)
     return factor
 
 

@@ -13,9 +13,10 @@ from eval.world import SAMPLES, World, checked_rows, save_target
 from tinystories.files import write_tensors
 from tsmc import processes
 from tsmc.estimate import log_mean_estimate
-from tsmc.proposal import proposal_log_probs, sample_proposal
+from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.rejection import exact_samples
 from tsmc.sampler import Population
+from tsmc.sigma import call_potential
 
 EXAMPLES = 3  # texts of a row that are shown when the job ends
 ENOUGH = 200  # exact samples of the target
@@ -24,38 +25,50 @@ FEW = 10  # base samples with phi > 0; from fewer little can be learned
 
 def evaluate(job: Job, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:
     """The row of generation m, and its texts, ready for JSON."""
-    options = job.options
+    options, sigma = job.options, learner.sigma(pair.model)
+    particles, runs = options.eval_particles[0], options.eval_runs
     row = {"generation": m, "scores": learner.scores(m)}
+    if learner.samples_policy:
+        samples, log_weights = score_policy(job, world, learner, pair, m)
+        row["weighted_score"] = metrics.weighted_score(log_weights, samples)
+        is_independent = True
+    else:
+        population = learner.population(pair, "evaluation", m, particles, runs)
+        samples = score_population(world, population)
+        row |= metrics.population_row(population)
+        log_weights = population.log_weights
+        rule = learner.rule(options.learning)
+        is_independent = rule.ess_threshold == 0 and sigma.log_prefix is None
+        if line := metrics.warning_of(row, job.row(None)):
+            say(line)
     if world.reference is not None:
         tokens = world.reference.exact.tokens  # [N, T]
         log_p, log_q = proposal_log_probs(pair.model, pair.twist, tokens)  # [N], [N]
         row |= world.kl_row(log_q)
         row["kl_target_model"] = world.reference.kl_to(log_p).value  # without its twist
-    if learner.samples_policy:  # all its texts, those with phi = 0 as well
-        draw = partial(sample_proposal, pair.model, None)
-        drawn = learner.streams.draw("evaluation", m, options.row_size(), draw)
-        samples = world.score(drawn["tokens"])
-    else:
-        particles, runs = options.eval_particles[0], options.eval_runs
-        population = learner.population(pair, "evaluation", m, particles, runs)
-        samples = score_population(world, population)
-        row |= metrics.population_row(population)
-        if line := metrics.warning_of(row, job.row(None)):
-            say(line)
+        if is_independent:
+            log_w = log_p + call_potential(sigma.log_potential, tokens, log_p) - log_q
+            log_law = log_q + metrics.log_law_of_samples(log_w, log_weights)
+            row["kl_samples"] = world.reference.kl_to(log_law).value
     row |= world.describe(samples)
     source = torch.Generator().manual_seed(options.seed)
     places = torch.randperm(len(samples.texts), generator=source)[:EXAMPLES]
     row["examples"] = [samples.texts[n] for n in places]
     if len(options.eval_particles) > 1 and not learner.samples_policy:
-        # The mean score of populations of different K, with equally many particles (Fig. 2).
-        row["populations"] = {}
-        for particles in options.eval_particles:
-            word, runs = f"populations of {particles}", max(1, options.row_size() // particles)
-            population = learner.population(pair, word, m, particles, runs)
-            scores = score_population(world, population).scores
-            mean = scores.get("toxicity", scores["log_phi"]).mean().item()
-            row["populations"][particles] = mean
+        row["populations"] = scores_by_size(job, world, learner, pair, m)
     return row, samples.rows(f"generation {m}")
+
+
+def scores_by_size(
+    job: Job, world: World, learner: Learner, pair: Pair, m: int
+) -> dict[int, float]:
+    """The mean score of populations of different K, with equally many particles (Fig. 2)."""
+    found = {}
+    for particles in job.options.eval_particles:
+        word, runs = f"populations of {particles}", max(1, job.options.row_size() // particles)
+        population = learner.population(pair, word, m, particles, runs)
+        found[particles] = score_population(world, population).score.mean().item()
+    return found
 
 
 def score_population(world: World, population: Population) -> metrics.ScoredTexts:
@@ -63,6 +76,21 @@ def score_population(world: World, population: Population) -> metrics.ScoredText
     final = population.alive().samples  # [R, K, T]
     group = [r for r in range(len(final)) for _ in range(final.shape[1])]  # [R K]
     return world.score(final.flatten(0, 1), group)
+
+
+def score_policy(
+    job: Job, world: World, learner: Learner, pair: Pair, m: int
+) -> tuple[metrics.ScoredTexts, torch.Tensor]:
+    """All texts of a policy, those with phi = 0 as well, and the weights [R, K] that they would
+    have as runs of K = eval_particles."""
+    options = job.options
+    draw = partial(sample_proposal, pair.model, None)
+    drawn = learner.streams.draw("evaluation", m, options.row_size(), draw)
+    samples = world.score(drawn["tokens"])
+    log_p = sequence_log_probs(world.base, drawn["tokens"])  # [N]
+    log_phi = samples.scores["log_phi"].to(log_p)
+    log_weights = log_p + log_phi - drawn["log_p"].sum(1)  # [N] of sigma against the policy
+    return samples, log_weights.view(options.eval_runs, -1)
 
 
 def evaluate_ends(job: Job, world: World, learner: Learner) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tsmc.draws import log_mean_exp, normalise
 from tsmc.estimate import Estimate, log_mean_estimate
 from tsmc.sampler import Population
 
@@ -61,6 +62,10 @@ COLUMNS = (  # of a job's table, in its order
 )
 FURTHER = (  # which only a study shows
     Column("kl_target_model", "KL(sigma, p^(m))", ".2f", "lower"),  # without its twist
+    # KL(sigma||law of a sample) of runs that resample at T alone: what weights repair is in it.
+    Column("kl_samples", "KL of samples", ".2f", "lower"),
+    # The mean score of a policy's texts in runs of K that are weighted to sigma.
+    Column("weighted_score", "score, weighted", ".3f"),
     # Of what line 3 learns from: different texts, and the beginnings of runs that they come from.
     Column("distinct_texts", "distinct texts distilled", ",.0f", "higher"),
     Column("beginnings", "beginnings distilled", ",.0f", "higher"),
@@ -81,6 +86,11 @@ class ScoredTexts:
     texts: list[str]
     scores: dict[str, Tensor]  # "log_phi" [N], and "toxicity" [N] where it is known
     group: list[int]
+
+    @property
+    def score(self) -> Tensor:
+        """What the texts are judged by [N]: toxicity where it is known, else log phi."""
+        return self.scores.get("toxicity", self.scores["log_phi"])
 
     def rows(self, source: str) -> list[dict]:
         rows = []
@@ -120,6 +130,29 @@ def population_row(population: Population) -> dict:
         "dead_runs": runs - len(log_z),
         "num_runs": runs,
     }
+
+
+def weighted_score(log_weights: Tensor, samples: ScoredTexts) -> float | None:
+    """The mean over runs of the mean score by weight, log_weights [R, K]; None if all are dead."""
+    score = samples.score.cpu().view_as(log_weights)
+    is_alive = (log_weights > -torch.inf).any(1).cpu()  # [R]
+    shares = normalise(log_weights.cpu()[is_alive].double())  # [R, K]
+    products = shares * score[is_alive].masked_fill(shares == 0, 0.0)  # no 0 * inf
+    return products.sum(1).mean().item() if len(shares) else None
+
+
+def log_law_of_samples(log_w: Tensor, log_weights: Tensor) -> Tensor:
+    """log law - log q [N] of texts with log weights log_w [N], where the law is that of a sample of
+    a run of K i.i.d. draws from q, and log_weights [R, K] are those of R such runs.
+
+        law(s) = E[sum_k 1(s_k = s) W_k] = K q(s) E[w(s) / (w(s) + w_2 + ... + w_K)]
+
+    Each run gives K - 1 weights beside w(s). The mean over runs makes KL(sigma||law) a little too
+    large in expectation (Jensen's inequality), by less than what one run alone would.
+    """
+    others = log_weights[:, 1:].double().logsumexp(1)  # [R]
+    log_shares = -F.softplus(others - log_w.double()[:, None])  # [N, R], 0 where q(s) = 0
+    return math.log(log_weights.shape[1]) + log_mean_exp(log_shares)
 
 
 def mean_pairwise_cosine(vectors: Tensor) -> float:

@@ -15,7 +15,7 @@ from distill.pooled.adapter import Adapted, Adapter
 from tinystories.files import read_metadata
 from tsmc.exact import TableModel, TableTwist, Target
 from tsmc.sigma import seen_from
-from twist.ctl import ctl_loss, draw_batch, sixo_loss
+from twist.ctl import ctl_loss, dpg_loss, draw_batch, sixo_loss
 from twist.mlp import TwistMLP
 
 
@@ -51,6 +51,24 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(world):
     ratio = TableTwist((target.optimal_log_psi() - target.log_z).detach())
     found = [estimated_gradient(sigma, one, 4000, source, sixo_loss) for one in (ratio, twist)]
     assert found[0].abs().max() < 0.1 * found[1].abs().max()
+
+
+@pytest.mark.learned
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_the_objective_of_dpg_is_the_likelihood_of_q_under_sigma(is_ended):
+    model, twist, potential = worlds.ended_world(3, 3) if is_ended else table_world(3, 3, seed=1)
+    sigma, source = seen_from(model, model, potential), generator(2)
+    target = Target(model, sigma.log_potential)
+    exact_log_q = target.tree.prefix_log_q(twist)[-1]  # [V^T]
+    loss = -torch.where(target.log_sigma[-1] > -torch.inf, exact_log_q, 0.0)
+    (exact,) = torch.autograd.grad((target.log_sigma[-1].exp() * loss).sum(), twist.log_psi)
+    drawn = [estimated_gradient(sigma, twist, 4000, source, dpg_loss) for _ in range(100)]
+    gradients = torch.stack(drawn)
+    mean, error = gradients.mean(0), gradients.std(0) / 100**0.5
+    is_behind = exact == 0
+    assert is_behind.sum() == (18 if is_ended else 0) and not gradients[:, is_behind].any()
+    assert ((mean - exact) / error)[~is_behind].abs().max() < 5
+    assert (mean / error)[~is_behind].abs().max() > 20
 
 
 def learn(twist, model, log_phi, updates, rate=2e-4, kind=Paper) -> list[float]:

@@ -1,5 +1,6 @@
 """The main job at a small scale: its files, learners, figures, options; how commands end."""
 
+import itertools
 import math
 import os
 import re
@@ -218,6 +219,27 @@ def test_dead_runs_take_no_share_but_their_texts_count_as_scored():
     assert row["dead_runs"] == 1
     assert row["worth"] == pytest.approx(1 / shares.square().sum().item() / 6)
     assert row["log_z_hat_mean"] == pytest.approx(math.log(3) / 2)
+
+
+def test_the_law_of_a_sample_is_that_of_all_runs_and_a_policy_has_a_weighted_score():
+    """Runs of three draws from q, uniform over four texts of which one has phi = 0."""
+    log_w = torch.tensor([0.1, 2.0, 0.7, 0.0]).log()
+    law = torch.zeros(4)
+    for run in itertools.product(range(4), repeat=3):
+        weights = log_w[list(run)].softmax(0) if log_w[list(run)].isfinite().any() else None
+        for n, k in enumerate(run):
+            law[k] += 0.0 if weights is None else weights[n] / 4**3
+    pairs = torch.tensor(list(itertools.product(range(4), repeat=2)))  # what else a run may have
+    runs = torch.cat([torch.zeros(16, 1), log_w[pairs]], 1)  # [16, 3]
+    found = metrics.log_law_of_samples(log_w[:3], runs) - math.log(4)
+    torch.testing.assert_close(found.exp().float(), law[:3])
+    assert metrics.log_law_of_samples(torch.tensor([math.inf]), runs).item() == math.log(3)  # q = 0
+    samples = metrics.ScoredTexts(
+        [""] * 6, {"log_phi": torch.tensor([1.0, 2, 3, -math.inf, 5, 6])}, []
+    )
+    weights = torch.tensor([[0.25, 0.75], [2.0, 0.0], [0.0, 0.0]]).log()
+    assert metrics.weighted_score(weights, samples) == pytest.approx((1.75 + 3) / 2)
+    assert metrics.weighted_score(torch.full((2, 3), -math.inf), samples) is None
 
 
 def test_a_log_z_far_below_that_of_target_or_base_is_told_and_not_praised(finished_job):

@@ -15,7 +15,7 @@ self-distillation is the remedy.
 What the paper leaves open: a new batch from the current q for every update; Adam, with a step size
 that falls linearly to a tenth; each generation's twist starts at psi = 1. A batch in which phi is
 zero everywhere is skipped. Another objective for psi is a function like `ctl_loss`, and an entry of
-OBJECTIVES or what a subclass of `Paper` calls in its place. K sequences, T tokens.
+OBJECTIVES or what a subclass of `Paper` calls in its place. K sequences, T tokens, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinystories.decoder import counted
+from tinystories.decoder import Conditional, counted
 from tsmc import processes
 from tsmc.draws import effective_sample_size, normalise
 from tsmc.proposal import Trajectories, sample_proposal
@@ -40,6 +40,7 @@ class Batch(Trajectories):
 
     log_phi: Tensor  # [K] log phi^(m)
     is_counted: Tensor  # [K, T] whether a token belongs to the text; behind its end psi waits
+    model: Conditional  # p^(m)
 
     def log_positive(self) -> Tensor:
         """log w(s) = log p^(0) phi / q [K], the weights of sigma."""
@@ -76,7 +77,8 @@ def draw_batch(
     drawn = sample_proposal(sigma.model, twist, size, generator, processes.own_rows(size))
     log_phi = call_potential(sigma.log_potential, drawn.tokens, drawn.log_p.sum(-1))  # [k]
     parts = vars(drawn) | {"log_phi": log_phi, "is_counted": counted(drawn.tokens, sigma.model.end)}
-    return Batch(**{name: processes.gather_rows(part) for name, part in parts.items()})
+    gathered = {name: processes.gather_rows(part) for name, part in parts.items()}
+    return Batch(**gathered, model=sigma.model)
 
 
 def ctl_loss(twist: TwistMLP, batch: Batch) -> Tensor:
@@ -103,5 +105,19 @@ def sixo_loss(twist: TwistMLP, batch: Batch) -> Tensor:
     return -losses.sum()
 
 
-OBJECTIVES = {"ctl": ctl_loss, "sixo": sixo_loss}
+def dpg_loss(twist: TwistMLP, batch: Batch) -> Tensor:
+    """E_sigma[-log q(s)], which is KL(sigma||q) but for a constant: weighted likelihood of q.
+
+    q is trained as a policy, by distributional policy gradients (Parshakova et al. 2019). It has no
+    use for the levels of psi, on which no q depends, and leaves them as they are.
+    """
+    positive = normalise(batch.log_positive())  # [K]
+    with torch.no_grad():
+        log_p = batch.model.head(batch.hidden).log_softmax(-1)  # [K, T, V] of p^(m)
+    log_normaliser = (log_p + twist(batch.hidden)).logsumexp(-1)  # [K, T]
+    log_q = batch.log_p + twist.of_tokens(batch.hidden, batch.tokens) - log_normaliser
+    return -(positive[:, None] * log_q.masked_fill(~batch.is_counted, 0.0)).sum()
+
+
+OBJECTIVES = {"ctl": ctl_loss, "sixo": sixo_loss, "dpg": dpg_loss}
 """Objectives of psi by name, functions of psi and a batch."""

@@ -36,6 +36,7 @@ def self_distilled_tsmc(options: Options, world: World, job: Job) -> dict:
         else:
             model = learner.distil(pair, m)  # line 3: p^(m)
             pair = learner.learn_twist(model, m)  # line 4: (p^(m), psi^(m))
+        # With torchrun every process goes on with the networks of process 0.
         processes.align(pair.modules(world.base).values())
         row, samples = evaluate(job, world, learner, pair, m)  # the table's row, and its texts
         job.keep(m, row, samples, learner, pair)  # from here on --resume goes on behind it
@@ -45,10 +46,10 @@ def self_distilled_tsmc(options: Options, world: World, job: Job) -> dict:
 def main(arguments: list[str] | None = None) -> None:
     """Command line to table; bad input ends with one line and exit code 2, Ctrl-C with code 130."""
     with one_line_errors("main.py"):
-        options, resumed = read_options(arguments, __doc__.splitlines()[0])
+        options, resumed_folder = read_options(arguments, __doc__.splitlines()[0])
         processes.join(options.torch_device())
-        job = Job(options, resumed)
-        world = load_world(options, resumed)
+        job = Job(options, resumed_folder)
+        world = load_world(options, resumed_folder)
         with job:
             results = self_distilled_tsmc(options, world, job)
             if processes.rank() == 0:

@@ -45,7 +45,7 @@ def draw_batches(
 
 
 class Best:
-    """The values of a network at which the loss of texts that it has not learned was least."""
+    """The parameters of a network with the least loss on texts held out."""
 
     def __init__(self, patience: int):
         """A fit is over when `patience` further checks have found no lower loss."""
@@ -53,16 +53,17 @@ class Best:
         self.losses: list[float] = []
         self.values: dict[str, Tensor] = {}
 
-    def is_over(self, network: nn.Module, loss: float) -> bool:
-        """Take note of a check of the network in training; whether it has passed its best."""
-        self.losses.append(processes.first(loss))  # rounding may differ between processes
+    def check(self, network: nn.Module, loss: float) -> bool:
+        """Note the loss of the network in training, and return whether the fit is over."""
+        self.losses.append(processes.of_first(loss))  # rounding may differ between processes
         self.network = network
-        if self.losses[-1] == min(self.losses):
+        checks_at_best = self.losses.index(min(self.losses)) + 1
+        if checks_at_best == len(self.losses):
             self.values = copy.deepcopy(network.state_dict())
-        return self.losses.index(min(self.losses)) + self.patience < len(self.losses)
+        return checks_at_best + self.patience <= len(self.losses)
 
     def restore(self) -> None:
-        """Give the network its best values, where there was a check."""
+        """Give the network its best parameters, where there was a check."""
         if self.values:
             self.network.load_state_dict(self.values)
 
@@ -119,7 +120,7 @@ class Student:
         self.optimizer = torch.optim.AdamW(groups, **settings)
 
     def step(self) -> None:
-        """One update with the gradients that were summed, which are zero afterwards."""
+        """One update with the accumulated gradients, which are zeroed."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -35,13 +35,13 @@ class Learner(abc.ABC):
     def __init__(
         self, base: Conditional, log_phi: Callable[[Tensor], Tensor], options: Any, streams: Streams
     ):
-        """For p^(0) = base and log_phi(tokens [N, T]) -> log phi [N]."""
+        """For p^(0) = base, a language model with its prompt, and log_phi(tokens [N, T]) [N]."""
         check(options)
         self.base = base
         self.log_phi = log_phi
         self.options = options
         self.streams = streams
-        self.records: list[dict[str, Any]] = []  # the figures of each step, since they were kept
+        self.records: list[dict[str, Any]] = []  # figures of steps, until `Job.keep`
         check_potential(base, log_phi, streams.stream("check"))
 
     @abc.abstractmethod
@@ -66,6 +66,7 @@ class Learner(abc.ABC):
 
     @staticmethod
     def rule(options: Any) -> Rule:
+        """How runs resample: when their texts are complete, unless a learner has another rule."""
         return Rule(systematic, ess_threshold=0.0)
 
     def population(self, pair: Pair, word: str, m: int, particles: int, runs: int) -> Population:

@@ -33,7 +33,7 @@ def kind_of(field: dataclasses.Field) -> type:
 
 
 def check(options: Any) -> None:
-    """ValueError names an option of another type, not among its choices, or out of range."""
+    """ValueError names an option of the wrong type, not among its choices, or out of range."""
     for field in dataclasses.fields(options):
         if not field.metadata:  # no option of the command line
             continue

@@ -21,7 +21,8 @@ from tinystories.decoder import Conditional
 from tinystories.files import read_metadata, read_tensors, reading, write_tensors
 from twist.mlp import TwistMLP
 
-BASE, NETWORK, ADAPTER = "p^(0)", "fine-tuned", "adapter"  # what p^(m) may be
+# What p^(m) may be; an adapter, of --learner pooled alone, moves the logits of p^(0).
+BASE, NETWORK, ADAPTER = "p^(0)", "fine-tuned", "adapter"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@
 
 psi^(m) is learned from psi = 1 in every generation. p^(m) is p^(m-1), fine-tuned on samples of R
 independent runs of K particles, which count alike whatever their Z-hat is. A fifth of the runs is
-held out and says when to stop, maybe at once.
+held out, and the parameters with their least loss are kept, perhaps those before the first update.
 
 By default a run resamples at the last token alone, and until then it is importance sampling from q;
 with --ess-threshold 1 it resamples at every step, as in the paper. Another objective for psi is a
@@ -35,6 +35,8 @@ from twist.mlp import TwistMLP
 
 BATCH_SIZE = 32  # sequences of an update of the language model
 HELD_OUT = 5  # one run of so many is not learned
+HELD_EVERY = 10  # and of its particles one of so many is enough
+BEGINNING = 5  # tokens by which beginnings are told apart
 CHECKED = 10  # the loss of the runs held out is computed once in so many updates
 PATIENCE = 3  # checks without a lower loss, after which line 3 ends
 
@@ -55,6 +57,12 @@ class PaperOptions:
     distill_learning_rate: float = option(1e-5, "AdamW's step size; of LoRA thirty times", high=1)
 
 
+def held_out_loss(model: Conditional, tokens: Tensor) -> float:
+    """-log p of a token, the mean over those of texts tokens [H, T]."""
+    is_counted = counted(tokens, model.end)  # [H, T]
+    return (-sequence_log_probs(model, tokens).sum() / is_counted.sum()).item()
+
+
 class Paper(Learner):
     """CTL and fine-tuning, with PaperOptions."""
 
@@ -68,25 +76,28 @@ class Paper(Learner):
         """Line 3: p^(m), fine-tuned from p^(m-1) on samples of TSMC(p^(m-1), psi^(m-1))."""
         options = self.options
         given = (pair, "sampling", m, options.particles, options.distill_runs)
-        samples = self.population(*given).alive().samples  # [R, K, T]; dead runs have none
-        # Whole runs are held out, because the particles of one run may be copies.
+        # Runs whose weights are all zero have no samples.
+        samples = self.population(*given).alive().samples  # [R, K, T]
+        # Whole runs are held out, because the particles of one run may be copies. A run that is
+        # alone is both learned and held out.
         num_held = max(1, len(samples) // HELD_OUT)
-        held = samples[:num_held, ::10].flatten(0, 1)  # a tenth of the particles is enough
+        held = samples[:num_held, ::HELD_EVERY].flatten(0, 1)  # [H, T]
         tokens = samples[num_held:].flatten(0, 1) if len(samples) > 1 else samples[0]  # [N, T]
-        beginnings = len(tokens[:, :5].unique(dim=0))
+        beginnings = len(tokens[:, :BEGINNING].unique(dim=0))
         distinct = len(tokens.unique(dim=0))
         self.record("distilled texts", m, distinct=distinct, beginnings=beginnings)
         generator = self.streams.stream("distillation", m)
         rate = options.distill_learning_rate * {"full": 1, "lora": 30}[options.student]
+        # A copy that can be trained, with its optimiser.
         student = Student(pair.model.network, rate, options.student == "lora", generator)
         model = self.base.with_network(student.network)
         weights = torch.ones(len(tokens), device=tokens.device)
         batches = draw_batches(weights, BATCH_SIZE, options.distill_updates, generator)  # [U, n]
         best = Best(PATIENCE)
-        best.is_over(student.network, -sequence_log_probs(model, held).mean().item())
+        best.check(student.network, held_out_loss(model, held))  # p^(m-1) may be the best
         for update, rows in enumerate(progress(batches, "distillation", m), 1):
             is_counted = counted(tokens[rows], model.end)  # [n, T]
-            log_p = model.log_probs(tokens[rows])[0]  # [n, T]
+            log_p, _, _ = model.log_probs(tokens[rows])  # [n, T]
             # A mean over tokens, so that one step size suits every length T.
             loss = -log_p[is_counted].sum() / is_counted.sum()
             loss.backward()
@@ -94,7 +105,7 @@ class Paper(Learner):
             self.record("distillation", m, loss=loss.detach())
             if update % CHECKED > 0 and update < options.distill_updates:
                 continue
-            if best.is_over(student.network, -sequence_log_probs(model, held).mean().item()):
+            if best.check(student.network, held_out_loss(model, held)):
                 break
         best.restore()
         for loss in best.losses:

@@ -2,7 +2,7 @@
 
 0    done                    130   Ctrl-C
 2    bad input, no memory, no space
-141  the reader of standard output has stopped
+141  the reader of standard output has closed it
 
 All of this program raises ValueError("what is wrong; remedy") for what a user has typed or given,
 and nothing catches it but `one_line_errors`. TSMC_TRACEBACK=1 shows where it comes from.

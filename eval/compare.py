@@ -41,7 +41,7 @@ def kinds_of(jobs: list[Path]) -> dict[str, list[dict]]:
     for job in jobs:
         options = saved_options(job)
         for name, value in sigma_of(options).items():
-            if value != first[name]:
+            if value != first.get(name):
                 fault = f"{job}: differs from {jobs[0]} in {name}, so its sigma is another"
                 raise ValueError(f"{fault}; compare jobs of one target")
         others = {name: v for name, v in options.as_json().items() if name not in NEUTRAL}

@@ -27,6 +27,7 @@ import torch
 
 from distill import Learner, Pair, load_pair, save_pair
 from eval.command import say
+from eval.metrics import KL
 from eval.options import Options
 from tinystories import files
 from tsmc import processes
@@ -51,8 +52,8 @@ class Job(contextlib.AbstractContextManager):
         while not (resumed or options.out) and path.exists():
             number += 1
             path = Path(f"runs/{options.preset}-{number}")
-        self.path = processes.first(path)
-        if processes.first(resumed is None and self.path.exists()):
+        self.path = processes.of_first(path)
+        if processes.of_first(resumed is None and self.path.exists()):
             raise ValueError(f"--out {path}: exists already; choose another, or use --resume")
         last, wanted = self.generations() - 1, options.generations
         if last > wanted:
@@ -99,11 +100,11 @@ class Job(contextlib.AbstractContextManager):
 
     def has(self, m: int | None) -> bool:
         """Whether the folder is complete, the same answer in all processes."""
-        return processes.first((self.folder(m) / ROW).exists())
+        return processes.of_first((self.folder(m) / ROW).exists())
 
     def generations(self) -> int:
         """How many generations are there, the same answer in all processes."""
-        return processes.first(count_generations(self.path))
+        return processes.of_first(count_generations(self.path))
 
     def row(self, m: int | None) -> dict:
         """A generation's row, or the rows of Base and Target by name; ValueError if damaged."""
@@ -133,8 +134,9 @@ class Job(contextlib.AbstractContextManager):
             learner.records.clear()
             seconds = time.monotonic() - self.start
             left = (self.options.generations - m) * seconds
-            named = {"toxicity": "toxicity", "log phi": "log_phi", "KL": "kl_target_proposal"}
-            said = [f"{name} {row[key]:.3g}" for name, key in named.items() if row.get(key)]
+            named = {"toxicity": "toxicity", "log phi": "log_phi", "KL": KL}
+            known = {name: row.get(key) for name, key in named.items()}
+            said = [f"{name} {value:.3g}" for name, value in known.items() if value is not None]
             say(", ".join([f"generation {m}: {seconds:.0f} s", *said, f"about {left:.0f} s left"]))
             say(f"  {row['examples'][0]}")
         self.start, self.core_start = time.monotonic(), time.process_time()

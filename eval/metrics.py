@@ -66,7 +66,7 @@ FURTHER = (  # which only a study shows
     Column("kl_samples", "KL of samples", ".2f", "lower"),
     # The mean score of a policy's texts in runs of K that are weighted to sigma.
     Column("weighted_score", "score, weighted", ".3f"),
-    # Of what line 3 learns from: different texts, and the beginnings of runs that they come from.
+    # Of what line 3 learns from: different texts, and different first five tokens.
     Column("distinct_texts", "distinct texts distilled", ",.0f", "higher"),
     Column("beginnings", "beginnings distilled", ",.0f", "higher"),
     Column("scores", "scores", ",.0f", "lower"),  # texts that phi has scored up to here

@@ -76,7 +76,8 @@ class Options:
 
     def as_json(self) -> dict[str, Any]:
         own = dataclasses.asdict(self)
-        return own | own.pop("learning")
+        learning = own.pop("learning")
+        return own | learning
 
     def row_size(self) -> int:
         """How many texts a row of the table has."""

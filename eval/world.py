@@ -4,8 +4,8 @@
 
 Exact samples, and the texts of row Base, are kept as tokens [N, T] with log phi [N] and log p [N].
 Whoever uses them again scores a few of them again, so a network, a user's file or anything that
-such a file reads cannot change unnoticed. First what is loaded, then its files, then all checks. N
-samples, T tokens, D width of an embedding.
+such a file reads cannot change unnoticed. Loading comes first, then stored samples, then checks.
+N samples, T tokens, D width of an embedding.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ class Reference:
     def kl_to(self, log_q: Tensor) -> Estimate:
         """KL(sigma||q) in nats from log q [N] of the exact samples."""
         mean = mean_estimate(self.log_p + self.exact.log_phi - log_q)
-        # As if it were independent of log Z_sigma, from the same draws: for q = p^(0) and the
-        # shipped samples the error is .065, where their covariance would make it .054.
+        # Both errors count as independent, though they come from the same draws: for q = p^(0) and
+        # the shipped samples this gives .065, where their covariance would make it .054.
         error = math.hypot(mean.std_error, self.exact.log_z_std_error)
         return Estimate(mean.value - self.exact.log_z, error, mean.dof)
 
@@ -177,7 +177,9 @@ def target_directory(options: Options, folder: Path | None) -> Path:
 
 def sigma_of(options: Options) -> dict[str, Any]:
     """The options that sigma depends on, beside its networks, as JSON has them."""
-    sigma = {name: getattr(options, name) for name in ("prompt", "length", "beta")}
+    is_classified = bool(set(CLASSIFIED) & set(options.potential))
+    names = ("prompt", "length", "beta") if is_classified else ("prompt", "length")
+    sigma = {name: getattr(options, name) for name in names}
     return sigma | {name: list(getattr(options, name)) for name in ("end", "potential")}
 
 
@@ -221,7 +223,8 @@ def tell_unfinished_word(prompt: str, base: Conditional, potential: TextPotentia
 
 
 def is_usable(directory: Path, fault: str) -> bool:
-    """Whether exact samples have no fault; ValueError if they must not, as all but the shipped."""
+    """Whether exact samples have no fault; ValueError for a fault of any but the shipped ones,
+    which are then not used."""
     if fault and directory != SHIPPED:
         remedy = "restore what it was drawn with, or name another --target, or begin a new job"
         raise ValueError(f"{directory}: {fault}; {remedy}")

@@ -94,7 +94,7 @@ def test_distilled_texts_become_likelier_unless_the_runs_held_out_do_not(
     nats = [-model.log_probs(learned)[0].sum(1).mean() for model in (teacher, trained)]
     losses, checks = (recorded(learner, f"distillation{w}", "loss") for w in ("", ", held out"))
     assert losses[0] == pytest.approx(nats[0].item() / 3.0, rel=0.15)  # tokens of a text: 4 and 2
-    assert checks[0] == pytest.approx(-teacher.log_probs(held[:1])[0].sum().item(), rel=1e-5)
+    assert checks[0] == pytest.approx(-teacher.log_probs(held[:1])[0].mean().item(), rel=1e-5)
     if is_alike:
         assert len(losses) == 70 and nats[1] < 0.6 * nats[0]
     else:
@@ -148,10 +148,10 @@ def test_texts_held_out_tell_when_a_fit_learns_the_heavy_ones_by_heart(monkeypat
     """Of 400 texts of p^(0), few have nearly all the weight. At a step size ten times too large the
     adapter that is kept is closer to sigma than that of step 100, where the fit would have ended.
     """
-    last, kept, is_over = [], [], HeldOut.is_over
+    last, kept, check = [], [], HeldOut.check
 
     def go_on(held: HeldOut, adapter: Adapter, step: int, steps: int) -> bool:
-        is_over(held, adapter, step, steps)
+        check(held, adapter, step, steps)
         if step == steps:
             last.append(TARGET.kl_to(log_q(Pair(Adapted(BASE, adapter), None))))
         return False
@@ -161,7 +161,7 @@ def test_texts_held_out_tell_when_a_fit_learns_the_heavy_ones_by_heart(monkeypat
         learner = Pooled(BASE, rare_potential, options, Streams(seed))
         learner.draw(BASE, "sampling", 0, 400)
         with monkeypatch.context() as patch:
-            patch.setattr(HeldOut, "is_over", go_on)
+            patch.setattr(HeldOut, "check", go_on)
             kept.append(TARGET.kl_to(log_q(Pair(learner.fit_to_sigma(0), None))))
     assert sum(kept) < 0.85 * sum(last)
     assert sum(kept) < 0.6 * len(kept) * TARGET.kl_to(TARGET.log_p[-1])

@@ -12,7 +12,7 @@
 Rows whose texts are equal share their hidden state: all rows at first, those that chose the same
 words in the next steps, and the copies that resampling makes. What a finished text has behind its
 end is certain: log p is 0 there, and `counted` says where it is not. Losses of a model leave it
-out; in those of a twist the psi of the end waits there, and counts at each t, as in eq. 5.
+out; that of a twist counts log psi of the end at every later t, as in eq. 5.
 N rows, S distinct states, D width, V vocabulary, P prompt tokens, T continuation tokens.
 """
 
@@ -30,7 +30,7 @@ GROUP = 16  # states are padded to a multiple of this, to avoid fragmentation of
 NO_END = -1  # in place of the token that finishes a text: texts have T tokens
 SHARING_PAYS = 0.875  # up to this share of distinct texts; above, it costs more than it saves
 MAX_LOGITS = 2**22  # entries of one tensor of logits: 16 MB in float32, of which a few are alive
-ON_GPU = 16  # times as many there
+ON_GPU = 16  # times as many on a GPU
 CACHED = 2**20  # entries that stay in a processor's cache until the next operation reads them
 FEWEST = 64  # rows for which a matrix is worth reading
 End = int | tuple[int, ...]
@@ -138,6 +138,7 @@ class Conditional(abc.ABC):
         self.end = end
 
     def with_network(self, network: Any) -> Self:
+        """The same prompt, length and end with another network."""
         model = copy.copy(self)
         model.network = network
         return model
@@ -172,4 +173,5 @@ class Conditional(abc.ABC):
         return log_p, logits, hidden
 
     def decoder(self, rows: int) -> Decoder:
+        """`rows` continuations, to be written token by token."""
         return Decoder(self, rows)

@@ -21,7 +21,7 @@ from tsmc.draws import log_mean_exp
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value, its standard error, the degrees of freedom of that error, and what limits it."""
+    """A value, its standard error with its degrees of freedom, and bounds of the value."""
 
     value: float
     std_error: float
@@ -54,14 +54,14 @@ def mean_estimate(values: Tensor) -> Estimate:
     return Estimate(mean, values.std().item() / math.sqrt(len(values)), len(values) - 1.0)
 
 
-def log_mean_estimate(log_values: Tensor, worth: float | None = None) -> Estimate:
+def log_mean_estimate(log_values: Tensor, effective_count: float | None = None) -> Estimate:
     """log of the mean of exp(log_values [N]), with the error of that log by the delta method.
 
-    The values count as many as `worth`, by default as N.
+    The degrees of freedom are those of `effective_count` values, by default of N.
     """
     values = log_values.cpu().double()
     log_mean = log_mean_exp(values).item()
-    dof = max(1.0, (worth or len(values)) - 1.0)
+    dof = max(1.0, (effective_count or len(values)) - 1.0)
     if len(values) < 2 or log_mean == -math.inf:
         return Estimate(log_mean, math.inf, dof)
     relative = (values - log_mean).exp()  # of mean one

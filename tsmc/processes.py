@@ -56,7 +56,7 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def first(value: Any) -> Any:
+def of_first(value: Any) -> Any:
     """The value of process 0; tensors in it should be on the CPU."""
     return gather(value)[0]
 
@@ -76,7 +76,7 @@ def gather_rows(part: Any) -> Any:
 
 
 def align(modules: Iterable[Any]) -> None:
-    """Give the tensors of these modules, of those that are modules, the values of process 0."""
+    """Give the tensors of these modules the values of process 0; what is no module is skipped."""
     for module in modules:
         if count() > 1 and isinstance(module, torch.nn.Module):
             for tensor in module.state_dict().values():

@@ -18,7 +18,7 @@ from torch import Tensor
 from tinystories.decoder import Conditional, Decoder, End, counted, is_end, row_slices
 from tsmc.draws import draw_categorical, uniforms
 
-DRAWN = -1  # in place of a token that is given: p draws this one
+DRAWN = -1  # where forced draws of `pooled` give tokens: one that p draws
 TREE_PAYS = 0.5  # up to this share of distinct beginnings, reading token by token is faster
 WIDEST = 8  # numbers a place in the body of a network, over its width
 Twist = Callable[[Tensor], Tensor]
@@ -80,9 +80,10 @@ def extend(
     """`propose` for every row of a decoder at uniform numbers [N, 1].
 
     Where q is a model of its own, without a twist, log_p may be that of another head on the same
-    states: `reference` makes its logits [S, V].
+    states: `reference` makes its logits [S, V]. Only `pooled` gives tokens or a reference.
     """
     parts, numbers = [], []
+    # Slices of the distinct states, the rows that have one of them, and which one.
     for states, rows, place in decoder.distinct():
         own = None if given is None else given[rows]
         part = propose(model, twist, states, place, uniform[rows], own)
@@ -196,6 +197,6 @@ def sequence_log_probs(model: Conditional, tokens: Tensor) -> Tensor:
     texts, text = tokens.unique(dim=0, return_inverse=True)  # [S, T], [N]
     late = texts[:, : max(1, tokens.shape[1] * 3 // 4)].unique_consecutive(dim=0)
     if len(late) > TREE_PAYS * len(tokens):
-        return proposal_log_probs(model, None, tokens)[0]
+        return proposal_log_probs(model, None, texts)[0][text]
     uniform = torch.zeros_like(texts)  # nothing is drawn
     return walk(model, None, uniform, texts).log_p.sum(1)[text]

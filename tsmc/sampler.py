@@ -87,7 +87,7 @@ class Step:
 
 @dataclass
 class Particles:
-    """All that N = R K particles own: what one has, its copies have, so nothing is forgotten."""
+    """Everything of N = R K particles that resampling copies."""
 
     tokens: Tensor  # [N, t]
     log_p: Tensor  # [N] log p(s_{1:t})
@@ -120,7 +120,7 @@ def tsmc(
     if sigma.log_prefix is not None:
         ess_threshold = max(ess_threshold, EARLY)
     assert min(runs, particles, model.length) >= 1, "give at least one run, particle and token"
-    decoder = model.decoder(runs * particles)
+    decoder = model.decoder(runs * particles)  # writes N texts token by token
     # In the type of the logits, which may be narrower than what the potential returns.
     zeros = model.head(decoder.hidden[:1]).new_zeros(runs * particles)  # [N]
     own = Particles(zeros.new_empty(len(zeros), 0, dtype=torch.long), zeros, zeros, zeros)
@@ -134,6 +134,7 @@ def tsmc(
         # 1. extend
         step = extend(model, decoder, twist, uniforms(runs * particles, 1, generator))
         if t > 0:
+            # Finished texts repeat their end, which changes no weight.
             step = wait(step, own.tokens[:, -1], own.log_psi, model.end)
         before = own
         tokens = torch.cat([before.tokens, step.tokens[:, None]], 1)  # [N, t]
@@ -141,7 +142,7 @@ def tsmc(
         # 2. reweight
         if is_last:
             log_phi = call_potential(sigma.log_potential, own.tokens, own.log_p)
-            # phi takes the place of psi, with which the token was drawn: nothing cancels (D1).
+            # phi takes the place of psi, with which the token was drawn, so nothing cancels.
             log_w = step.log_p + log_phi - step.log_q - before.log_psi  # [N]
         else:
             # p psi / q_t is the normaliser, whichever token was drawn.
@@ -161,7 +162,7 @@ def tsmc(
         is_always = is_last or ess_threshold == 1
         is_due = (ess < ess_threshold * particles) | is_always  # [R]
         ancestors = identity  # [R, K]
-        if is_always or (ess_threshold > 0 and is_due.any()):  # mostly known without the device
+        if is_always or (ess_threshold > 0 and is_due.any()):  # else without waiting for a GPU
             drawn = rule.resample(normalise(log_weights), generator)
             ancestors = torch.where(is_due[:, None], drawn, identity)
         if trace is not None:

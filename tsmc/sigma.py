@@ -5,7 +5,8 @@
 
 p^(m) phi^(m) = p^(0) phi, so the target is the same in every generation, whichever language model
 p^(m) the particles are drawn from. A potential that says something about beginnings has a prefix
-part f_t(s_{1:t}) as well (`tsmc/sampler.py`). All calls of a potential go through `call_potential`.
+part f_t(s_{1:t}) as well, which guides particles and cancels at T (`tsmc/sampler.py`). All calls of
+a potential go through `call_potential`.
 N texts, t or T tokens.
 """
 
@@ -39,7 +40,7 @@ class Sigma:
 def call_potential(log_phi: Callable[..., Tensor], tokens: Tensor, *log_p: Tensor) -> Tensor:
     """log phi [N] of tokens [N, T], given as a copy, and of log_p [N] where it is given.
 
-    ValueError for NaN and infinity, else the best text in one place and the worst in another.
+    ValueError for NaN and infinity, by which all other texts would lose their weight.
     """
     values = log_phi(tokens.clone(), *log_p)
     assert values.shape == tokens.shape[:1], "log phi must be a tensor with a number for each text"

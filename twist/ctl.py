@@ -36,10 +36,13 @@ EXPLODED = 1000.0  # nats: beyond this, float32 no longer resolves the weights
 
 @dataclass
 class Batch(Trajectories):
-    """What one update learns from: K sequences drawn i.i.d. from q, all [K, T], and their phi."""
+    """What one update learns from: K sequences drawn i.i.d. from q, and their phi.
+
+    `Trajectories` gives tokens, log_p, log_psi, log_q [K, T] of each step, and hidden [K, T, D].
+    """
 
     log_phi: Tensor  # [K] log phi^(m)
-    is_counted: Tensor  # [K, T] whether a token belongs to the text; behind its end psi waits
+    is_counted: Tensor  # [K, T] whether a token belongs to the text; its end repeats behind it
     model: Conditional  # p^(m)
 
     def log_positive(self) -> Tensor:
@@ -75,6 +78,7 @@ def draw_batch(
 ) -> Batch:
     """Draw K = size sequences from the current q; each process draws some, and all have all."""
     drawn = sample_proposal(sigma.model, twist, size, generator, processes.own_rows(size))
+    # phi^(m) divides by log p^(m).
     log_phi = call_potential(sigma.log_potential, drawn.tokens, drawn.log_p.sum(-1))  # [k]
     parts = vars(drawn) | {"log_phi": log_phi, "is_counted": counted(drawn.tokens, sigma.model.end)}
     gathered = {name: processes.gather_rows(part) for name, part in parts.items()}
@@ -109,7 +113,7 @@ def dpg_loss(twist: TwistMLP, batch: Batch) -> Tensor:
     """E_sigma[-log q(s)], which is KL(sigma||q) but for a constant: weighted likelihood of q.
 
     q is trained as a policy, by distributional policy gradients (Parshakova et al. 2019). It has no
-    use for the levels of psi, on which no q depends, and leaves them as they are.
+    use for the levels of psi, on which no q depends. Logits of all places take K T V numbers.
     """
     positive = normalise(batch.log_positive())  # [K]
     with torch.no_grad():

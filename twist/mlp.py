@@ -4,8 +4,8 @@
 
 One forward pass serves the whole vocabulary, so proposing costs one step of the language model and
 one of the twist. The last layer starts at zero: psi = 1, and the first proposal is the language
-model itself. Adding a constant to log psi_t changes neither the loss nor the evidence, so the
-output is not clipped.
+model itself. A constant added to log psi of all steps changes neither the gradient of CTL nor the
+evidence, so the output is not clipped.
 
 The paper leaves the form of psi open beyond this line. D width, H hidden units, V vocabulary.
 """
@@ -20,7 +20,7 @@ HIDDEN_UNITS = 192
 
 
 class TwistMLP(nn.Module):
-    """log psi (eq. 4) for hidden states; learning needs only that of chosen tokens, `of_tokens`."""
+    """log psi (eq. 4) of all next tokens; `of_tokens` computes that of given tokens alone."""
 
     def __init__(self, width: int, vocab_size: int, generator: torch.Generator):
         super().__init__()

@@ -164,7 +164,7 @@ class Pooled(Learner):
             optimizer.zero_grad()
             loss.backward(inputs=parameters)  # p^(0) is not trained
             optimizer.step()
-            if held.is_over(adapter, step, updates):
+            if held.check(adapter, step, updates):
                 break
         held.best.restore()
         for loss in held.best.losses:

@@ -2,7 +2,8 @@
 
 A row is the sentence of a particle, a column a step t. The colour of a token is the weight W_k of
 its particle at that step, beside the mean 1 / K, before the run resamples. A cell that spans
-several rows is an ancestor that they have in common; one without descendants is pale.
+several rows is a common ancestor; one without descendants is struck through. At the end each
+sentence has its toxicity where the potential reads it, else its log phi.
 """
 
 import json
@@ -19,8 +20,10 @@ from tsmc.sampler import Step
 from tsmc.sigma import seen_from
 
 
-def draw_picture(path: Path, world: World, pair: Pair, count: int, rule: Rule, seed: int) -> None:
-    """Write the page of a run of K = count particles of (p^(m), psi^(m))."""
+def draw_picture(
+    path: Path, title: str, world: World, pair: Pair, count: int, rule: Rule, seed: int
+) -> None:
+    """Write the page of a run of K = count particles of (p^(m), psi^(m)), with a title."""
     trace: list[Step] = []
     sigma = seen_from(pair.model, world.base, world.potential)
     generator = Streams(seed, world.base.prompt.device).stream("picture")
@@ -41,6 +44,9 @@ def draw_picture(path: Path, world: World, pair: Pair, count: int, rule: Rule, s
         })  # fmt: skip
     prompt = world.potential.texts(population.tokens[0, :1, :0])[0]
     data = {"steps": steps, "samples": lineages(trace)[:, 0].tolist(), "prompt": prompt}
+    scored = world.score(population.tokens[0])
+    name = "toxicity" if "toxicity" in scored.scores else "log phi"
+    data |= {"title": title, "scores": [f"{name} {score:.2f}" for score in scored.score.tolist()]}
     # No text can end the script that holds it.
     write_text(path, PAGE.replace("DATA", json.dumps(data).replace("<", "\\u003c")))
 
@@ -52,19 +58,23 @@ body { font: 14px/1.4 system-ui, sans-serif; margin: 1em; color: #222; backgroun
   background: #fff; padding: .4em 0 } #bar input { flex: 1; min-width: 10em; max-width: 40em }
 #wide { overflow-x: auto } table { border-collapse: collapse } p { max-width: 60em }
 td { border: 1px solid #ddd; padding: 0 .35em; white-space: pre; height: 1.45em }
-.lost { opacity: .55 } .key { padding: 0 .5em; border: 1px solid #ddd; white-space: nowrap }
-</style><h3 id="prompt"></h3><div id="bar"><button id="play">Play</button>
+.lost { text-decoration: line-through } .score { color: #555 }
+.key { padding: 0 .5em; border: 1px solid #ddd; white-space: nowrap }
+</style><h3 id="prompt"></h3><p id="title"></p><div id="bar"><button id="play">Play</button>
 <input id="t" type="range" min="1" aria-label="step"><span id="said"></span></div>
 <p>A row is the sentence of a particle, a column a step. Colour is a particle's weight at that step:
 <span class="key" style="background:rgb(86,180,233)">1/8 of the mean or less</span>
 <span class="key">the mean</span>
 <span class="key" style="background:rgb(230,159,0)">8 times or more</span>. A cell over several rows
-is their common ancestor; a pale one has no descendants, as resampling has not drawn it.</p>
+is their common ancestor; one that resampling has not drawn is struck through, and × 3 means that it
+was drawn three times. ESS is how many particles of equal weight they are worth, log Z-hat their
+estimate of how probable the test is.</p>
 <div id="wide"><table></table></div><script>
 const data = DATA, steps = data.steps, last = steps.length + 1;
 const [prompt, play, t, said, table] =
   ["#prompt", "#play", "#t", "#said", "table"].map(name => document.querySelector(name));
 prompt.textContent = data.prompt + " …";
+document.querySelector("#title").textContent = data.title;
 t.max = last;
 function draw() {
   const now = +t.value, step = steps[Math.min(now, last - 1) - 1];
@@ -89,6 +99,10 @@ function draw() {
       td.style.background = `rgba(${x > 0 ? "230,159,0" : "86,180,233"},${share})`;
       td.title = `W = ${own.weights[line[k]].toPrecision(2)}, ${own.children[line[k]]} copies`;
     });
+    if (lines.length == last - 1) {  // whole sentences
+      const textContent = data.scores[lines[last - 2][k]];
+      Object.assign(tr.insertCell(), { className: "score", textContent });
+    }
     return tr;
   }));
 }
@@ -101,7 +115,7 @@ play.onclick = () => {
   timer = setInterval(() => { t.value = +t.value + 1; draw(); if (t.value == last) stop(); }, 700);
 };
 t.oninput = draw;
-t.value = +location.hash.slice(1) || last - 1;  // page.html#3 opens at step 3
+t.value = +location.hash.slice(1) || last;  // page.html#3 opens at step 3
 draw();
 </script></html>
 """

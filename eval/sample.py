@@ -112,11 +112,16 @@ def report(drawn: Weighted, is_trained: bool, samples: int) -> str:
 
 def rate(evidence: Estimate) -> str:
     """What log Z of a hard potential says: how many texts of p satisfy it."""
-    line = f"About 1 in {math.exp(-evidence.value):.3g} texts of the model satisfies it"
+    line = f"About 1 in {rounded(math.exp(-evidence.value))} texts of the model passes the test"
     if not evidence.half_width() < math.log(10):  # nor where it is NaN
         return f"{line}, but the runs do not agree within a factor of ten; use more --runs"
     low, high = (math.exp(max(0.0, -evidence.quantile(share))) for share in (0.975, 0.025))
-    return f"{line} (95 %: {low:.3g} to {high:.3g})"
+    return f"{line} (95 %: {rounded(low)} to {rounded(high)})"
+
+
+def rounded(number: float) -> str:
+    """Three digits of a number, as 1,330 or 1.11."""
+    return f"{float(f'{number:.3g}'):,.10g}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -164,7 +169,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(report(drawn, job is not None, draws.samples), flush=True)
         if draws.picture:
             path, pair = Path(draws.picture), pair or Pair(world.base, None)
-            draw_picture(path, world, pair, draws.particles, chosen or usual, options.seed)
+            title = f"{source}{f' of {job}' if job else ''}, {', '.join(options.potential)}"
+            given = (world, pair, draws.particles, chosen or usual, options.seed)
+            draw_picture(path, title, *given)
             say(f"one run of K = {draws.particles}, step by step, is in {path}")
 
 

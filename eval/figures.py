@@ -48,15 +48,17 @@ def draw_lines(axes: plt.Axes, lines: Lines, key: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def draw_panels(panels: dict[str, tuple[str, Lines]], path: Path) -> None:
-    """Numbers by generation: the key of a number, and its lines, by the title of a panel."""
+def draw_panels(
+    panels: dict[str, tuple[str, Lines]], path: Path, xlabel: str = "Generation"
+) -> None:
+    """Numbers over the labels of their points: their key and their lines, by the panel's title."""
     shape = {"figsize": (7.5, 3.7), "squeeze": False, "layout": "constrained"}
     figure, grid = plt.subplots(1, len(panels), **shape)
     for axes, (title, (key, lines)) in zip(grid[0], panels.items(), strict=True):
         draw_lines(axes, lines, key)
         (column,) = (one for one in COLUMNS if one.key == key)
         label = f"{column.title} (better: {column.better})"
-        axes.set(title=title, xlabel="Generation", ylabel=label)
+        axes.set(title=title, xlabel=xlabel, ylabel=label)
         means = [y for line in axes.containers for y in line[0].get_ydata()]
         if key == KL and max(means) > 4 * min(means) > 0:
             # Baselines are far away, and intervals may reach anywhere: the means choose the axis.
@@ -64,6 +66,29 @@ def draw_panels(panels: dict[str, tuple[str, Lines]], path: Path) -> None:
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def draw_trade_off(lines: Lines, path: Path) -> None:
+    """Toxicity against similarity (the paper's Fig. 1): a point for each generation and seed.
+
+    Later generations are darker.
+    """
+    figure, axes = plt.subplots(figsize=(7.5, 3.7), layout="constrained")
+    for place, (name, points) in enumerate(lines.items()):
+        for m, rows in enumerate(points.values()):
+            look = {"color": COLOURS[place % 6], "marker": MARKERS[place % 6]}
+            look |= {"alpha": (m + 1) / len(points)}
+            if name in LEVELS:
+                look |= {"color": LEVELS[name][0], "marker": "*", "s": 120}
+            x, y = ([row[key] for row in rows] for key in ("similarity", "toxicity"))
+            axes.scatter(x, y, label=name if m == len(points) - 1 else None, linewidths=0, **look)
+    nearer = "(better: nearer to Target)"
+    axes.set(xlabel=f"similarity {nearer}", ylabel=f"toxicity {nearer}")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
     plt.close(figure)

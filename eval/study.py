@@ -13,6 +13,7 @@ over seeds with half of its 95 % interval (Student's t).
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -27,7 +28,7 @@ import torch
 
 from eval.command import OneLineParser, one_line_errors
 from eval.compare import best_of_row
-from eval.figures import LEVELS, Lines, draw_panels
+from eval.figures import LEVELS, Lines, draw_panels, draw_trade_off
 from eval.job import read_lines
 from eval.metrics import COLUMNS, FURTHER, KL, Column
 from eval.options import read_options, saved_options
@@ -83,6 +84,7 @@ RULED = ("paper", "sad-paper")
 BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 50 texts of p
 
 LEARNERS = ("paper", "every-step", "pooled")
+TRADED = ("paper", "pooled", "dpo-full", "grpo-lora", "rl")  # toxicity against similarity
 TITLES = {column.title: column for column in (*COLUMNS, *FURTHER)}  # of a table in the page
 TITLES["energy"] = dataclasses.replace(TITLES["energy"], form=".4f")
 RUNNING, KEPT = Path("runs/study"), Path("docs/results/runs")
@@ -174,7 +176,7 @@ def read_runs(folder: Path) -> Places:
             row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
             for rule, found in record["rules"][int(m)].items() if "rules" in record else ():
                 row[rule] = found["score"]
-        rows["Base"] = record["base"]
+        rows["Base"] = record["base"] | {"acceptance_rate": 1.0}  # the target of beta = 0
         if target := record.get("target"):
             rows["Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
             # KL(sigma||p) = E_sigma[log phi] - log Z, which earlier versions did not keep.
@@ -240,6 +242,20 @@ def draw_figures(places: Places, folder: Path) -> None:
         by_generation = {title: (key, lines), "Proposal": (KL, lines)}
         draw_panels(by_generation, folder / f"{task}generations.png")
     draw_panels(panels, folder / "rules.png")
+    # The paper's Fig. 1 and 2, of the first task.
+    lines = {name: {"": rows_of(places, f"paper {name}")} for name in LEVELS}
+    for name in TRADED:
+        found = {str(m): rows_of(places, f"{name} {m}") for m in range(3)}
+        lines[name] = {m: rows for m, rows in found.items() if rows}
+    draw_trade_off(lines, folder / "trade-off.png")
+    by_size: Lines = {"Target": lines["Target"]}
+    for m, name in itertools.product("012", ("paper", "pooled")):
+        rows, sizes = rows_of(places, f"{name} {m}"), SIZES.split()[1:]
+        found = {
+            K: [{"toxicity": row.get(f"K = {K}")} for row in rows] for K in sorted(sizes, key=int)
+        }
+        by_size[f"{name} {m}"] = found
+    draw_panels({"Toxic stories": ("toxicity", by_size)}, folder / "particles.png", "Particles K")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -200,7 +200,7 @@ def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, 
     assert lines["| paper 2 → pooled 2"].startswith("| paper 2 → pooled 2 | 0.010 | 0.00 | ")
     target = results["target"]
     kl = target["log_phi"] - target["log_z"]  # also of records that have no KL of Base
-    shown = f"{results['base']['toxicity']:.3f} | {kl:.2f} |  |  |  |  |"
+    shown = f"{results['base']['toxicity']:.3f} | {kl:.2f} |  |  |  | 100.000% |"
     assert lines["| paper Base"] == f"| paper Base | {shown}"
     assert lines["| dpo-ten 0"].split(" | ")[2] == "4.00"  # no interval over seeds
     rate = math.exp(results["target"]["log_z"])
@@ -213,7 +213,7 @@ def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, 
     assert sad[3] == "| paper 0 |  |" and sad[4].startswith(f"| pooled 0 | {score:.3f} ± 0.020 |")
     assert page.startswith("text\n") and "\nbetween\n" in page and page.endswith("\nafter\n")
     figures = {path.name for path in Path("docs/results").glob("*.png")}
-    assert figures == {"generations.png", "rules.png"}
+    assert figures == {"generations.png", "rules.png", "trade-off.png", "particles.png"}
     other = study.KEPT / "paper-91.json"
     write_json(other, read_json(other) | {"command": "--learner paper"})
     line = refusal("--report", command=study.main)

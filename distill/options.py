@@ -32,6 +32,11 @@ def kind_of(field: dataclasses.Field) -> type:
     return type(values[0])
 
 
+def flag_of(name: str) -> str:
+    """`--ctl-updates` of ctl_updates."""
+    return "--" + name.replace("_", "-")
+
+
 def check(options: Any) -> None:
     """ValueError names an option of the wrong type, not among its choices, or out of range."""
     for field in dataclasses.fields(options):
@@ -41,11 +46,11 @@ def check(options: Any) -> None:
         low, high, choices = (field.metadata[name] for name in ("low", "high", "choices"))
         low = (1 if kind is int else 0) if low is None else low
         values = value if isinstance(field.default, tuple) else (value,)
-        fault = f"--{field.name.replace('_', '-')} is {value!r}"
+        fault = f"{flag_of(field.name)} is {value!r}"
         if not isinstance(values, tuple) or (field.default and not values):
             raise ValueError(f"{fault}; give a list of values")
         for one in values:
-            fault = f"--{field.name.replace('_', '-')} is {one!r}"
+            fault = f"{flag_of(field.name)} is {one!r}"
             if type(one) is not kind and not (kind is float and type(one) is int):
                 raise ValueError(f"{fault}; give a value of type {kind.__name__}")
             if choices and one not in choices:

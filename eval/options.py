@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from distill import LEARNERS
-from distill.options import check, kind_of, option
+from distill.options import check, flag_of, kind_of, option
 from eval.command import OneLineParser, say
 from tinystories.files import reading
 
@@ -93,11 +93,6 @@ class Options:
         except (RuntimeError, AssertionError) as error:
             fault = f"--device {name}: there is no such device here"
             raise ValueError(f"{fault}; give auto, cpu, cuda or cuda:N") from error
-
-
-def flag_of(name: str) -> str:
-    """`--ctl-updates` of ctl_updates."""
-    return "--" + name.replace("_", "-")
 
 
 def build(values: dict[str, Any]) -> Options:

@@ -170,24 +170,12 @@ def load_model(
         network, tokenizer = load(directory, device)
     else:
         try:
-            import transformers
-
             from tinystories.any_model import AnyModel as model_class
         except ImportError as error:
             fault = f"a network of the kind {kind} needs transformers ({error})"
             remedy = "run `pip install transformers`, or name a GPT-Neo"
             raise ValueError(f"{flag} {name}: {fault}; {remedy}") from error
-        transformers.utils.logging.disable_progress_bar()
-        options = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32}
-        auto: Any = transformers.AutoModelForCausalLM
-        trouble = "transformers cannot load it as a causal language model"
-        with reading(directory, trouble, "install what it lacks, or name another checkpoint"):
-            network, found = auto.from_pretrained(directory, output_loading_info=True, **options)
-            if missing := sorted(found["missing_keys"]):  # transformers makes random ones
-                raise ValueError(f"weights are missing: {', '.join(missing)}")
-            check_finite(network)
-        network = network.to(device)
-        tokenizer = read_tokenizer(directory, network.config.get_text_config().vocab_size)
+        network, tokenizer = load_any(directory, device)
     check_prompt(tokenizer, prompt)
     ids = encode_prompt(tokenizer, prompt)
     if prompt[-1:].isspace() and encode_prompt(tokenizer, prompt + "girl")[: len(ids)] != ids:
@@ -201,6 +189,23 @@ def load_model(
     # A network may have room for more tokens than the tokenizer knows: these would have no text.
     vocab_size = max(vocabulary.values()) + 1
     return model_class(network.to(dtype), tokens, length, ends, vocab_size), tokenizer
+
+
+def load_any(directory: Path, device: str | torch.device) -> tuple[Any, Tokenizer]:
+    """A causal language model of transformers (float32), and its tokenizer; ValueError if none."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    options = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32}
+    auto: Any = transformers.AutoModelForCausalLM
+    trouble = "transformers cannot load it as a causal language model"
+    with reading(directory, trouble, "install what it lacks, or name another checkpoint"):
+        network, found = auto.from_pretrained(directory, output_loading_info=True, **options)
+        if missing := sorted(found["missing_keys"]):  # transformers makes random ones
+            raise ValueError(f"weights are missing: {', '.join(missing)}")
+        check_finite(network)
+    vocab_size = network.config.get_text_config().vocab_size
+    return network.to(device), read_tokenizer(directory, vocab_size)
 
 
 def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:

@@ -134,7 +134,8 @@ def forced_population(
 
     population = Population(**streams.draw("forced draws", None, runs, draw, particles))
     if not population.is_alive().any():
-        raise ValueError("all forced draws have weight zero; draw more, or soften the potential")
+        fault = "all forced draws have weight zero; see whether one text can satisfy all factors"
+        raise ValueError(f"{fault}, draw more, or soften the potential")
     return population
 
 

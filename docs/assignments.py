@@ -197,7 +197,8 @@ if __name__ == "__main__":
         globals().update(vars(solutions))
     numbers = [word for word in sys.argv[1:] if word != "--solved"] or list("12345")
     if not set(numbers) <= set("12345"):
-        sys.exit("name assignments: 1 2 3 4 5")
+        print("assignments.py: error: name assignments of 1 to 5, or --solved", file=sys.stderr)
+        sys.exit(2)
     for number in numbers:
         try:
             globals()[f"check_{number}"]()

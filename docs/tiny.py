@@ -226,7 +226,7 @@ def main(seed=0):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2 or not all(word.isdecimal() for word in sys.argv[1:]):
-        print("tiny.py: error: give one whole number, the seed", file=sys.stderr)
+    if len(sys.argv) > 2 or not all(w.isdecimal() and len(w) < 19 for w in sys.argv[1:]):
+        print("tiny.py: error: give one whole number below 10^18, the seed", file=sys.stderr)
         sys.exit(2)
     main(*map(int, sys.argv[1:]))

@@ -9,7 +9,7 @@ from distill import Learner, Pair, Pooled
 from eval import metrics
 from eval.command import say
 from eval.job import Job
-from eval.world import SAMPLES, World, checked_rows, save_target
+from eval.world import SAMPLES, World, check_unchanged, checked_rows, save_target
 from tinystories.files import write_tensors
 from tsmc import processes
 from tsmc.estimate import log_mean_estimate
@@ -25,6 +25,7 @@ FEW = 10  # base samples with phi > 0; from fewer little can be learned
 
 def evaluate(job: Job, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:
     """The row of generation m, and its texts, ready for JSON."""
+    check_unchanged(job.path, world)  # while it has learned
     options, sigma = job.options, learner.sigma(pair.model)
     particles, runs = options.eval_particles[0], options.eval_runs
     row = {"generation": m, "scores": learner.scores(m)}

@@ -27,7 +27,7 @@ import torch
 
 from distill import Learner, Pair, load_pair, save_pair
 from eval.command import say
-from eval.metrics import KL
+from eval.metrics import KL, is_row
 from eval.options import Options
 from tinystories import files
 from tsmc import processes
@@ -62,6 +62,9 @@ class Job(contextlib.AbstractContextManager):
         for m in (None, *range(last + 1)):
             if self.has(m):
                 self.row(m)  # what is damaged is found before anything is learned
+        for folder in (self.path / "figures", *map(self.folder, (None, *range(wanted + 1)))):
+            if folder.exists() and not folder.is_dir():
+                raise ValueError(f"{folder}: is no folder, as the job needs; move it away")
 
     def __enter__(self) -> "Job":
         """Lock the folder and write config.json; ValueError where another process writes."""
@@ -110,7 +113,8 @@ class Job(contextlib.AbstractContextManager):
         """A generation's row, or the rows of Base and Target by name; ValueError if damaged."""
         path = self.folder(m) / ROW
         row = files.read_json(path)
-        if "examples" not in (row if m is not None else row.get("base", {})):
+        rows = row if m is None else {"base": row}
+        if "base" not in rows or not all(is_row(name, one) for name, one in rows.items()):
             fault = f"{path}: holds no row of a table"
             raise ValueError(f"{fault}; delete its folder, and it is made again")
         return row

@@ -7,6 +7,7 @@ samples of sigma, D width of an embedding, R runs of K particles.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,15 @@ FURTHER = (  # which only a study shows
 BESIDE = {"generation", "examples", "num_samples", "num_proposals", "num_runs", "log_z_std_error"}
 BESIDE |= {"kl_half_width", "populations"}  # the mean score of populations of K particles, by K
 """What a row has beside its columns."""
+
+
+def is_row(name: str, row: Any) -> bool:
+    """Whether it is a row as it was written: numbers, or null, and the row Target without texts."""
+    if not isinstance(row, dict) or (name != "target" and not row.get("examples")):
+        return False
+    is_known = all(isinstance(text, str) for text in row.get("examples", []))
+    values = [row.get(column.key) for column in (*COLUMNS, *FURTHER)]
+    return is_known and all(isinstance(value, int | float | None) for value in values)
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,9 @@ def main(arguments: list[str] | None = None) -> None:
             world = trained.world(options)
             pair, usual = load_pair(trained.pair, world.base), trained.rule()
             source = f"generation {trained.generation}"
+        path = Path(draws.picture)
+        if draws.picture and (path.is_dir() or not path.absolute().parent.is_dir()):
+            parser.error(f"--picture {path}: give a file in a folder that is there")
         is_forced = pair is None and bool(world.potential.hints)
         if is_forced and draws.picture:
             parser.error("--picture shows steps, which forced draws have not; name JOB")
@@ -168,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{printable(options.prompt)}\n{source}, {shown}, seed {options.seed}")
         print(report(drawn, job is not None, draws.samples), flush=True)
         if draws.picture:
-            path, pair = Path(draws.picture), pair or Pair(world.base, None)
+            pair = pair or Pair(world.base, None)
             title = f"{source}{f' of {job}' if job else ''}, {', '.join(options.potential)}"
             given = (world, pair, draws.particles, chosen or usual, options.seed)
             draw_picture(path, title, *given)

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from eval.command import printable
-from eval.metrics import COLUMNS, KL, Column, log_z_of, warning_of
-from tinystories.files import read_json
+from eval.metrics import COLUMNS, KL, Column, is_row, log_z_of, warning_of
+from tinystories.files import read_json, reading
 from tsmc.estimate import mean_estimate
 
 
@@ -36,7 +36,13 @@ def read_results(folder: Path) -> dict:
     if folder.exists() and not path.exists():
         command = f"python main.py --resume {shlex.quote(str(folder))}"
         raise ValueError(f"{folder}: is not finished; go on with {command}")
-    return read_json(path)
+    results = read_json(path)
+    with reading(path, "holds no results of a job", "make the job again"):
+        rows = [("base", results["base"]), *(("generation", row) for row in results["generations"])]
+        rows += [("target", results["target"])] if results.get("target") else []
+        if not all(is_row(name, row) for name, row in rows):
+            raise ValueError("a row of its table is damaged")
+    return results
 
 
 def closing(results: dict, folder: Path) -> str:

@@ -32,7 +32,7 @@ from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.rejection import ExactSamples
 from twist.factors import CLASSIFIED, load_factors, power
 from twist.guards import each_once
-from twist.potential import TextPotential, check_potential
+from twist.potential import TextPotential, check_hints, check_potential
 
 SHIPPED = POCKET / "target"
 SAMPLES = "samples.safetensors"
@@ -150,7 +150,7 @@ def load_sigma(options: Options) -> World:
         scores["toxicity"] = lambda texts: scorer(texts).double().exp()
     decode = partial(tokenizer.decode_batch, skip_special_tokens=True)
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
-    check_hints(factors, tokenizer)
+    check_written(factors, tokenizer)
     chosen = [factors[spec] for spec in options.potential]
     potential = TextPotential(chosen, decode, base.prompt, base.end, encode)
     tell_unfinished_word(options.prompt, base, potential)
@@ -198,14 +198,23 @@ def load_target(directory: Path) -> tuple[ExactSamples, dict[str, Any]]:
     stored, metadata = read_tensors(path), read_metadata(path)
     with reading(path, "holds no exact samples", "make it anew, or leave --target out"):
         sigma = json.loads(metadata["target"])
-        numbers = [sigma.pop(name) for name in NUMBERS]
-        return ExactSamples(stored["tokens"].long(), stored["log_phi"], *numbers), sigma
+        count, *numbers = [sigma.pop(name) for name in NUMBERS]
+        tokens, log_phi, log_p = (stored[name] for name in ("tokens", "log_phi", "log_p"))
+        if tokens.ndim != 2 or tokens.is_floating_point() or tokens.min() < 0:
+            raise ValueError("its tokens are no whole numbers [N, T]")
+        if not len(tokens) == len(log_phi) == len(log_p) > 1:
+            raise ValueError("it needs at least two samples, with log_phi and log_p of each")
+        if not all(math.isfinite(number) for number in numbers) or count < len(tokens):
+            raise ValueError(f"{', '.join(NUMBERS)} are {[count, *numbers]}")
+        return ExactSamples(tokens.long(), log_phi, count, *numbers), sigma
 
 
-def check_hints(factors: dict[str, Any], tokenizer: Any) -> None:
+def check_written(factors: dict[str, Any], tokenizer: Any) -> None:
     """ValueError for a hint that the language model has no tokens for."""
     for spec, factor in factors.items():
-        for hint in getattr(factor, "hints", []):
+        hints = getattr(factor, "hints", [])
+        check_hints(f"--potential {spec}", hints)
+        for hint in hints:
             ids = tokenizer.encode(f"a {hint}", add_special_tokens=False).ids
             if hint.lower() not in tokenizer.decode(ids).lower():
                 fault = f"--potential {spec}: the tokenizer of --lm cannot write {hint!r}"

@@ -18,6 +18,7 @@ from worlds import generator, letters, tiny_conditional
 
 import twist.guards
 from distill import sample
+from eval.options import POCKET
 from twist import TextPotential
 from twist.factors import ended, keyword, load_factors, without
 from twist.guards import STATE, as_log_phi, call_users
@@ -59,6 +60,21 @@ def test_what_the_option_means_and_what_is_not_understood_is_one_line():
             factor(" ")
 
 
+def test_a_word_is_spelled_by_whatever_tokens_p_may_write():
+    """The tokenizer writes " submarine" in one way, p in several."""
+    tokenizer = Tokenizer.from_file(str(POCKET / "lm" / "tokenizer.json"))
+    encode = lambda text: tokenizer.encode(text).ids  # noqa: E731
+    phi = TextPotential([keyword("submarine")], tokenizer.decode_batch, PROMPT, encode=encode)
+    spellings = phi.spellings(["submarine"])
+    for pieces in (["\u0120sub", "m", "ar", "ine"], ["\u0120sub", "ma", "r", "ine"]):
+        assert tuple(map(tokenizer.token_to_id, pieces)) in spellings
+    assert {tokenizer.decode(row).strip().lower() for row in spellings} == {"submarine"}
+
+
+def characters(rows):
+    return ["".join(map(chr, row)) for row in rows]
+
+
 def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_parts():
     def length(texts):
         return [-float(len(text)) for text in texts]
@@ -68,7 +84,7 @@ def test_a_product_has_the_hints_of_its_factors_and_the_sum_of_their_prefix_part
 
     length.prefix, other.hints = length, ["submarine", "boat"]
     factors = [length, keyword("red cat"), without("dog"), length, other]
-    phi = TextPotential(factors, letters, PROMPT, encode=lambda text: list(map(ord, text)))
+    phi = TextPotential(factors, characters, PROMPT, encode=lambda text: [*map(ord, text)])
     assert phi.log_prefix(torch.tensor([[2, 3], [2, 3]])).tolist() == [-8.0] * 2
     cat, vessel = [["".join(map(chr, hint)) for hint in some] for some in phi.hints]
     forms = ["red cat", "Red cat", "Red Cat", "RED CAT"]  # alone behind a quotation mark
@@ -114,6 +130,8 @@ FAULTS = [  # what a user's file holds, a part of what is said
     ("x = 0\nx = = 1", "failed (SyntaxError: invalid syntax (my.py, line 2))"),
     ("def f(texts):\n    import json\n    return json.loads('{')", "line 3: JSONDecodeError"),
     ("def f(texts): pass\nf.hints = 'cat'", "has hints 'cat'; give a list"),
+    ("def f(texts): pass\nf.hints = {'cat'}", "has hints {'cat'}; give a list"),
+    ("def f(texts): pass\nf.hints = None", "has hints None; give a list"),
     ("def f(texts): pass\nf.reads = 'words'", "give one of texts, continuations"),
     (PREFIX.format("float('-inf')"), "is -inf; let it be a number"),
     (PREFIX.format("-float(len(texts))"), "in one call, -1 in another; it must"),

@@ -117,6 +117,10 @@ def test_a_resume_that_is_refused_changes_nothing(copied, finished_job):
     line = refusal("--resume", finished_job("pooled"), "--pool-draws", 3)
     assert line.endswith("leave out --pool-draws")
     assert "run has 1 already; give at least 1" in refusal("--resume", copied, "--generations", 0)
+    (copied / "generation-2").write_text("mine")
+    line = refusal("--resume", copied, "--generations", 2)
+    assert "generation-2: is no folder, as the job needs; move it away" in line
+    (copied / "generation-2").unlink()
     with filelock.FileLock(copied / ".lock"):
         assert f"{copied}: another process is writing there" in refusal("--resume", copied)
     assert contents(copied) == before
@@ -127,6 +131,13 @@ KEPT += ["generation-0/row.json", "generation-1/state.safetensors", "generation-
 CHANGED = [  # a file of the run; its options that are others now, a tensor, or bytes; what is said
     *((name, None, f"{name}: ") for name in KEPT),  # is cut off
     ("generation-0/row.json", b"{}", "generation-0/row.json: holds no row of a table"),
+    (
+        "generation-0/row.json",
+        b'{"examples": []}',
+        "generation-0/row.json: holds no row of a table",
+    ),
+    ("base/row.json", b'{"base": ["examples"]}', "base/row.json: holds no row of a table"),
+    ("target/samples.safetensors", "tokens", "samples.safetensors: holds no exact samples"),
     ("config.json", {"beta": 0.4}, "target: holds samples of another sigma, whose beta differs"),
     ("config.json", {"length": 6.5}, "holds no options of a job .*--length is 6.5; .* type int"),
     ("config.json", {"networks": None}, "--networks: no option"),
@@ -149,8 +160,9 @@ def test_a_file_that_is_damaged_or_changed_is_named(copied, name, change, words)
     assert re.search(words, refusal("--resume", copied))
 
 
-def test_whatever_a_users_file_reads_must_stay_as_it_was(tmp_path):
-    """The module that lies beside it, and its data; a new comment changes nothing."""
+def test_whatever_a_users_file_reads_must_stay_as_it_was(tmp_path, monkeypatch):
+    """The module that lies beside it, and its data, even while the job learns; a new comment
+    changes nothing."""
     run, own, data = tmp_path / "run", tmp_path / "own.py", tmp_path / "data"
     own.write_text("from mine import phi\n")
     lines = "import pathlib\nDATA = pathlib.Path(__file__).with_name('data')\ndef phi(texts):\n"
@@ -166,6 +178,11 @@ def test_whatever_a_users_file_reads_must_stay_as_it_was(tmp_path):
     assert "log_phi of one of its texts is" in refusal("--resume", run)
     with pytest.raises(ValueError, match="log_phi of one of its texts is"):
         TrainedJob(run)
+    learn = Pooled.first_twist
+    change = lambda learner: [learn(learner), data.write_text("w")][0]  # noqa: E731
+    monkeypatch.setattr(Pooled, "first_twist", change)
+    line = refusal(*JOBS["pooled"], "--potential", f"{own}:phi", "--out", tmp_path / "other")
+    assert "log_phi of one of its texts is" in line
 
 
 @pytest.mark.learned

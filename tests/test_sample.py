@@ -198,6 +198,7 @@ def test_bad_input_is_one_line(tmp_path, finished_job):
         (["--potential", "keyword:dog", "--ess-threshold", 1], "forced draws resample at the end"),
         (["--potential", "keyword:dog", "--picture", "p.html"], "forced draws have not; name JOB"),
         (["--potential", "ended_stories.py:log_phi"], "there is no file .*ended_stories.py"),
+        ([run, "--picture", tmp_path], "--picture .*: give a file in a folder that is there"),
         ([run, "--partcles=20"], "unrecognized arguments: .*; did you mean --particles[?] --help"),
     ):
         line = refusal(*arguments, command=command)

@@ -45,7 +45,7 @@ def checkpoint_directory(name: str, flag: str) -> Path:
     `name` is a directory, or OWNER/REPOSITORY@REVISION of the Hugging Face Hub, from which only
     what is read here is fetched: the weights as safetensors if it has them.
     """
-    if (directory := Path(name)).is_dir():
+    if name and (directory := Path(name)).is_dir():
         if (directory / CONFIG).exists():
             return directory
         fault = f"no checkpoint, as it has no {CONFIG}; name another"
@@ -196,6 +196,7 @@ def load_any(directory: Path, device: str | torch.device) -> tuple[Any, Tokenize
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what it warns of is refused below
     options = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32}
     auto: Any = transformers.AutoModelForCausalLM
     trouble = "transformers cannot load it as a causal language model"
@@ -246,6 +247,8 @@ def unnamed_ends(model: Conditional, tokenizer: Tokenizer, directory: Path) -> l
 
 def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
     """ValueError where a part of a prompt has no token, so that p would continue another one."""
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give at least one word")
     kind = json.loads(tokenizer.to_str())["model"]  # a Unigram has unk_id, the others unk_token
     unknown = kind.get("unk_id", tokenizer.token_to_id(kind.get("unk_token") or ""))
     spans, written = [], set()

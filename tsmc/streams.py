@@ -73,5 +73,6 @@ def draw_population(
     population = Population(**streams.draw(word, m, runs, draw, particles))
     if not population.is_alive().any():
         fault = f"all {runs} runs of {particles} particles ended with weight zero"
-        raise ValueError(f"{fault}; use more particles, or soften the potential")
+        remedy = "see whether one text can satisfy all factors"
+        raise ValueError(f"{fault}; {remedy}, use more particles, or soften the potential")
     return population

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_device, set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
 )
 """What users' code may set for itself, of this process: how it is read and set."""
 USERS: dict[int, Any] = {}  # what it has set, by its place in STATE
@@ -121,7 +123,10 @@ def as_log_phi(values: Any, texts: Sequence[Any], name: str = "the potential") -
             raise ValueError(f"{fault}; return 0 for true and -inf for false")
         if not isinstance(number, numbers.Real) or not number < math.inf:
             raise ValueError(f"{fault}; return one number below infinity for each text")
-        log_phi.append(float(number))
+        try:
+            log_phi.append(float(number))
+        except OverflowError:  # of whole numbers below the range of float64
+            log_phi.append(-math.inf)
     return torch.tensor(log_phi, dtype=torch.float64)
 
 

@@ -14,6 +14,7 @@ attributes:
 `twist/factors.py` has factors that are ready to use. N texts, T tokens, P tokens of the prompt.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,13 @@ FORMS = (str.lower, str.capitalize, str.title, str.upper, str)  # of a hint
 MOST_HINTS = 6  # factors whose hints are used, as forced draws take 2^F times as long
 ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
+
+
+def check_hints(name: str, hints: Any) -> None:
+    """ValueError where the hints of a factor are no list of words."""
+    is_list = isinstance(hints, (list, tuple))
+    if not is_list or not all(isinstance(hint, str) and hint.strip() for hint in hints):
+        raise ValueError(f"{name} has hints {hints!r}; give a list of words")
 
 
 class TextPotential:
@@ -53,8 +61,7 @@ class TextPotential:
             name, hints = name_of(factor), getattr(factor, "hints", [])
             if (reads := getattr(factor, "reads", "texts")) not in READS:
                 raise ValueError(f"{name} reads {reads!r}; give one of {', '.join(READS)}")
-            if isinstance(hints, str) or not all(isinstance(hint, str) and hint for hint in hints):
-                raise ValueError(f"{name} has hints {hints!r}; give a list of words")
+            check_hints(name, hints)
         self.factors = list(factors)
         self.decode = decode
         self.prompt = torch.as_tensor(prompt).flatten().tolist()
@@ -72,14 +79,24 @@ class TextPotential:
         return [self.spellings(words) for words in hinted[:MOST_HINTS] if self.encode]
 
     def spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """The tokens of words in all forms, each once."""
+        """The tokens of words in all forms, each once.
+
+        p may also write a word by other tokens than the tokenizer: those of its two parts, wherever
+        it is parted.
+        """
         assert self.encode, "give encode"
         spelled = dict.fromkeys(form(word) for form in FORMS for word in words)
-        found = {}
-        for before in ("a ", '"'):
-            start = len(self.encode(before.strip()))
-            found |= dict.fromkeys(tuple(self.encode(before + word)[start:]) for word in spelled)
-        return [tokens for tokens in found if tokens]
+        found: dict[tuple[int, ...], None] = {}
+        for before, word in itertools.product(("a ", '"'), spelled):
+            first = self.encode(before.strip())
+            whole = self.encode(before + word)[len(first) :]
+            (text,) = self.decode([first + whole])
+            for place in range(len(word)):
+                left = self.encode(before + word[:place])[len(first) :] if place else []
+                tokens = left + self.encode(word[place:]) if place else whole
+                if tokens and self.decode([first + tokens]) == [text]:
+                    found[tuple(tokens)] = None
+        return list(found)
 
     def texts(self, tokens: Tensor) -> list[str]:
         """The texts, prompt included, of continuations tokens [N, T], finished or not.

@@ -90,8 +90,9 @@ class Pooled(Learner):
                 self.draw(self.base, f"{word}, forced", 0, forced, hints)
             if not (self.pool.log_weights > -math.inf).any():
                 fault = f"none of the {count} texts drawn first has phi > 0"
-                remedy = "give it hints, words that such texts hold, or raise --pool-first-draws"
-                raise ValueError(f"{fault}; soften the potential, {remedy}")
+                remedy = "see whether one text can satisfy all factors, soften the potential"
+                hinted = "give it hints, words that such texts hold, or raise --pool-first-draws"
+                raise ValueError(f"{fault}; {remedy}, {hinted}")
             if not is_last:
                 log_weights, power = tempered(self.pool, options.pool_first_ess)
                 self.record("ladder", 0, power=power)

@@ -41,6 +41,7 @@ from tsmc.rejection import exact_samples
 
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
 PAPER, POOLED = "--learner paper", "--learner pooled"
+DPG = "--objective dpg --ctl-learning-rate 5e-4"
 SIZES = "--eval-particles 50 20 100 1000"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
 SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
@@ -52,6 +53,8 @@ RUNS = {  # options and seeds
     "every-step": (f"{PAPER} --ess-threshold 1", THREE),  # as the paper resamples
     "no-twist": (f"{PAPER} --ctl-updates 1 --ctl-learning-rate 0", THREE),  # psi = 1
     "more-twist": (f"{PAPER} --generations 0 --ctl-batch-size 500", THREE),  # scores of paper 2
+    "dpg": (f"{PAPER} {DPG}", THREE),
+    "dpg-alone": (f"{PAPER} {DPG} --generations 0 --ctl-batch-size 500", THREE),  # as many scores
     "sixo": (f"{PAPER} --objective sixo", THREE),
     "lora": (f"{PAPER} --student lora", THREE),
     "no-effective-potential": (f"{PAPER} --no-effective-potential", THREE),
@@ -65,6 +68,7 @@ RUNS = {  # options and seeds
     "grpo-ten": ("--learner grpo --batch-size 1280", (91,)),
     "beta-1": (f"{POOLED} --generations 0 --beta 1", (91,)),
     "sad-paper": (f"{PAPER} {SAD}", THREE),
+    "sad-dpg-alone": (f"{PAPER} {DPG} --generations 0 --ctl-batch-size 500 {SAD}", THREE),
     "sad-pooled": (f"{POOLED} {SAD}", FIVE),
     "sad-every-step": (f"{PAPER} --ess-threshold 1 {SAD}", THREE),
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),

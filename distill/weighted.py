@@ -23,7 +23,7 @@ from tinystories.decoder import Conditional
 from tsmc.draws import effective_sample_size, invert, log_mean_exp, normalise, systematic, uniforms
 from tsmc.estimate import Estimate, log_mean_estimate, pareto_k
 from tsmc.proposal import sequence_log_probs
-from tsmc.sampler import Population, Rule
+from tsmc.sampler import Population, Rule, threshold_of
 from tsmc.sigma import seen_from
 from tsmc.streams import Streams, draw_population
 from twist.guards import call_users, check_equal, each_once
@@ -169,7 +169,7 @@ def sample(
     else:
         rule = rule or Rule(systematic, ess_threshold=0.0)
         sigma = seen_from(pair.model, model, potential)
-        is_independent = rule.ess_threshold == 0 and sigma.log_prefix is None
+        is_independent = threshold_of(sigma, rule) == 0
         given = (sigma, pair.twist, particles, runs, rule)
         population = draw_population(streams, "sample", None, *given)
     tokens = population.tokens.flatten(0, 1)  # [R K, T]

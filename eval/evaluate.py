@@ -15,7 +15,7 @@ from tsmc import processes
 from tsmc.estimate import log_mean_estimate
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.rejection import exact_samples
-from tsmc.sampler import Population
+from tsmc.sampler import Population, threshold_of
 from tsmc.sigma import call_potential
 
 EXAMPLES = 3  # texts of a row that are shown when the job ends
@@ -38,8 +38,7 @@ def evaluate(job: Job, world: World, learner: Learner, pair: Pair, m: int) -> tu
         samples = score_population(world, population)
         row |= metrics.population_row(population)
         log_weights = population.log_weights
-        rule = learner.rule(options.learning)
-        is_independent = rule.ess_threshold == 0 and sigma.log_prefix is None
+        is_independent = threshold_of(sigma, learner.rule(options.learning)) == 0
         if line := metrics.warning_of(row, job.row(None)):
             say(line)
     if world.reference is not None:

@@ -5,6 +5,7 @@ reads the classifier, else log phi. The colours, of Okabe and Ito, can be told a
 """
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -48,6 +49,13 @@ def draw_lines(axes: plt.Axes, lines: Lines, key: str) -> None:
     axes.grid(alpha=0.3)
 
 
+def save(figure: Any, path: Path) -> None:
+    """Write a figure as PNG and close it."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
 def draw_panels(
     panels: dict[str, tuple[str, Lines]], path: Path, xlabel: str = "Generation"
 ) -> None:
@@ -66,9 +74,7 @@ def draw_panels(
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
-    plt.close(figure)
+    save(figure, path)
 
 
 def draw_trade_off(lines: Lines, path: Path) -> None:
@@ -89,9 +95,7 @@ def draw_trade_off(lines: Lines, path: Path) -> None:
     axes.set(xlabel=f"similarity {nearer}", ylabel=f"toxicity {nearer}")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150, bbox_inches="tight")
-    plt.close(figure)
+    save(figure, path)
 
 
 def draw_figures(results: dict, folder: Path) -> None:

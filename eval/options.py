@@ -71,7 +71,7 @@ class Options:
     def __post_init__(self):
         check(self)
         for text in (self.prompt, *self.potential, *self.end):
-            if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+            if any("\ud800" <= c <= "\udfff" for c in text):
                 raise ValueError(f"{text!r}: has bytes that are no UTF-8; give text")
         if self.learning is None:
             object.__setattr__(self, "learning", LEARNERS[self.learner].Options())

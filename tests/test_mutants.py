@@ -129,7 +129,7 @@ MUTANTS = {  # name: the check that notices it, what is replaced, by what
     "f is not divided out": ("dead beginnings", "log_w - before.log_f", "log_w"),
     "f = 0 is divided out": ("dead beginnings", ZERO_F, "log_f"),
     "f not reordered": ("dead beginnings", *forgotten("log_f")),
-    "no early resampling": ("records", "max(ess_threshold, EARLY)", "ess_threshold"),
+    "no early resampling": ("records", "max(rule.ess_threshold, EARLY)", "rule.ess_threshold"),
     "f counts at T too": ("dead beginnings", "log_prefix is not None and not is_last", HAS_F),
 }
 WAITING = [  # in tsmc/proposal.py: what a finished text keeps, or gets without its wait

@@ -125,6 +125,7 @@ def complaint(factor) -> str:
 PREFIX = "def f(texts): return [0.0] * len(texts)\nf.prefix = lambda texts: [{}] * len(texts)"
 FAULTS = [  # what a user's file holds, a part of what is said
     ("def f(texts): return [float('nan')] * len(texts)", "nan for 'bc"),
+    ("def f(texts): return [10**400] * len(texts)", "return one number below infinity"),
     ("f = 3", "'f' is no function"),
     ("def f(texts):\n    import sys; sys.exit()", "line 2: SystemExit"),
     ("x = 0\nx = = 1", "failed (SyntaxError: invalid syntax (my.py, line 2))"),

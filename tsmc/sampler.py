@@ -42,6 +42,14 @@ class Rule:
             raise ValueError(f"the threshold is {self.ess_threshold}; give a number from 0 to 1")
 
 
+def threshold_of(sigma: Sigma, rule: Rule) -> float:
+    """ESS / K below which a run resamples before T; 0 where its particles are independent.
+
+    With a prefix part, which tells good beginnings from bad ones early, it is at least EARLY.
+    """
+    return rule.ess_threshold if sigma.log_prefix is None else max(rule.ess_threshold, EARLY)
+
+
 @dataclass
 class Population:
     """R runs of K particles at t = T: a weighted set, and samples of equal weight."""
@@ -111,14 +119,11 @@ def tsmc(
 ) -> Population:
     """R = runs independent runs of K = particles sequences of p = sigma.model.
 
-    With a prefix part, which tells good beginnings from bad ones early, the threshold of the rule
-    is at least EARLY. Every step is appended to `trace`, from which `lineages` follow. ValueError
-    for NaN or infinite weights.
+    Every step is appended to `trace`, from which `lineages` follow. ValueError for NaN or infinite
+    weights.
     """
     model = sigma.model
-    ess_threshold = rule.ess_threshold
-    if sigma.log_prefix is not None:
-        ess_threshold = max(ess_threshold, EARLY)
+    ess_threshold = threshold_of(sigma, rule)
     assert min(runs, particles, model.length) >= 1, "give at least one run, particle and token"
     decoder = model.decoder(runs * particles)  # writes N texts token by token
     # In the type of the logits, which may be narrower than what the potential returns.

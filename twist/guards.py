@@ -121,12 +121,12 @@ def as_log_phi(values: Any, texts: Sequence[Any], name: str = "the potential") -
         fault = f"{name} is {number!r} for {str(text)[-80:]!r}"
         if isinstance(number, bool):  # each is looked at: true beside numbers would count as 1
             raise ValueError(f"{fault}; return 0 for true and -inf for false")
-        if not isinstance(number, numbers.Real) or not number < math.inf:
-            raise ValueError(f"{fault}; return one number below infinity for each text")
         try:
-            log_phi.append(float(number))
-        except OverflowError:  # of whole numbers below the range of float64
-            log_phi.append(-math.inf)
+            log_phi.append(float(number) if isinstance(number, numbers.Real) else math.nan)
+        except OverflowError:  # of whole numbers beyond the range of float64
+            log_phi.append(-math.inf if str(number).startswith("-") else math.inf)
+        if not log_phi[-1] < math.inf:
+            raise ValueError(f"{fault}; return one number below infinity for each text")
     return torch.tensor(log_phi, dtype=torch.float64)
 
 

@@ -34,13 +34,6 @@ ALONE = 8  # texts that `check_potential` scores one by one
 BEGUN = 200  # texts whose beginnings it scores
 
 
-def check_hints(name: str, hints: Any) -> None:
-    """ValueError where the hints of a factor are no list of words."""
-    is_list = isinstance(hints, (list, tuple))
-    if not is_list or not all(isinstance(hint, str) and hint.strip() for hint in hints):
-        raise ValueError(f"{name} has hints {hints!r}; give a list of words")
-
-
 class TextPotential:
     """log phi of continuations (eq. 2): a product of factors, evaluated once for equal texts."""
 
@@ -61,7 +54,9 @@ class TextPotential:
             name, hints = name_of(factor), getattr(factor, "hints", [])
             if (reads := getattr(factor, "reads", "texts")) not in READS:
                 raise ValueError(f"{name} reads {reads!r}; give one of {', '.join(READS)}")
-            check_hints(name, hints)
+            is_list = isinstance(hints, (list, tuple))
+            if not is_list or not all(isinstance(hint, str) and hint.strip() for hint in hints):
+                raise ValueError(f"{name} has hints {hints!r}; give a list of words")
         self.factors = list(factors)
         self.decode = decode
         self.prompt = torch.as_tensor(prompt).flatten().tolist()

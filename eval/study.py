@@ -45,11 +45,12 @@ DPG = "--objective dpg --ctl-learning-rate 5e-4"
 SIZES = "--eval-particles 50 20 100 1000"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
 SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
+QUESTION = "--lm smollm2 --potential docs/question.py:log_phi"
 # Draws of p for the exact samples that all runs of a task share.
 TARGETS = {"docs/results/sad": 300_000, "docs/results/smollm2": 150_000}
 RUNS = {  # options and seeds
     "paper": (f"{PAPER} {SIZES}", FIVE),
-    "pooled": (f"{POOLED} {SIZES}", THREE),
+    "pooled": (f"{POOLED} {SIZES}", FIVE),
     "every-step": (f"{PAPER} --ess-threshold 1", THREE),  # as the paper resamples
     "no-twist": (f"{PAPER} --ctl-updates 1 --ctl-learning-rate 0", THREE),  # psi = 1
     "more-twist": (f"{PAPER} --generations 0 --ctl-batch-size 500", THREE),  # scores of paper 2
@@ -73,10 +74,11 @@ RUNS = {  # options and seeds
     "sad-every-step": (f"{PAPER} --ess-threshold 1 {SAD}", THREE),
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
     "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
-    "smollm2-paper": (f"{PAPER} --generations 1 {SMOL}", (91,)),
-    "smollm2-pooled": (f"{POOLED} --generations 0 {SMOL}", (91,)),
+    "smollm2-paper": (f"{PAPER} {SMOL}", (91,)),
+    "smollm2-pooled": (f"{POOLED} {SMOL}", FIVE),
     "smollm2-earlier-pooled": (f"{POOLED} {SMOL}", (91, 92)),  # by version 0.16
     "smollm2-no-held-out": (f"{POOLED} {SMOL} --pool-held-out 0", (91, 92)),
+    "question-pooled": (f"{POOLED} {QUESTION}", THREE),
 }
 RULES = {  # of resampling, under which the pairs of the runs RULED are measured
     "multinomial, every step": ("multinomial", 1.0),

@@ -98,6 +98,18 @@ def draw_trade_off(lines: Lines, path: Path) -> None:
     save(figure, path)
 
 
+def draw_histograms(counts: dict[str, torch.Tensor], path: Path) -> None:
+    """Shares of texts by toxicity (the paper's Fig. 3): counts [bins] of [0, 1], by name."""
+    figure, axes = plt.subplots(figsize=(7.5, 3.7), layout="constrained")
+    for place, (name, numbers) in enumerate(counts.items()):
+        edges = torch.linspace(0, 1, len(numbers) + 1)
+        axes.stairs(numbers / numbers.sum(), edges, label=name, lw=1.5, color=COLOURS[place])
+    axes.set(xlabel="toxicity", ylabel="share of texts", yscale="log")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    save(figure, path)
+
+
 def draw_figures(results: dict, folder: Path) -> None:
     """The figure of a job: the score, and KL(sigma||q) where it is known."""
     key = "toxicity" if "toxicity" in results["base"] else "log_phi"

@@ -1,22 +1,17 @@
-"""The jobs of docs/results.md, and its tables and figures.
+"""The jobs of docs/results.md.
 
     python -m eval.study --only paper pooled    makes the jobs of these names that are not kept
     python -m eval.study --report               fills README.md and docs/results.md, draws figures
 
 A job NAME-SEED is made in runs/study, and gone on with where it was begun. When it has finished,
 its numbers are kept in docs/results/runs/NAME-SEED.json with the command, version and commit that
-made them; nothing else of it is needed, so a study goes on where another machine left it. A table
-of a page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is "NAME M",
-generation M of the runs NAME, or "A → B", the change from A to B within each seed, and a column has
-a title of `eval/metrics.py`. Behind <!-- table sad- --> the runs are sad-NAME. A number is the mean
-over seeds with half of its 95 % interval (Student's t).
+made them; nothing else of it is needed, so a study goes on where another machine left it.
+`eval/report.py` makes its tables and figures.
 """
 
 import dataclasses
-import itertools
 import math
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -28,14 +23,13 @@ import torch
 
 from eval.command import OneLineParser, one_line_errors
 from eval.compare import best_of_row
-from eval.figures import LEVELS, Lines, draw_panels, draw_trade_off
 from eval.job import read_lines
-from eval.metrics import COLUMNS, FURTHER, KL, Column
+from eval.metrics import KL
 from eval.options import read_options, saved_options
+from eval.report import Places, draw_study, fill
 from eval.sample import TrainedJob
-from eval.table import mean_cell
-from eval.world import load_world, save_target
-from tinystories.files import read_json, write_json, write_text
+from eval.world import SAMPLES, load_world, save_target
+from tinystories.files import read_json, read_tensors, write_json, write_text
 from tsmc import SCHEMES, Rule, Streams
 from tsmc.rejection import exact_samples
 
@@ -89,15 +83,11 @@ RULES = {  # of resampling, under which the pairs of the runs RULED are measured
 }
 RULED = ("paper", "sad-paper")
 BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 50 texts of p
+COUNTED, BINS = ("paper", "beta-1"), 20  # of these jobs the toxicity of p and sigma is counted
 
-LEARNERS = ("paper", "every-step", "pooled")
-TRADED = ("paper", "pooled", "dpo-full", "grpo-lora", "rl")  # toxicity against similarity
-TITLES = {column.title: column for column in (*COLUMNS, *FURTHER)}  # of a table in the page
-TITLES["energy"] = dataclasses.replace(TITLES["energy"], form=".4f")
 RUNNING, KEPT = Path("runs/study"), Path("docs/results/runs")
 PAGE, README = Path("docs/results.md"), Path("README.md")
 DRAWING = threading.Lock()  # of exact samples
-Places = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
 
 
 def make(name: str) -> bool:
@@ -130,7 +120,8 @@ def make_target(arguments: list[str]) -> None:
         own = dataclasses.replace(options, target="")
         world = load_world(own)
         count = TARGETS[options.target]
-        exact = exact_samples(world.base, world.potential, Streams(), "exact samples", count)
+        streams = Streams(device=own.torch_device())
+        exact = exact_samples(world.base, world.potential, streams, "exact samples", count)
         world.set_exact(exact)
         save_target(Path(options.target), world, own)
 
@@ -154,7 +145,18 @@ def keep(job: Path, made: dict) -> None:
         results["rules"] = [rules(job, m) for m in range(len(results["generations"]))]
     if made["name"] in BEST_OF:
         results["best_of"] = best_of_row(BEST, options, load_world(options, job))
+    if made["name"] in COUNTED:
+        results["histograms"] = histograms(job)
     write_json(KEPT / f"{job.name}.json", results)
+
+
+def histograms(job: Path) -> dict[str, list[float]]:
+    """How many texts of p, and of the exact samples, have a toxicity in each of BINS bins."""
+    options = saved_options(job)
+    base = read_tensors(job / "base" / SAMPLES)["log_phi"]
+    exact = load_world(options, job).reference.exact.log_phi
+    toxicity = {"Base": (base / options.beta).exp(), "Target": (exact / options.beta).exp()}
+    return {name: values.histc(BINS, 0, 1).tolist() for name, values in toxicity.items()}
 
 
 def rules(job: Path, m: int) -> dict[str, dict]:
@@ -188,6 +190,8 @@ def read_runs(folder: Path) -> Places:
             rows["Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
             # KL(sigma||p) = E_sigma[log phi] - log Z, which earlier versions did not keep.
             rows["Base"].setdefault(KL, target["log_phi"] - target["log_z"])
+        for title, counts in record.get("histograms", {}).items():
+            rows[title]["counts"] = counts
         if record["name"] in BEST_OF:  # of texts of p, whatever the job has learned
             task = "sad-" if record["name"].startswith("sad-") else ""
             places.setdefault(f"{task}p best of {BEST}", {})[record["seed"]] = record["best_of"]
@@ -196,73 +200,6 @@ def read_runs(folder: Path) -> Places:
                 row.pop(of_one_job, None)
             places.setdefault(f"{record['name']} {title}", {})[record["seed"]] = row
     return places
-
-
-def rows_of(places: Places, title: str, task: str = "") -> list[dict]:
-    """The row of each seed; for "A → B" what every number changes by from A to B."""
-    before, _, after = title.partition(" → ")
-    old, new = places.get(task + before, {}), places.get(task + after, {})
-    if not after:
-        return list(old.values())
-    changes = []
-    for seed in sorted(old.keys() & new.keys()):
-        a, b = old[seed], new[seed]
-        both = [key for key in a.keys() & b.keys() if isinstance(a[key], float)]
-        changes.append({key: b[key] - a[key] for key in both if b[key] is not None})
-    return changes
-
-
-def fill(page: str, places: Places) -> str:
-    """The page, the numbers of its tables made anew; those of a row without runs are left out."""
-    for block in re.finditer(r"<!-- table (\w+- )?-->\n(.*?)<!-- end -->", page, re.DOTALL):
-        head, rule, *rows = block[2].splitlines()
-        titles = [one.strip() for one in head.split("|")[2:-1]]
-        shown = [TITLES.get(title, Column(title, title, ".3f", "a score")) for title in titles]
-        lines = [head, rule]
-        for row in rows:
-            title = row.split("|")[1].strip()
-            found = rows_of(places, title, (block[1] or "").strip())
-            cells = [mean_cell(found, column) if found else "" for column in shown]
-            lines.append(f"| {title} | {' | '.join(cells)} |")
-        table = "".join(f"{line}\n" for line in lines)
-        page = page.replace(block[0], block[0].replace(block[2], table))
-    return page
-
-
-def draw_figures(places: Places, folder: Path) -> None:
-    """The learners of both tasks by generation, and the scores of `paper` by rule."""
-    panels = {}
-    for task, key, title in (("", "toxicity", "Toxic stories"), ("sad-", "log_phi", "Sad stories")):
-        lines: Lines = {name: {"": rows_of(places, f"paper {name}", task)} for name in LEVELS}
-        for name in LEARNERS:
-            lines[name] = {str(m): rows_of(places, f"{name} {m}", task) for m in range(3)}
-        if not lines["paper"]["0"]:
-            continue
-        rules = {"Target": lines["Target"]}
-        for rule in RULES:
-            pairs = lines["paper"].items()  # the rows of each generation
-            rules[rule] = {m: [{key: row.get(rule)} for row in rows] for m, rows in pairs}
-        panels[title] = key, rules
-        for name in ("dpo-ten", "grpo-ten", "rl"):
-            if rows := rows_of(places, f"{name} 0", task):
-                lines[name] = {name: rows}
-        by_generation = {title: (key, lines), "Proposal": (KL, lines)}
-        draw_panels(by_generation, folder / f"{task}generations.png")
-    draw_panels(panels, folder / "rules.png")
-    # The paper's Fig. 1 and 2, of the first task.
-    lines = {name: {"": rows_of(places, f"paper {name}")} for name in LEVELS}
-    for name in TRADED:
-        found = {str(m): rows_of(places, f"{name} {m}") for m in range(3)}
-        lines[name] = {m: rows for m, rows in found.items() if rows}
-    draw_trade_off(lines, folder / "trade-off.png")
-    by_size: Lines = {"Target": lines["Target"]}
-    for m, name in itertools.product("012", ("paper", "pooled")):
-        rows, sizes = rows_of(places, f"{name} {m}"), SIZES.split()[1:]
-        found = {
-            K: [{"toxicity": row.get(f"K = {K}")} for row in rows] for K in sorted(sizes, key=int)
-        }
-        by_size[f"{name} {m}"] = found
-    draw_panels({"Toxic stories": ("toxicity", by_size)}, folder / "particles.png", "Particles K")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -279,7 +216,8 @@ def main(arguments: list[str] | None = None) -> None:
             places = read_runs(KEPT)
             for page in (PAGE, README):
                 write_text(page, fill(page.read_text(encoding="utf-8"), places))
-            draw_figures(places, PAGE.with_suffix(""))
+            sizes = sorted(SIZES.split()[1:], key=int)
+            draw_study(places, PAGE.with_suffix(""), list(RULES), sizes)
             return
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)

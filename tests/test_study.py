@@ -131,6 +131,11 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(
     for row, own, rule in zip(kept["generations"], rows, kept["rules"], strict=True):
         assert row.items() >= own.items() and 0 < rule["end alone"]["score"] < 1
     seconds = [row["core_seconds"] for row in kept["generations"]]
+    for name, counts in kept["histograms"].items():
+        row = kept[name.lower()]
+        assert len(counts) == study.BINS and sum(counts) == row["num_samples"]
+        mean = sum(count * (n + 0.5) / 20 for n, count in enumerate(counts)) / sum(counts)
+        assert abs(mean - row["toxicity"]) <= 0.025  # half a bin
     assert 0 < seconds[0] < seconds[1] and kept["generations"][1]["distinct_texts"] > 1
 
 
@@ -189,6 +194,7 @@ def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, 
                 row["populations"] = {"20": score}
             record["rules"] = [{rule: {"score": 0.1 * m} for rule in study.RULES} for m in range(3)]
             record["best_of"] = record["generations"][0]
+            record["histograms"] = {"Base": [10.0, 2.0], "Target": [1.0, 3.0]}
             write_json(study.KEPT / f"{name}-{seed}.json", record)
     study.main(["--report"])
     page = study.PAGE.read_text()
@@ -213,7 +219,9 @@ def test_the_tables_and_figures_of_a_study_and_of_a_part(tmp_path, monkeypatch, 
     assert sad[3] == "| paper 0 |  |" and sad[4].startswith(f"| pooled 0 | {score:.3f} ± 0.020 |")
     assert page.startswith("text\n") and "\nbetween\n" in page and page.endswith("\nafter\n")
     figures = {path.name for path in Path("docs/results").glob("*.png")}
-    assert figures == {"generations.png", "rules.png", "trade-off.png", "particles.png"}
+    assert figures == {"generations.png", "rules.png", "trade-off.png", "particles.png"} | {
+        "histograms.png"
+    }
     other = study.KEPT / "paper-91.json"
     write_json(other, read_json(other) | {"command": "--learner paper"})
     line = refusal("--report", command=study.main)

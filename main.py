@@ -27,7 +27,7 @@ def self_distilled_tsmc(options: Options, world: World, job: Job) -> dict:
     learner = LEARNERS[options.learner](world.base, world.potential, options.learning, streams)
     # The rows Base and Target come first: they tell early whether phi is too rare to learn from.
     evaluate_ends(job, world, learner)
-    done = job.generations()
+    done = job.num_done()
     if done > 0:
         pair = job.restore(done - 1, learner)
     for m in range(done, options.generations + 1):  # line 2
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         processes.join(options.torch_device())
         job = Job(options, resumed_folder)
         world = load_world(options, resumed_folder)
-        with job:
+        with job:  # locked and written once nothing can be refused any more
             results = self_distilled_tsmc(options, world, job)
             if processes.rank() == 0:
                 draw_figures(results, job.path)

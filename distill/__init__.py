@@ -3,8 +3,8 @@
 Beside them are the pairs (p^(m), psi^(m)) that they learn, and the weighted texts of a pair.
 """
 
+from distill.baseline import BaselineOptions
 from distill.dpo import DPO
-from distill.finetune import BaselineOptions
 from distill.grpo import GRPO, GRPOOptions
 from distill.learner import Learner
 from distill.pair import Pair, load_pair, save_pair

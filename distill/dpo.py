@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.finetune import ROWS, Baseline, BaselineOptions, Student
+from distill.baseline import ROWS, Baseline, BaselineOptions
+from distill.finetune import Student
 
 
 def preference_pairs(reward: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class DPO(Baseline):
         total = 0.0
         for part in pairs.split(ROWS // 2):
             tokens = batch.tokens[part].flatten(0, 1)  # [2 m, T]
-            log_pi = policy.log_probs(tokens)[0].sum(-1).view(-1, 2)  # [m, 2]
+            log_pi = policy.log_probs(tokens).sum(-1).view(-1, 2)  # [m, 2]
             loss = dpo_loss(log_pi, log_ref[part], options.strength) * (len(part) / len(pairs))
             loss.backward()
             total += loss.item()

@@ -6,31 +6,19 @@
 LoRA trains A and B of the query and value projections, also where one layer makes queries, keys and
 values; in the end, W + B A takes the place of W.
 
-The paper's appendix ("Optimization") has the options of the two baselines, DPO and GRPO, and tunes
-step size, decay and strength on grids. N sequences, n rows of a batch, U updates, T continuation
-tokens, D width.
+N sequences, n rows of a batch, U updates, D width.
 """
 
-import abc
 import copy
 import re
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from distill.learner import Learner
-from distill.options import option
-from distill.pair import Pair
-from tinystories.decoder import Conditional
 from tsmc import processes
-from tsmc.processes import progress
-from tsmc.sigma import seen_from
-from twist.ctl import Batch, draw_batch
 
 WEIGHT_DECAY = 0.01
-ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits
 RANK = 8  # of LoRA
 # What LoRA trains: q_proj, v_proj, q_lin, query, value; fused: qkv_proj, Wqkv, query_key_value...
 PROJECTIONS = re.compile(r"(q|v|query|value)(_\w+)?|\w*qkv\w*|c_attn|in_proj", re.IGNORECASE)
@@ -53,7 +41,7 @@ class Best:
         self.losses: list[float] = []
         self.values: dict[str, Tensor] = {}
 
-    def check(self, network: nn.Module, loss: float) -> bool:
+    def is_over(self, network: nn.Module, loss: float) -> bool:
         """Note the loss of the network in training, and return whether the fit is over."""
         self.losses.append(processes.of_first(loss))  # rounding may differ between processes
         self.network = network
@@ -132,53 +120,3 @@ class Student:
             fault = f"the language model of generation {m} is not finite"
             raise ValueError(f"{fault}; lower the learning rate")
         return self.network.to(self.dtype)
-
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    student: str = option("full", "what is fine-tuned", choices=("full", "lora"))
-    learning_rate: float = option(1e-4, "AdamW's step size", high=1)
-    updates: int = option(398, "gradient steps of a generation")
-    batch_size: int = option(128, "N, sequences drawn for one update")
-
-
-@dataclass(frozen=True)
-class BaselineOptions(PolicyOptions):
-    strength: float = option(0.4, "b, how strongly the policy is held to p^(0)")
-
-
-class Baseline(Learner):
-    """A policy that is trained from p^(0).
-
-    Generation 0 is the trained policy, and each further one goes on from the last. There is no
-    twist, so no weight corrects its samples.
-    """
-
-    generations = 0
-    samples_policy = True
-
-    def first_twist(self) -> Pair:
-        return Pair(self.distil(Pair(self.base, None), 0), None)
-
-    def distil(self, pair: Pair, m: int) -> Conditional:
-        """The policy of generation m, trained from that of `pair`."""
-        options = self.options
-        generator = self.streams.stream("fine-tuning", m)
-        is_lora = options.student == "lora"
-        student = Student(pair.model.network, options.learning_rate, is_lora, generator)
-        for _ in progress(options.updates, "fine-tuning", m):
-            figures = self.update(student, generator)
-            self.record("fine-tuning", m, **figures)
-        return self.base.with_network(student.finish(m))
-
-    def draw(self, model: Conditional, generator: torch.Generator) -> Batch:
-        """N = batch_size texts of a model, with log phi [N]."""
-        sigma = seen_from(model, self.base, self.log_phi, is_effective=False)
-        return draw_batch(sigma, None, self.options.batch_size, generator)
-
-    @abc.abstractmethod
-    def update(self, student: Student, generator: torch.Generator) -> dict[str, float]:
-        """One update of the student from a new batch; returns figures such as its loss."""
-
-    def scores(self, generations: int) -> int:
-        return (generations + 1) * self.options.updates * self.options.batch_size

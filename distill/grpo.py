@@ -33,7 +33,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distill.finetune import ROWS, Baseline, BaselineOptions, Student
+from distill.baseline import ROWS, Baseline, BaselineOptions
+from distill.finetune import Student
 from distill.options import option
 
 
@@ -81,8 +82,8 @@ class GRPO(Baseline):
         total = 0.0
         for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
             with torch.no_grad():
-                log_ref = self.base.log_probs(tokens[rows])[0]  # [r, T]
-            log_pi = policy.log_probs(tokens[rows])[0]  # [r, T]
+                log_ref = self.base.log_probs(tokens[rows])  # [r, T]
+            log_pi = policy.log_probs(tokens[rows])  # [r, T]
             loss = grpo_loss(log_pi, log_ref, advantage[rows], options.strength, is_counted[rows])
             loss = loss * (len(rows) / len(tokens))  # the rows' share of the batch
             loss.backward()

@@ -24,13 +24,15 @@ from tsmc.sigma import Sigma, seen_from
 from tsmc.streams import Streams, draw_population
 from twist.potential import check_potential
 
+AT_END = Rule(systematic, ess_threshold=0.0)  # runs resample when their texts are complete
+
 
 class Learner(abc.ABC):
     """Lines 1, 3 and 4 of Algorithm 1, and what a run and its table ask of a learner."""
 
     Options: type  # the dataclass of its options
     generations = 2  # M, unless the user says another
-    samples_policy = False  # True: its samples are texts of p^(m) alone, which no weight corrects
+    samples_policy = False  # True: p^(m) is a policy, whose texts no weight corrects
 
     def __init__(
         self, base: Conditional, log_phi: Callable[[Tensor], Tensor], options: Any, streams: Streams
@@ -57,8 +59,8 @@ class Learner(abc.ABC):
         return Pair(model, None)
 
     @abc.abstractmethod
-    def scores(self, generations: int) -> int:
-        """How many texts phi has scored after so many generations."""
+    def scored(self, m: int) -> int:
+        """How many texts phi has scored up to the row of generation m."""
 
     def sigma(self, model: Any) -> Sigma:
         """The target, as p^(m) = model sees it."""
@@ -66,8 +68,11 @@ class Learner(abc.ABC):
 
     @staticmethod
     def rule(options: Any) -> Rule:
-        """How runs resample: when their texts are complete, unless a learner has another rule."""
-        return Rule(systematic, ess_threshold=0.0)
+        """How runs resample, unless a learner has another rule.
+
+        Static, because `eval.sample` has options but no learner.
+        """
+        return AT_END
 
     def population(self, pair: Pair, word: str, m: int, particles: int, runs: int) -> Population:
         """R = runs runs of K = particles of (p^(m), psi^(m)), from the random stream of a word."""

@@ -5,7 +5,7 @@
     line 4   psi^(m) <- CTL-m on p^(m): sigma is proportional to p^(m) phi^(m),             eq. 8
                         phi^(m) = p^(0) phi / p^(m)
 
-psi^(m) is learned from psi = 1 in every generation. p^(m) is p^(m-1), fine-tuned on samples of R
+p^(m) is p^(m-1), fine-tuned on samples of R
 independent runs of K particles, which count alike whatever their Z-hat is. A fifth of the runs is
 held out, and the parameters with their least loss are kept, perhaps those before the first update.
 
@@ -30,8 +30,9 @@ from tsmc.processes import progress
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Rule
 from tsmc.sigma import Sigma, seen_from
-from twist.ctl import OBJECTIVES, Batch, draw_batch
+from twist.ctl import Batch, draw_batch
 from twist.mlp import TwistMLP
+from twist.objectives import OBJECTIVES
 
 BATCH_SIZE = 32  # sequences of an update of the language model
 HELD_OUT = 5  # one run of so many is not learned
@@ -59,7 +60,7 @@ class PaperOptions:
 
 def held_out_loss(model: Conditional, tokens: Tensor) -> float:
     """-log p of a token, the mean over those of texts tokens [H, T]."""
-    is_counted = counted(tokens, model.end)  # [H, T]
+    is_counted = counted(tokens, model.end)  # [H, T] up to the end of a text; behind it log p is 0
     return (-sequence_log_probs(model, tokens).sum() / is_counted.sum()).item()
 
 
@@ -94,10 +95,10 @@ class Paper(Learner):
         weights = torch.ones(len(tokens), device=tokens.device)
         batches = draw_batches(weights, BATCH_SIZE, options.distill_updates, generator)  # [U, n]
         best = Best(PATIENCE)
-        best.check(student.network, held_out_loss(model, held))  # p^(m-1) may be the best
+        best.is_over(student.network, held_out_loss(model, held))  # p^(m-1) may be the best
         for update, rows in enumerate(progress(batches, "distillation", m), 1):
             is_counted = counted(tokens[rows], model.end)  # [n, T]
-            log_p, _, _ = model.log_probs(tokens[rows])  # [n, T]
+            log_p = model.log_probs(tokens[rows])  # [n, T]
             # A mean over tokens, so that one step size suits every length T.
             loss = -log_p[is_counted].sum() / is_counted.sum()
             loss.backward()
@@ -105,7 +106,7 @@ class Paper(Learner):
             self.record("distillation", m, loss=loss.detach())
             if update % CHECKED > 0 and update < options.distill_updates:
                 continue
-            if best.check(student.network, held_out_loss(model, held)):
+            if best.is_over(student.network, held_out_loss(model, held)):
                 break
         best.restore()
         for loss in best.losses:
@@ -146,8 +147,8 @@ class Paper(Learner):
     def rule(options: PaperOptions) -> Rule:
         return Rule(SCHEMES[options.resampling], options.ess_threshold)
 
-    def scores(self, generations: int) -> int:
+    def scored(self, m: int) -> int:
         """Every text that twist learning or a distilled run has drawn."""
         options = self.options
-        learning = (generations + 1) * options.ctl_updates * options.ctl_batch_size
-        return learning + generations * options.distill_runs * options.particles
+        learning = (m + 1) * options.ctl_updates * options.ctl_batch_size
+        return learning + m * options.distill_runs * options.particles

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distill.finetune import ROWS, Baseline, PolicyOptions, Student
+from distill.baseline import ROWS, Baseline, PolicyOptions
+from distill.finetune import Student
 from distill.options import option
 
 
@@ -44,11 +45,11 @@ class RL(Baseline):
         batch = self.draw(policy, generator)
         tokens, log_phi = batch.tokens, batch.log_phi  # [N, T], [N]
         with torch.no_grad():
-            parts = [self.base.log_probs(part)[0] for part in tokens.split(ROWS)]
+            parts = [self.base.log_probs(part) for part in tokens.split(ROWS)]
         log_ratio = torch.cat(parts) - batch.log_p  # [N, T]
         advantage = rl_advantages(log_phi, log_ratio) * batch.is_counted  # [N, T]
         for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
-            log_pi = policy.log_probs(tokens[rows])[0]  # [r, T]
+            log_pi = policy.log_probs(tokens[rows])  # [r, T]
             loss = -(advantage[rows] * log_pi).sum() / len(tokens)
             loss.backward()
         student.step()

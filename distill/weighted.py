@@ -17,11 +17,13 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
+from distill.learner import AT_END
 from distill.pair import Pair
 from distill.pooled.pool import draw_round
+from distill.tail import pareto_k
 from tinystories.decoder import Conditional
 from tsmc.draws import effective_sample_size, invert, log_mean_exp, normalise, systematic, uniforms
-from tsmc.estimate import Estimate, log_mean_estimate, pareto_k
+from tsmc.estimate import Estimate, log_mean_estimate
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Population, Rule, threshold_of
 from tsmc.sigma import seen_from
@@ -53,7 +55,7 @@ class Weighted:
 
     @property
     def pareto_k(self) -> float:
-        """How heavy the tail of the weights is (`tsmc/estimate.py`); it too ignores beginnings."""
+        """How heavy the tail of the weights is (`tail.py`); it too ignores beginnings."""
         return pareto_k(self.log_weights)
 
     def warning(self) -> str:
@@ -167,7 +169,7 @@ def sample(
         is_independent = True
         population = forced_population(streams, model, potential, particles, runs)
     else:
-        rule = rule or Rule(systematic, ess_threshold=0.0)
+        rule = rule or AT_END
         sigma = seen_from(pair.model, model, potential)
         is_independent = threshold_of(sigma, rule) == 0
         given = (sigma, pair.twist, particles, runs, rule)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from distill import Paper, PaperOptions, Streams, sample
 from docs import tiny
 from eval.options import Options
-from eval.world import SHIPPED, load_sigma, load_target
+from eval.world import SHIPPED, load_plain_world, load_target
 from tsmc import SCHEMES, proposal_log_probs
 from twist import TextPotential
 
@@ -111,7 +111,7 @@ def twist_loss(psi, batch) -> torch.Tensor:
 
 def check_3() -> None:
     """A twist that is learned by the loss proposes better than by CTL."""
-    world, (exact, _) = load_sigma(Options(device="cpu")), load_target(SHIPPED)
+    world, (exact, _) = load_plain_world(Options(device="cpu")), load_target(SHIPPED)
     learner = Paper(world.base, world.potential, PaperOptions(), Streams(0))
     learner.twist_loss = twist_loss
     log_p, log_q = proposal_log_probs(world.base, learner.first_twist().twist, exact.tokens)
@@ -138,7 +138,7 @@ def check_4() -> None:
         return prefix_cost([f"{text}." for text in texts])  # the end finishes the last word
 
     say(prefix_cost([" A little, unhappy"]) == [-1.0], "the last word may go on")
-    world, found = load_sigma(Options(length=40, device="cpu")), []
+    world, found = load_plain_world(Options(length=40, device="cpu")), []
     cost.reads = "continuations"
     for with_prefix in (False, True):
         if with_prefix:

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python docs/speed.py 50 100 1000        numbers K of texts
 
 K texts of T = 20 tokens by the shipped GPT-Neo, and with --wide by a network of the shape of
-TinyStories-33M with random weights. TSMC resamples at every step, with a new twist and phi = 1. Each
+TinyStories-33M with random weights. TSMC resamples at every step, with a new twist and phi = 1. A
 number is the median of five, taken in turns, so that other work on the machine meets all of them
 alike; quote their ratios.
 """

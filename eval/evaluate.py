@@ -25,10 +25,10 @@ FEW = 10  # base samples with phi > 0; from fewer little can be learned
 
 def evaluate(job: Job, world: World, learner: Learner, pair: Pair, m: int) -> tuple[dict, list]:
     """The row of generation m, and its texts, ready for JSON."""
-    check_unchanged(job.path, world)  # while it has learned
+    check_unchanged(job.path, world)  # since the last row
     options, sigma = job.options, learner.sigma(pair.model)
     particles, runs = options.eval_particles[0], options.eval_runs
-    row = {"generation": m, "scores": learner.scores(m)}
+    row = {"generation": m, "scores": learner.scored(m)}
     if learner.samples_policy:
         samples, log_weights = score_policy(job, world, learner, pair, m)
         row["weighted_score"] = metrics.weighted_score(log_weights, samples)
@@ -46,7 +46,7 @@ def evaluate(job: Job, world: World, learner: Learner, pair: Pair, m: int) -> tu
         log_p, log_q = proposal_log_probs(pair.model, pair.twist, tokens)  # [N], [N]
         row |= world.kl_row(log_q)
         row["kl_target_model"] = world.reference.kl_to(log_p).value  # without its twist
-        if is_independent:
+        if is_independent:  # the law of a sample: of a text that a run of K draws resamples at T
             log_w = log_p + call_potential(sigma.log_potential, tokens, log_p) - log_q
             log_law = log_q + metrics.log_law_of_samples(log_w, log_weights)
             row["kl_samples"] = world.reference.kl_to(log_law).value

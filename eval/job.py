@@ -55,7 +55,7 @@ class Job(contextlib.AbstractContextManager):
         self.path = processes.of_first(path)
         if processes.of_first(resumed is None and self.path.exists()):
             raise ValueError(f"--out {path}: exists already; choose another, or use --resume")
-        last, wanted = self.generations() - 1, options.generations
+        last, wanted = self.num_done() - 1, options.generations
         if last > wanted:
             fault = f"--generations {wanted}: {self.path} has {last} already"
             raise ValueError(f"{fault}; give at least {last}")
@@ -105,16 +105,17 @@ class Job(contextlib.AbstractContextManager):
         """Whether the folder is complete, the same answer in all processes."""
         return processes.of_first((self.folder(m) / ROW).exists())
 
-    def generations(self) -> int:
-        """How many generations are there, the same answer in all processes."""
+    def num_done(self) -> int:
+        """How many generations are kept, with generation 0; the same answer in all processes."""
         return processes.of_first(count_generations(self.path))
 
     def row(self, m: int | None) -> dict:
         """A generation's row, or the rows of Base and Target by name; ValueError if damaged."""
         path = self.folder(m) / ROW
         row = files.read_json(path)
-        rows = row if m is None else {"base": row}
-        if "base" not in rows or not all(is_row(name, one) for name, one in rows.items()):
+        rows = row if m is None else {"generation": row}
+        is_complete = m is not None or "base" in row
+        if not is_complete or not all(is_row(name, one) for name, one in rows.items()):
             fault = f"{path}: holds no row of a table"
             raise ValueError(f"{fault}; delete its folder, and it is made again")
         return row

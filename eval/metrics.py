@@ -75,9 +75,6 @@ FURTHER = (  # which only a study shows
     Column("core_seconds", "core seconds", ",.0f", "lower"),  # of the whole job up to here
     Column("acceptance_rate", "acceptance rate", ".3%"),  # of rejection
 )
-BESIDE = {"generation", "examples", "num_samples", "num_proposals", "num_runs", "log_z_std_error"}
-BESIDE |= {"kl_half_width", "populations"}  # the mean score of populations of K particles, by K
-"""What a row has beside its columns."""
 
 
 def is_row(name: str, row: Any) -> bool:

@@ -12,9 +12,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 
-from eval.figures import LEVELS, Lines, draw_histograms, draw_panels, draw_trade_off
+from eval.figures import COLOURS, LEVELS, MARKERS, Lines, draw_panels, save
 from eval.metrics import COLUMNS, FURTHER, KL, Column
 from eval.table import mean_cell
 
@@ -25,6 +26,39 @@ TITLES = {column.title: column for column in (*COLUMNS, *FURTHER)}  # of a table
 TITLES["energy"] = dataclasses.replace(TITLES["energy"], form=".4f")
 Places = dict[str, dict[int, dict]]
 """The row of each seed, by the name of the row."""
+
+
+def draw_trade_off(lines: Lines, path: Path) -> None:
+    """Toxicity against similarity (the paper's Fig. 1): a point for each generation and seed.
+
+    Later generations are darker.
+    """
+    figure, axes = plt.subplots(figsize=(7.5, 3.7), layout="constrained")
+    for place, (name, points) in enumerate(lines.items()):
+        for m, rows in enumerate(points.values()):
+            look = {"color": COLOURS[place % 6], "marker": MARKERS[place % 6]}
+            look |= {"alpha": (m + 1) / len(points)}
+            if name in LEVELS:
+                look |= {"color": LEVELS[name][0], "marker": "*", "s": 120}
+            x, y = ([row[key] for row in rows] for key in ("similarity", "toxicity"))
+            axes.scatter(x, y, label=name if m == len(points) - 1 else None, linewidths=0, **look)
+    nearer = "(better: nearer to Target)"
+    axes.set(xlabel=f"similarity {nearer}", ylabel=f"toxicity {nearer}")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    save(figure, path)
+
+
+def draw_histograms(counts: dict[str, torch.Tensor], path: Path) -> None:
+    """Shares of texts by toxicity (the paper's Fig. 3): counts [bins] of [0, 1], by name."""
+    figure, axes = plt.subplots(figsize=(7.5, 3.7), layout="constrained")
+    for place, (name, numbers) in enumerate(counts.items()):
+        edges = torch.linspace(0, 1, len(numbers) + 1)
+        axes.stairs(numbers / numbers.sum(), edges, label=name, lw=1.5, color=COLOURS[place])
+    axes.set(xlabel="toxicity", ylabel="share of texts", yscale="log")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    save(figure, path)
 
 
 def rows_of(places: Places, title: str, task: str = "") -> list[dict]:

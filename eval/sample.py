@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from distill import LEARNERS, Pair, Weighted, load_pair, sample
+from distill.learner import AT_END
 from distill.options import check, option
 from eval.command import OneLineParser, one_line_errors, printable, say
 from eval.job import count_generations
 from eval.options import Options, add_arguments, saved_options
 from eval.picture import draw_picture
-from eval.world import check_unchanged, load_sigma
+from eval.world import check_unchanged, load_plain_world
 from tsmc import SCHEMES, Rule
-from tsmc.draws import systematic
 from tsmc.estimate import Estimate
 
 OPTIONS = ("prompt", "length", "end", "seed", "potential", "lm", "device")  # of main.py
@@ -64,7 +64,7 @@ class TrainedJob:
         if not 0 <= self.generation <= last:
             raise ValueError(f"generation {generation} is not in {folder}; it holds 0 to {last}")
         self.pair = folder / f"generation-{self.generation}" / "pair.safetensors"
-        self.world = lru_cache(maxsize=1)(load_sigma)
+        self.world = lru_cache(maxsize=1)(load_plain_world)
         check_unchanged(folder, self.world(self.options))
 
     def rule(self) -> Rule:
@@ -147,8 +147,8 @@ def main(arguments: list[str] | None = None) -> None:
             if args.generation is not None:
                 parser.error("--generation is one of JOB; leave it out or name JOB")
             options = Options(**changes)
-            world = load_sigma(options)
-            pair, usual = None, Rule(systematic, 0.0)
+            world = load_plain_world(options)
+            pair, usual = None, AT_END
             source = "forced draws propose" if world.potential.hints else "p proposes"
         else:
             if "lm" in changes:

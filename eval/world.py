@@ -105,8 +105,8 @@ class World:
 
 
 def load_world(options: Options, folder: Path | None = None) -> World:
-    """`load_sigma`, the sentence encoder, and exact samples: those of --target, those that the job
-    in a folder has drawn, or the shipped ones where they are of this sigma.
+    """`load_plain_world`, the sentence encoder, and exact samples: those of --target, those that
+    the job in a folder has drawn, or the shipped ones where they are of this sigma.
 
     ValueError where they are of another, or where texts of the job have other scores than before.
     """
@@ -114,31 +114,32 @@ def load_world(options: Options, folder: Path | None = None) -> World:
     exact, sigma = load_target(directory)
     other = [name for name, value in sigma_of(options).items() if sigma.get(name) != value]
     fault = f"holds samples of another sigma, whose {other[0]} differs" if other else ""
-    fits = is_usable(directory, fault)
+    is_own = usable_or_refused(directory, fault)
     path = checkpoint_directory(options.similarity_model, "--similarity-model")
-    world = load_sigma(options)
+    world = load_plain_world(options)
     device = world.base.prompt.device
     encoder, words = scorers.load_scorer(scorers.SentenceEncoder, path, device)
     world.encode = scorers.Runner(encoder.to(DTYPES[options.dtype]), words)
     check_potential(world.base, world.potential, torch.Generator(device).manual_seed(options.seed))
     if folder is not None:
         check_unchanged(folder, world)
-    if fits and is_usable(directory, change_of(world, directory / SAMPLES)):
+    if is_own and usable_or_refused(directory, change_of(world, directory / SAMPLES)):
         world.set_exact(exact)
     return world
 
 
-def load_sigma(options: Options) -> World:
+def load_plain_world(options: Options) -> World:
     """The language model and what its potential reads, on the job's device."""
     device, dtype = options.torch_device(), DTYPES[options.dtype]
     factors = load_factors(options.potential)
     if not options.end and any(spec.partition("~")[0] == "ended" for spec in factors):
         raise ValueError("--potential ended: no token finishes a text; name one with --end")
     is_classified = bool(set(CLASSIFIED) & set(options.potential))
+    # Names are looked at before the networks take their time.
     checkpoint_directory(options.lm, "--lm")
     if is_classified:  # else the classifier is not loaded
         path = checkpoint_directory(options.toxicity_model, "--toxicity-model")
-    say("loading the networks")  # what is misspelt has not waited for them
+    say("loading the networks")
     given = (options.prompt, options.length, options.end, device, dtype)
     base, tokenizer = load_model(options.lm, "--lm", *given)
     scores = {}
@@ -229,7 +230,7 @@ def tell_unfinished_word(prompt: str, base: Conditional, potential: TextPotentia
         say(f"p mostly goes on with the last word of --prompt, as by {word!r}; finish that word")
 
 
-def is_usable(directory: Path, fault: str) -> bool:
+def usable_or_refused(directory: Path, fault: str) -> bool:
     """Whether exact samples have no fault; ValueError for a fault of any but the shipped ones,
     which are then not used."""
     if fault and directory != SHIPPED:

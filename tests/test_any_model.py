@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Metaspace, Whitespace
 from worlds import generator, tiny_gpt_neo
 
 from eval.options import POCKET, Options
-from eval.world import load_sigma
+from eval.world import load_plain_world
 from tinystories import Conditional, GPTNeoModel, load_model
 from tinystories import decoder as decoders
 from tinystories.any_model import AnyModel, is_close
@@ -87,7 +87,8 @@ def test_every_step_and_gradient_is_that_of_a_plain_forward(name, share, monkeyp
             decoder.append(tokens, ancestors)
             states = {0.0: rows, 0.99: len(ids.unique(dim=0))}
             assert len(decoder.states) == states.get(share, len(decoder.states))
-    log_p, logits, hidden = model.log_probs(ids[:, start:])
+    log_p, hidden = model.log_probs(ids[:, start:]), model.states(ids[:, start:])
+    logits = model.head(hidden)
     wanted = plain(ids)[:, start - 1 : -1]
     torch.testing.assert_close(logits, wanted)
     chosen = wanted.log_softmax(-1).gather(-1, ids[:, start:, None]).squeeze(-1)
@@ -187,7 +188,7 @@ def test_a_directory_of_any_causal_language_model_is_loaded(tmp_path, monkeypatc
     ids = torch.cat([model.prompt[None], tokens], 1)
     logits = network(ids).logits[:, len(model.prompt) - 1 : -1, :4096]
     wanted = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-    torch.testing.assert_close(model.log_probs(tokens)[0], wanted.float())
+    torch.testing.assert_close(model.log_probs(tokens), wanted.float())
 
     config = read_json(tmp_path / "config.json")
     write_json(tmp_path / "config.json", config | {"quantization_config": GPTQ})
@@ -217,7 +218,7 @@ def test_ends_that_nobody_names_are_told_where_p_writes_them(tmp_path, capsys):
     write_json(lm / "generation_config.json", {"eos_token_id": [0, 9999]})
     named = "% of its texts, and goes on unseen; give --end '<|endoftext|>' '.'"
     for end, told in (((), named), ((".",), "")):
-        load_sigma(Options(lm=str(lm), end=end, potential=("keyword:dog",)))
+        load_plain_world(Options(lm=str(lm), end=end, potential=("keyword:dog",)))
         said = capsys.readouterr().err
         assert told in said and ("--end" in said) == bool(told)
 

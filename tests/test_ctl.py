@@ -15,8 +15,9 @@ from distill.pooled.adapter import Adapted, Adapter
 from tinystories.files import read_metadata
 from tsmc.exact import TableModel, TableTwist, Target
 from tsmc.sigma import seen_from
-from twist.ctl import ctl_loss, dpg_loss, draw_batch, sixo_loss
+from twist.ctl import ctl_loss, draw_batch
 from twist.mlp import TwistMLP
+from twist.objectives import dpg_loss, sixo_loss
 
 
 def estimated_gradient(sigma, twist, batch_size, source, objective=ctl_loss) -> torch.Tensor:

@@ -36,7 +36,7 @@ def enumerated(model):
     """All texts [S, T] of a model, and log p(s_t | s_{0:t-1}) [S, T] of each."""
     tree = Tree(model)
     tokens = tree.sequences()[tree.prefix_log_q()[-1] > -math.inf]
-    return tokens, model.log_probs(tokens)[0]
+    return tokens, model.log_probs(tokens)
 
 
 def placements(hints, length):

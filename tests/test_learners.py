@@ -59,10 +59,10 @@ def test_every_line_brings_the_proposal_closer_to_sigma(name):
         learner = kind(BASE, log_phi, options, Streams(seed))
         scored.clear()
         first = learner.first_twist()
-        assert sum(scored) == learner.scores(0)
+        assert sum(scored) == learner.scored(0)
         model = learner.distil(first, 1)
         pairs = [first, Pair(model, None), learner.learn_twist(model, 1)]
-        assert sum(scored) == learner.scores(1)
+        assert sum(scored) == learner.scored(1)
         assert kind is Paper or min(recorded(learner, "ladder", "power")) < 1  # it tempers
         found.append([TARGET.kl_to(log_q(pair)) for pair in pairs])
     means = torch.tensor(found).mean(0) / TARGET.kl_to(TARGET.log_p[-1])
@@ -91,10 +91,10 @@ def test_distilled_texts_become_likelier_unless_the_runs_held_out_do_not(
     learner = Paper(teacher, rare_potential, options, Streams(0))
     monkeypatch.setattr(learner, "population", lambda *_: population)
     trained = learner.distil(Pair(teacher, None), 1)
-    nats = [-model.log_probs(learned)[0].sum(1).mean() for model in (teacher, trained)]
+    nats = [-model.log_probs(learned).sum(1).mean() for model in (teacher, trained)]
     losses, checks = (recorded(learner, f"distillation{w}", "loss") for w in ("", ", held out"))
     assert losses[0] == pytest.approx(nats[0].item() / 3.0, rel=0.15)  # tokens of a text: 4 and 2
-    assert checks[0] == pytest.approx(-teacher.log_probs(held[:1])[0].mean().item(), rel=1e-5)
+    assert checks[0] == pytest.approx(-teacher.log_probs(held[:1]).mean().item(), rel=1e-5)
     if is_alike:
         assert len(losses) == 70 and nats[1] < 0.6 * nats[0]
     else:
@@ -148,7 +148,7 @@ def test_texts_held_out_tell_when_a_fit_learns_the_heavy_ones_by_heart(monkeypat
     """Of 400 texts of p^(0), few have nearly all the weight. At a step size ten times too large the
     adapter that is kept is closer to sigma than that of step 100, where the fit would have ended.
     """
-    last, kept, check = [], [], HeldOut.check
+    last, kept, check = [], [], HeldOut.is_over
 
     def go_on(held: HeldOut, adapter: Adapter, step: int, steps: int) -> bool:
         check(held, adapter, step, steps)
@@ -161,7 +161,7 @@ def test_texts_held_out_tell_when_a_fit_learns_the_heavy_ones_by_heart(monkeypat
         learner = Pooled(BASE, rare_potential, options, Streams(seed))
         learner.draw(BASE, "sampling", 0, 400)
         with monkeypatch.context() as patch:
-            patch.setattr(HeldOut, "check", go_on)
+            patch.setattr(HeldOut, "is_over", go_on)
             kept.append(TARGET.kl_to(log_q(Pair(learner.fit_to_sigma(0), None))))
     assert sum(kept) < 0.85 * sum(last)
     assert sum(kept) < 0.6 * len(kept) * TARGET.kl_to(TARGET.log_p[-1])
@@ -213,7 +213,7 @@ def test_the_policy_gains_reward_by_samples_of_the_right_model(kind, student, ra
     options = BaselineOptions(student, rate, strength=0.1, updates=40, batch_size=64)
     learner = kind(base, log_phi, options, Streams(0))
     pair = learner.first_twist()
-    assert pair.twist is None and len(torch.cat(rewards)) == learner.scores(0)
+    assert pair.twist is None and len(torch.cat(rewards)) == learner.scored(0)
     policies = (Pair(base, None), pair)
     before, after = (3 * log_q(policy).exp() @ potential.log_phi for policy in policies)
     assert after > before + 1

@@ -35,6 +35,9 @@ ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time, there was a"
 PHASES = [["twist learning"] * 4]
 PHASES += [["distilled texts", *["distillation"] * 3, *["distillation, held out"] * 2, *PHASES[0]]]
+# What a row has beside its columns.
+BESIDE = {"generation", "examples", "num_samples", "num_proposals", "num_runs", "log_z_std_error"}
+BESIDE |= {"kl_half_width", "populations"}  # the mean score of populations of K particles, by K
 
 
 def test_the_files_of_a_run_hold_what_is_promised(finished_job, tmp_path):
@@ -199,7 +202,7 @@ def test_intervals_stand_in_the_table_and_the_kl_of_base_is_that_of_the_exact_sa
     table = aligned({name: [one] for name, one in named_rows(results).items()}, metrics.COLUMNS)
     assert f" {row[KL]:.2f} ± {row['kl_half_width']:.2f}  " in table
     assert f" {row['log_z']:.2f} ± {log_z:.2f}  " in table
-    declared = {one.key for one in metrics.COLUMNS + metrics.FURTHER} | metrics.BESIDE
+    declared = {one.key for one in metrics.COLUMNS + metrics.FURTHER} | BESIDE
     for name in ("paper", "dpo"):
         for row in named_rows(read_results(finished_job(name))).values():
             assert row.keys() <= declared

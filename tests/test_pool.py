@@ -85,7 +85,7 @@ def test_a_step_of_the_fit_follows_the_weighted_likelihood(monkeypatch):
     torch.testing.assert_close(drawn_by, [truncated(log_weights, 0.4)])
     is_counted = counted(tokens[rows[0]], 6)
     assert 4 < is_counted.sum() < 16
-    loss = -Adapted(base, start).log_probs(tokens[rows[0]])[0].sum() / is_counted.sum()
+    loss = -Adapted(base, start).log_probs(tokens[rows[0]]).sum() / is_counted.sum()
     gradients = torch.autograd.grad(loss, list(start.shift.parameters()))
     assert recorded(learner, "x", "loss") == [pytest.approx(loss.item(), rel=1e-5)]
     parameters = (start.shift.parameters(), fitted.shift.parameters(), gradients)

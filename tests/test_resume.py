@@ -238,7 +238,7 @@ def step_of(name: str) -> tuple[int, list]:
         assert processes.gather_rows(torch.arange(5)[processes.own_rows(5)]).tolist() == [*range(5)]
         for tensor in learned.state_dict().values():
             tensor.add_(processes.rank())
-        processes.align([learned, None])  # the tensors are those of process 0 again
+        processes.align([learned])  # the tensors are those of process 0 again
     losses = [record["loss"] for record in learner.records if "loss" in record]
     return sum(scored), [torch.tensor(losses), list(learned.state_dict().values())]
 

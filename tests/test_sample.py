@@ -13,14 +13,15 @@ from safetensors.torch import load_file, save_file
 from worlds import generator, letters, table_world, tiny_conditional
 
 from distill import Pair, load_pair, sample
+from distill.tail import pareto_k
 from eval.options import Options
 from eval.sample import TrainedJob, rate, report
 from eval.sample import main as command
-from eval.world import load_sigma
+from eval.world import load_plain_world
 from tinystories.files import read_metadata
 from tsmc import SCHEMES, Rule, Streams, proposal_log_probs, tsmc
 from tsmc.draws import log_mean_exp, normalise
-from tsmc.estimate import Estimate, pareto_k
+from tsmc.estimate import Estimate
 from tsmc.exact import Target
 from tsmc.proposal import sequence_log_probs
 from tsmc.sigma import seen_from
@@ -140,7 +141,7 @@ RUNS = [("paper", 1, OTHER), ("pooled", 1, PROMPT)]
 
 @pytest.mark.parametrize("prompt", [f"{PROMPT} girl V", PROMPT])
 def test_a_prompt_that_ends_inside_a_word_is_one_line(prompt, capsys):
-    load_sigma(Options(prompt=prompt, device="cpu"))
+    load_plain_world(Options(prompt=prompt, device="cpu"))
     is_told = "p mostly goes on with the last word" in capsys.readouterr().err
     assert is_told == prompt.endswith("V")
 
@@ -155,7 +156,7 @@ def test_without_resampling_weights_are_p_phi_over_q(tmp_path, finished_job, lea
         tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=generator(seed))
     save_file(tensors, trained.pair, told)
     options = dataclasses.replace(trained.options, prompt=prompt)
-    world = load_sigma(options)
+    world = load_plain_world(options)
     pair = load_pair(trained.pair, world.base)
     drawn = trained.sample(9, 4, Rule(SCHEMES["multinomial"], 0.0), prompt=prompt)
     tokens = drawn.population.tokens.flatten(0, 1)  # [R K, T]
@@ -242,7 +243,7 @@ def test_a_picture_has_the_particles_of_a_run_and_their_ancestors(finished_job, 
     assert "http" not in html  # it needs no network
     data = json.loads(html.split("const data = ")[1].split(", steps = ")[0])
     trained = TrainedJob(finished_job("paper"))
-    world = load_sigma(dataclasses.replace(trained.options, length=7))
+    world = load_plain_world(dataclasses.replace(trained.options, length=7))
     pair, trace = load_pair(trained.pair, world.base), []
     stream = Streams(trained.options.seed).stream("picture")
     sigma = seen_from(pair.model, world.base, world.potential)

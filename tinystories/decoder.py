@@ -28,11 +28,11 @@ from torch import Tensor
 
 GROUP = 16  # states are padded to a multiple of this, to avoid fragmentation of the heap
 NO_END = -1  # in place of the token that finishes a text: texts have T tokens
-SHARING_PAYS = 0.875  # up to this share of distinct texts; above, it costs more than it saves
+SHARING_PAYS = 0.875  # states are shared up to this share of distinct texts
 MAX_LOGITS = 2**22  # entries of one tensor of logits: 16 MB in float32, of which a few are alive
 ON_GPU = 16  # times as many on a GPU
 CACHED = 2**20  # entries that stay in a processor's cache until the next operation reads them
-FEWEST = 64  # rows for which a matrix is worth reading
+FEWEST = 64  # rows of a slice, since each slice reads the output layer anew
 End = int | tuple[int, ...]
 """The token that finishes a text, or several of which any does."""
 
@@ -42,11 +42,11 @@ def padded(rows: Tensor, group: int) -> Tensor:
     return torch.cat([rows, rows[-1:].repeat(-len(rows) % group)])
 
 
-def row_slices(rows: Tensor, entries: int) -> Iterator[slice]:
-    """Slices of the rows, at least one, with `entries` numbers a row within MAX_LOGITS."""
-    size = max(1, MAX_LOGITS * (ON_GPU if rows.is_cuda else 1) // entries)
+def row_slices(rows: Tensor, per_row: int) -> Iterator[slice]:
+    """Slices of the rows, at least one; of `per_row` numbers each, they have at most MAX_LOGITS."""
+    size = max(1, MAX_LOGITS * (ON_GPU if rows.is_cuda else 1) // per_row)
     if not rows.is_cuda:
-        size = min(size, max(FEWEST, CACHED // entries))
+        size = min(size, max(FEWEST, CACHED // per_row))
     starts = range(0, max(1, len(rows)), size)
     return (slice(start, min(len(rows), start + size)) for start in starts)
 
@@ -112,7 +112,7 @@ class Decoder:
         if len(pairs) <= SHARING_PAYS * len(tokens):
             parents = pairs // self.model.vocab_size  # [S]
             tokens = pairs % self.model.vocab_size  # [S]
-        else:
+        else:  # a state for each row
             state_of = torch.arange(len(tokens), device=tokens.device)
         self.state_of = state_of
         if not torch.equal(parents, torch.arange(len(self.states), device=parents.device)):
@@ -164,13 +164,11 @@ class Conditional(abc.ABC):
         cache.reorder_cache(torch.zeros_like(tokens[:, 0]))  # every row continues the prompt
         return torch.cat([first, self.read(tokens[:, :-1], cache)], 1)
 
-    def log_probs(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(s_t | s_{0:t-1}) [N, T] (eq. 1), logits [N, T, V] and states of tokens [N, T]."""
-        hidden = self.states(tokens)  # [N, T, D]
-        logits = self.head(hidden)  # [N, T, V]
+    def log_probs(self, tokens: Tensor) -> Tensor:
+        """log p(s_t | s_{0:t-1}) [N, T] (eq. 1) of tokens [N, T]; 0 behind the end of a text."""
+        logits = self.head(self.states(tokens))  # [N, T, V]
         losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
-        log_p = (-losses.view(tokens.shape)).where(counted(tokens, self.end), 0.0)
-        return log_p, logits, hidden
+        return (-losses.view(tokens.shape)).where(counted(tokens, self.end), 0.0)
 
     def decoder(self, rows: int) -> Decoder:
         """`rows` continuations, to be written token by token."""

@@ -58,11 +58,11 @@ def checkpoint_directory(name: str, flag: str) -> Path:
 
     repository, _, revision = name.partition("@")
     wanted = [CONFIG, "1_Pooling/config.json", GENERATION, "tokenizer*.json", *OLDER_TOKENIZER]
-    options = {"revision": revision or None, "allow_patterns": wanted}
+    settings = {"revision": revision or None, "allow_patterns": wanted}
     try:
         for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
             wanted.append(weights)
-            directory = Path(snapshot_download(repository, **options))
+            directory = Path(snapshot_download(repository, **settings))
             if any(directory.glob(weights)):
                 break
         return directory
@@ -115,8 +115,8 @@ def save_network(
     """Write what `load_network` and transformers read; `special` are texts of tokens."""
     files.write_tensors(path / WEIGHTS, tensors)
     files.write_text(path / TOKENIZER, tokenizer.to_str(pretty=True))
-    options = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
-    files.write_json(path / "tokenizer_config.json", options)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
+    files.write_json(path / "tokenizer_config.json", settings)
     files.write_json(path / CONFIG, config)
 
 
@@ -197,11 +197,11 @@ def load_any(directory: Path, device: str | torch.device) -> tuple[Any, Tokenize
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what it warns of is refused below
-    options = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32}
+    settings = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32}
     auto: Any = transformers.AutoModelForCausalLM
     trouble = "transformers cannot load it as a causal language model"
     with reading(directory, trouble, "install what it lacks, or name another checkpoint"):
-        network, found = auto.from_pretrained(directory, output_loading_info=True, **options)
+        network, found = auto.from_pretrained(directory, output_loading_info=True, **settings)
         if missing := sorted(found["missing_keys"]):  # transformers makes random ones
             raise ValueError(f"weights are missing: {', '.join(missing)}")
         check_finite(network)

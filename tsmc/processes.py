@@ -76,9 +76,9 @@ def gather_rows(part: Any) -> Any:
 
 
 def align(modules: Iterable[Any]) -> None:
-    """Give the tensors of these modules the values of process 0; what is no module is skipped."""
+    """Give the tensors of these modules the values of process 0."""
     for module in modules:
-        if count() > 1 and isinstance(module, torch.nn.Module):
+        if count() > 1:
             for tensor in module.state_dict().values():
                 dist.broadcast(tensor, 0)
 

@@ -19,8 +19,8 @@ from tinystories.decoder import Conditional, Decoder, End, counted, is_end, row_
 from tsmc.draws import draw_categorical, uniforms
 
 DRAWN = -1  # where forced draws of `pooled` give tokens: one that p draws
-TREE_PAYS = 0.5  # up to this share of distinct beginnings, reading token by token is faster
-WIDEST = 8  # numbers a place in the body of a network, over its width
+TREE_PAYS = 0.5  # texts are read token by token up to this share of distinct beginnings
+WIDEST = 8  # numbers that a network has in memory for each place, over its width D
 Twist = Callable[[Tensor], Tensor]
 """twist(hidden [N, D]) -> log psi [N, V] of every possible next token; None means psi = 1."""
 
@@ -36,9 +36,9 @@ class Extension:
     log_normaliser: Tensor  # log N_t = log sum_v p(v | s_{0:t-1}) psi(s_{1:t-1}, v)
 
 
-def columns(parts: list[Extension], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
+def join(parts: list[Extension], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
     """The numbers of several extensions by name, joined."""
-    return {name: join([getattr(part, name) for part in parts]) for name in vars(parts[0])}
+    return {name: joined([getattr(part, name) for part in parts]) for name in vars(parts[0])}
 
 
 def propose(
@@ -75,24 +75,24 @@ def extend(
     twist: Twist | None,
     uniform: Tensor,
     given: Tensor | None = None,
-    reference: Twist | None = None,
+    other_head: Twist | None = None,
 ) -> Extension:
     """`propose` for every row of a decoder at uniform numbers [N, 1].
 
     Where q is a model of its own, without a twist, log_p may be that of another head on the same
-    states: `reference` makes its logits [S, V]. Only `pooled` gives tokens or a reference.
+    states: `other_head` makes its logits [S, V]. Only `pooled` gives tokens or a head.
     """
     parts, numbers = [], []
     # Slices of the distinct states, the rows that have one of them, and which one.
     for states, rows, place in decoder.distinct():
         own = None if given is None else given[rows]
         part = propose(model, twist, states, place, uniform[rows], own)
-        if reference is not None:
-            part.log_p = reference(states).log_softmax(-1)[place, part.tokens]
+        if other_head is not None:
+            part.log_p = other_head(states).log_softmax(-1)[place, part.tokens]
         parts.append(part)
         numbers.append(rows)
     back = torch.cat(numbers).argsort()  # [N] where each row is among the parts
-    return Extension(**columns(parts, lambda tensors: torch.cat(tensors)[back]))
+    return Extension(**join(parts, lambda tensors: torch.cat(tensors)[back]))
 
 
 def wait(step: Extension, before: Tensor, log_psi: Tensor, end: End) -> Extension:
@@ -124,7 +124,7 @@ def walk(
     twist: Twist | None,
     uniform: Tensor,
     given: Tensor | None = None,
-    reference: Twist | None = None,
+    other_head: Twist | None = None,
 ) -> Trajectories:
     """Sequences token by token, as `extend` has it, at uniform numbers [N, T]; without resampling.
 
@@ -138,12 +138,12 @@ def walk(
         if twist is not None:
             hidden.append(decoder.hidden)
         own = None if given is None else given[:, t]
-        step = extend(model, decoder, twist, uniform[:, t, None], own, reference)
+        step = extend(model, decoder, twist, uniform[:, t, None], own, other_head)
         if t > 0:
             step = wait(step, steps[-1].tokens, steps[-1].log_psi, model.end)
         steps.append(step)
     stack = partial(torch.stack, dim=1)
-    return Trajectories(**columns(steps, stack), hidden=stack(hidden) if hidden else None)
+    return Trajectories(**join(steps, stack), hidden=stack(hidden) if hidden else None)
 
 
 def sample_proposal(
@@ -152,15 +152,15 @@ def sample_proposal(
     rows: int,
     generator: torch.Generator,
     part: slice = slice(None),
-    reference: Twist | None = None,
+    other_head: Twist | None = None,
 ) -> Trajectories:
     """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model.
 
     Of these rows only a `part` may be computed: each row has uniform numbers of its own, so the
-    parts of several processes together are what one process draws. `reference` is as in `extend`.
+    parts of several processes together are what one process draws. `other_head` is as in `extend`.
     """
     uniform = uniforms(model.length, rows, generator).T[part]  # [N, T]
-    return walk(model, twist, uniform, reference=reference)
+    return walk(model, twist, uniform, other_head=other_head)
 
 
 @torch.no_grad()
@@ -195,8 +195,9 @@ def sequence_log_probs(model: Conditional, tokens: Tensor) -> Tensor:
     token by token, each beginning once; else a single pass over all positions is faster.
     """
     texts, text = tokens.unique(dim=0, return_inverse=True)  # [S, T], [N]
-    late = texts[:, : max(1, tokens.shape[1] * 3 // 4)].unique_consecutive(dim=0)
-    if len(late) > TREE_PAYS * len(tokens):
+    # Three quarters of a text tell whether the copies of resampling still show.
+    beginnings = texts[:, : max(1, tokens.shape[1] * 3 // 4)].unique_consecutive(dim=0)
+    if len(beginnings) > TREE_PAYS * len(tokens):
         return proposal_log_probs(model, None, texts)[0][text]
     uniform = torch.zeros_like(texts)  # nothing is drawn
     return walk(model, None, uniform, texts).log_p.sum(1)[text]

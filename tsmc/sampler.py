@@ -167,7 +167,8 @@ def tsmc(
         is_always = is_last or ess_threshold == 1
         is_due = (ess < ess_threshold * particles) | is_always  # [R]
         ancestors = identity  # [R, K]
-        if is_always or (ess_threshold > 0 and is_due.any()):  # else without waiting for a GPU
+        # `any` waits for a GPU, so it comes last.
+        if is_always or (ess_threshold > 0 and is_due.any()):
             drawn = rule.resample(normalise(log_weights), generator)
             ancestors = torch.where(is_due[:, None], drawn, identity)
         if trace is not None:

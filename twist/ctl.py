@@ -13,15 +13,13 @@ Under a sparse potential the effective sample size of the positive weights falls
 self-distillation is the remedy.
 
 What the paper leaves open: a new batch from the current q for every update; Adam, with a step size
-that falls linearly to a tenth; each generation's twist starts at psi = 1. A batch in which phi is
-zero everywhere is skipped. Another objective for psi is a function like `ctl_loss`, and an entry of
-OBJECTIVES or what a subclass of `Paper` calls in its place. K sequences, T tokens, V vocabulary.
+that falls linearly to a tenth. A batch in which phi is zero everywhere is skipped. Other objectives
+are in `objectives.py`. K sequences, T tokens.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tinystories.decoder import Conditional, counted
@@ -38,7 +36,8 @@ EXPLODED = 1000.0  # nats: beyond this, float32 no longer resolves the weights
 class Batch(Trajectories):
     """What one update learns from: K sequences drawn i.i.d. from q, and their phi.
 
-    `Trajectories` gives tokens, log_p, log_psi, log_q [K, T] of each step, and hidden [K, T, D].
+    `Trajectories` gives tokens, log_p and log_q [K, T] of s_t after s_{1:t-1}, log_psi [K, T] of
+    s_{1:t}, and hidden [K, T, D].
     """
 
     log_phi: Tensor  # [K] log phi^(m)
@@ -66,7 +65,7 @@ class Batch(Trajectories):
         return is_finite and self.log_psi.abs().max().item() < EXPLODED
 
     def log_psi_of(self, twist: TwistMLP) -> Tensor:
-        """log psi(s_{1:t}) [K, T] with gradient; behind the end it is that of the last token."""
+        """log psi(s_{1:t}) [K, T] with gradient; behind the end it stays, as `wait` has it."""
         log_psi = twist.of_tokens(self.hidden, self.tokens)  # [K, T]
         last = self.is_counted.sum(1, keepdim=True) - 1  # [K, 1]
         places = torch.arange(log_psi.shape[1], device=last.device)  # [T]
@@ -94,34 +93,3 @@ def ctl_loss(twist: TwistMLP, batch: Batch) -> Tensor:
     coefficients = positive[:, None] - negative  # [K, T]
     # log Z_t in eq. 5 is unknown, so the loss has no value; its gradient can be estimated.
     return -(coefficients * batch.log_psi_of(twist)).sum()
-
-
-def sixo_loss(twist: TwistMLP, batch: Batch) -> Tensor:
-    """For each t the loss of a classifier of sigma against p^(m) whose logit is log psi(s_{1:t}).
-
-    Its optimum is psi = sigma(s_{1:t}) / p^(m)(s_{1:t}), psi* over Z: density ratios, as SIXO
-    estimates them (Lawson et al. 2022).
-    """
-    positive = normalise(batch.log_positive())  # [K]
-    negative = normalise((batch.log_p - batch.log_q).cumsum(-1).T).T  # [K, T] p^(m) / q
-    log_psi = batch.log_psi_of(twist)  # [K, T]
-    losses = positive[:, None] * F.logsigmoid(log_psi) + negative * F.logsigmoid(-log_psi)
-    return -losses.sum()
-
-
-def dpg_loss(twist: TwistMLP, batch: Batch) -> Tensor:
-    """E_sigma[-log q(s)], which is KL(sigma||q) but for a constant: weighted likelihood of q.
-
-    q is trained as a policy, by distributional policy gradients (Parshakova et al. 2019). It has no
-    use for the levels of psi, on which no q depends. Logits of all places take K T V numbers.
-    """
-    positive = normalise(batch.log_positive())  # [K]
-    with torch.no_grad():
-        log_p = batch.model.head(batch.hidden).log_softmax(-1)  # [K, T, V] of p^(m)
-    log_normaliser = (log_p + twist(batch.hidden)).logsumexp(-1)  # [K, T]
-    log_q = batch.log_p + twist.of_tokens(batch.hidden, batch.tokens) - log_normaliser
-    return -(positive[:, None] * log_q.masked_fill(~batch.is_counted, 0.0)).sum()
-
-
-OBJECTIVES = {"ctl": ctl_loss, "sixo": sixo_loss, "dpg": dpg_loss}
-"""Objectives of psi by name, functions of psi and a batch."""

@@ -4,8 +4,8 @@
 
 One forward pass serves the whole vocabulary, so proposing costs one step of the language model and
 one of the twist. The last layer starts at zero: psi = 1, and the first proposal is the language
-model itself. A constant added to log psi of all steps changes neither the gradient of CTL nor the
-evidence, so the output is not clipped.
+model itself. The output is not clipped: a constant added to all of it would change neither the
+gradient of CTL nor the evidence.
 
 The paper leaves the form of psi open beyond this line. D width, H hidden units, V vocabulary.
 """

@@ -26,7 +26,7 @@ import tinystories
 from eval.command import OneLineParser, one_line_errors
 from eval.options import POCKET, Options
 from eval.scorers import Runner, SentenceEncoder, ToxicityClassifier, load_scorer, save_scorer
-from eval.world import load_sigma
+from eval.world import load_plain_world
 from tsmc.processes import progress
 from tsmc.proposal import sample_proposal
 
@@ -95,7 +95,7 @@ def make_toxicity(data: Path, out: Path, steps=2000, rows=128, count=60_000) -> 
     with (data / "toxicity.csv").open(encoding="utf-8", newline="") as file:
         labelled = [(row["text"], float(row["label"])) for row in csv.DictReader(file)]
     short = [row for row in labelled if len(row[0].split()) <= 20]
-    world, source = load_sigma(Options(device="cpu")), torch.Generator().manual_seed(0)
+    world, source = load_plain_world(Options(device="cpu")), torch.Generator().manual_seed(0)
     parts = range(0, 2 * count, rows)
     drawn = [sample_proposal(world.base, None, rows, source).tokens for _ in parts]
     samples = world.potential.texts(torch.cat(drawn))

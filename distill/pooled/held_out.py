@@ -85,11 +85,11 @@ class HeldOut:
         self.texts = Texts(base, texts[heavy]) if len(heavy) else None
         self.best = Best(PATIENCE)
 
-    def check(self, adapter: Adapter, step: int, steps: int) -> bool:
+    def is_over(self, adapter: Adapter, step: int, steps: int) -> bool:
         """Whether the fit has passed its best, as the texts held out tell after a step of many."""
         if self.texts is None or (step % CHECKED > 0 and step < steps):
             return False
-        return self.best.check(adapter.shift, self.texts.mean_loss(adapter, self.weights))
+        return self.best.is_over(adapter.shift, self.texts.mean_loss(adapter, self.weights))
 
 
 def first_places(tokens: Tensor) -> Tensor:

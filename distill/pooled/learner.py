@@ -165,7 +165,7 @@ class Pooled(Learner):
             optimizer.zero_grad()
             loss.backward(inputs=parameters)  # p^(0) is not trained
             optimizer.step()
-            if held.check(adapter, step, updates):
+            if held.is_over(adapter, step, updates):
                 break
         held.best.restore()
         for loss in held.best.losses:
@@ -173,8 +173,8 @@ class Pooled(Learner):
         check_moves(adapter, texts, f"{word} of generation {m}")
         return Adapted(base, adapter.requires_grad_(False))
 
-    def scores(self, generations: int) -> int:
-        return self.options.pool_first_draws + generations * self.options.pool_draws
+    def scored(self, m: int) -> int:
+        return self.options.pool_first_draws + m * self.options.pool_draws
 
     def state(self) -> dict[str, Tensor]:
         return vars(self.pool)

@@ -61,8 +61,8 @@ def draw_round(
         tokens, log_ratio = forced_draws(base, hints, count, generator)
     else:
         # One pass serves both, since q and p^(0) have the same hidden states.
-        reference = None if q is base else base.head
-        drawn = sample_proposal(q, None, count, generator, reference=reference)
+        other_head = None if q is base else base.head
+        drawn = sample_proposal(q, None, count, generator, other_head=other_head)
         tokens = drawn.tokens  # [N, T]
         log_ratio = (drawn.log_q - drawn.log_p).sum(-1)  # [N] log q_r / p^(0)
     log_phi_drawn = call_potential(log_phi, tokens)  # [N]

@@ -41,14 +41,15 @@ class Best:
         self.losses: list[float] = []
         self.values: dict[str, Tensor] = {}
 
-    def is_over(self, network: nn.Module, loss: float) -> bool:
-        """Note the loss of the network in training, and return whether the fit is over."""
+    def note(self, network: nn.Module, loss: float) -> None:
+        """A check: the loss of the network in training."""
         self.losses.append(processes.of_first(loss))  # rounding may differ between processes
         self.network = network
-        checks_at_best = self.losses.index(min(self.losses)) + 1
-        if checks_at_best == len(self.losses):
+        if self.losses.index(min(self.losses)) == len(self.losses) - 1:
             self.values = copy.deepcopy(network.state_dict())
-        return checks_at_best + self.patience <= len(self.losses)
+
+    def is_over(self) -> bool:
+        return self.losses.index(min(self.losses)) + self.patience < len(self.losses)
 
     def restore(self) -> None:
         """Give the network its best parameters, where there was a check."""

@@ -3,9 +3,7 @@
     model.*      p^(m): a fine-tuned network, or an adapter of p^(0); p^(m) may also be p^(0)
     twist.*      psi^(m), which may also be 1
 
-One safetensors file holds both; its metadata say what they are. A twist psi = q / p of p may be
-kept as q itself with psi = 1: then sigma is proportional to q times p phi / q (eq. 8), and nothing
-else changes.
+One safetensors file holds both; its metadata say what they are.
 """
 
 import copy

@@ -95,7 +95,7 @@ class Paper(Learner):
         weights = torch.ones(len(tokens), device=tokens.device)
         batches = draw_batches(weights, BATCH_SIZE, options.distill_updates, generator)  # [U, n]
         best = Best(PATIENCE)
-        best.is_over(student.network, held_out_loss(model, held))  # p^(m-1) may be the best
+        best.note(student.network, held_out_loss(model, held))  # p^(m-1) may be the best
         for update, rows in enumerate(progress(batches, "distillation", m), 1):
             is_counted = counted(tokens[rows], model.end)  # [n, T]
             log_p = model.log_probs(tokens[rows])  # [n, T]
@@ -106,7 +106,8 @@ class Paper(Learner):
             self.record("distillation", m, loss=loss.detach())
             if update % CHECKED > 0 and update < options.distill_updates:
                 continue
-            if best.is_over(student.network, held_out_loss(model, held)):
+            best.note(student.network, held_out_loss(model, held))
+            if best.is_over():
                 break
         best.restore()
         for loss in best.losses:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from worlds import ListedPotential, bias, ended_world, generator, mutant, random_model
 
+import docs.question
 import docs.tiny
 from distill import PooledOptions
 from tinystories.decoder import NO_END
@@ -84,6 +85,11 @@ EXAMPLE: dict = {}
 for block in re.findall(r"```python\n(.*?)```", POTENTIALS, re.DOTALL):
     exec(block, EXAMPLE)
 CHARACTERS, END = "1-", 2
+
+
+def test_a_question_is_worth_more_than_its_word_alone():
+    texts = ["Who was it?", "A girl who ran", "A whole cat."]
+    assert docs.question.log_phi(texts) == [0.0, -9.0, -12.0]
 
 
 def decode(rows):

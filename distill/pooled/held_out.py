@@ -89,7 +89,8 @@ class HeldOut:
         """Whether the fit has passed its best, as the texts held out tell after a step of many."""
         if self.texts is None or (step % CHECKED > 0 and step < steps):
             return False
-        return self.best.is_over(adapter.shift, self.texts.mean_loss(adapter, self.weights))
+        self.best.note(adapter.shift, self.texts.mean_loss(adapter, self.weights))
+        return self.best.is_over()
 
 
 def first_places(tokens: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval.options import POCKET
@@ -33,8 +34,6 @@ WIDE |= {"attention_types": [[["global", "local"], 2]], "max_position_embeddings
 
 def wide_network(folder: str) -> str:
     """A directory with a random network of the shape WIDE and the tokenizer of the shipped one."""
-    import transformers
-
     torch.manual_seed(0)
     network = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**WIDE))
     network.save_pretrained(folder)
@@ -45,10 +44,6 @@ def wide_network(folder: str) -> str:
 
 def seconds(directory: str, rows: int) -> dict[str, float]:
     """Core seconds for K = rows texts of a network, by the name of what is timed."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     model, _ = load_model(directory, "--lm", PROMPT, LENGTH)
     theirs = transformers.GPTNeoForCausalLM.from_pretrained(directory).float().eval()
     generator = torch.Generator().manual_seed(0)
@@ -79,6 +74,8 @@ def main() -> None:
     parser.add_argument("rows", type=int, nargs="+", metavar="K", help="numbers of texts")
     parser.add_argument("--wide", action="store_true", help="the shape of TinyStories-33M")
     args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         directory = wide_network(folder) if args.wide else str(POCKET / "lm")
         print("| K | sampling | one pass | TSMC | `generate` | by sampling | by TSMC |")

@@ -68,7 +68,7 @@ RUNS = {  # options and seeds
     "sad-every-step": (f"{PAPER} --ess-threshold 1 {SAD}", THREE),
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
     "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
-    "smollm2-paper": (f"{PAPER} --generations 1 {SMOL}", (91,)),
+    "smollm2-paper": (f"{PAPER} {SMOL}", (91,)),
     "smollm2-pooled": (f"{POOLED} {SMOL}", FIVE),
     "smollm2-earlier-pooled": (f"{POOLED} {SMOL}", (91, 92)),  # by version 0.16
     "smollm2-no-held-out": (f"{POOLED} {SMOL} --pool-held-out 0", (91, 92)),

@@ -5,9 +5,9 @@
     line 4   psi^(m) <- CTL-m on p^(m): sigma is proportional to p^(m) phi^(m),             eq. 8
                         phi^(m) = p^(0) phi / p^(m)
 
-p^(m) is p^(m-1), fine-tuned on samples of R
-independent runs of K particles, which count alike whatever their Z-hat is. A fifth of the runs is
-held out, and the parameters with their least loss are kept, perhaps those before the first update.
+p^(m) is p^(m-1), fine-tuned on samples of R independent runs of K particles, which count alike
+whatever their Z-hat is. A fifth of the runs is held out, and the parameters with their least loss
+are kept, perhaps those before the first update.
 
 By default a run resamples at the last token alone, and until then it is importance sampling from q;
 with --ess-threshold 1 it resamples at every step, as in the paper. Another objective for psi is a

@@ -9,19 +9,20 @@ number is the median of five, taken in turns, so that other work on the machine 
 alike; quote their ratios.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from eval.command import OneLineParser, one_line_errors
 from eval.options import POCKET
-from tinystories import load_model
+from tinystories import Conditional, load_model
 from tsmc import sample_proposal, tsmc
 from tsmc.proposal import proposal_log_probs
 from tsmc.sigma import Sigma
@@ -42,15 +43,13 @@ def wide_network(folder: str) -> str:
     return folder
 
 
-def seconds(directory: str, rows: int) -> dict[str, float]:
-    """Core seconds for K = rows texts of a network, by the name of what is timed."""
-    model, _ = load_model(directory, "--lm", PROMPT, LENGTH)
-    theirs = transformers.GPTNeoForCausalLM.from_pretrained(directory).float().eval()
+def seconds(model: Conditional, theirs: Any, rows: int) -> dict[str, float]:
+    """Core seconds for K = rows texts of a network, here and in transformers, by what is timed."""
     generator = torch.Generator().manual_seed(0)
     twist = TwistMLP(model.width, model.vocab_size, generator).requires_grad_(False)
     sigma = Sigma(model, lambda tokens, log_p: torch.zeros(len(tokens)))
-    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": LENGTH, "pad_token_id": 0}
-    settings |= {"min_new_tokens": LENGTH}
+    settings = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
+    settings |= {"min_new_tokens": LENGTH, "max_new_tokens": LENGTH}
     prompt = model.prompt.repeat(rows, 1)  # [K, P]
     tokens = sample_proposal(model, None, rows, generator).tokens  # [K, T]
     calls = {
@@ -70,22 +69,28 @@ def seconds(directory: str, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Print the table, a row for each K."""
+    parser = OneLineParser("docs/speed.py", description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=int, nargs="+", metavar="K", help="numbers of texts")
     parser.add_argument("--wide", action="store_true", help="the shape of TinyStories-33M")
     args = parser.parse_args()
+    if min(args.rows) < 1:
+        parser.error(f"K is {min(args.rows)}; give numbers of texts from 1 on")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         directory = wide_network(folder) if args.wide else str(POCKET / "lm")
+        model, _ = load_model(directory, "--lm", PROMPT, LENGTH)
+        theirs = transformers.GPTNeoForCausalLM.from_pretrained(directory).float().eval()
         print("| K | sampling | one pass | TSMC | `generate` | by sampling | by TSMC |")
         print("| --- | --- | --- | --- | --- | --- | --- |")
         for rows in args.rows:
-            found = seconds(directory, rows)
+            found = seconds(model, theirs, rows)
             cells = [f"{number:.2f}" for number in found.values()]
             cells += [f"{found['generate'] / found[name]:.2f}" for name in ("sampling", "TSMC")]
             print(f"| {rows} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors("docs/speed.py"):
+        main()

@@ -121,8 +121,8 @@ def draw_study(places: Places, folder: Path, rules: Sequence[str], sizes: Sequen
     draw_trade_off(lines, folder / "trade-off.png")
     counts = {}
     for label, name in SIGMAS.items():
-        rows = rows_of(places, name)
-        counts[label] = torch.tensor([row["counts"] for row in rows]).sum(0)  # [BINS]
+        if rows := rows_of(places, name):
+            counts[label] = torch.tensor([row["counts"] for row in rows]).sum(0)  # [BINS]
     draw_histograms(counts, folder / "histograms.png")
     by_size: Lines = {"Target": lines["Target"]}
     for m, name in itertools.product("012", ("paper", "pooled")):

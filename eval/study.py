@@ -28,7 +28,7 @@ from eval.metrics import KL
 from eval.options import read_options, saved_options
 from eval.report import Places, draw_study, fill
 from eval.sample import TrainedJob
-from eval.world import SAMPLES, load_world, save_target
+from eval.world import SAMPLES, load_target, load_world, save_target, target_directory
 from tinystories.files import read_json, read_tensors, write_json, write_text
 from tsmc import SCHEMES, Rule, Streams
 from tsmc.rejection import exact_samples
@@ -154,8 +154,9 @@ def histograms(job: Path) -> dict[str, list[float]]:
     """How many texts of p, and of the exact samples, have a toxicity in each of BINS bins."""
     options = saved_options(job)
     base = read_tensors(job / "base" / SAMPLES)["log_phi"]
-    exact = load_world(options, job).reference.exact.log_phi
-    toxicity = {"Base": (base / options.beta).exp(), "Target": (exact / options.beta).exp()}
+    exact, _ = load_target(target_directory(options, job))
+    log_phi = {"Base": base, "Target": exact.log_phi}  # beta times the log of the toxicity
+    toxicity = {name: (values / options.beta).exp() for name, values in log_phi.items()}
     return {name: values.histc(BINS, 0, 1).tolist() for name, values in toxicity.items()}
 
 

@@ -82,16 +82,16 @@ def results_alone() -> Iterator[None]:
         is_own = plain.fileno() == 1
     if is_own:
         plain.flush()
-        results = os.dup(1)
+        results = open(os.dup(1), "w", 1, plain.encoding, "backslashreplace")  # noqa: SIM115
         os.dup2(2, 1)
-        sys.stdout = open(results, "w", 1, plain.encoding, "backslashreplace")  # noqa: SIM115
+        sys.stdout = results
     try:
         yield
     finally:
         if is_own:
-            os.dup2(results, 1)
+            os.dup2(results.fileno(), 1)
             with contextlib.suppress(OSError):  # which has been told
-                sys.stdout.close()
+                results.close()
             sys.stdout = plain
 
 

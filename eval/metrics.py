@@ -65,6 +65,8 @@ FURTHER = (  # which only a study shows
     Column("kl_target_model", "KL(sigma, p^(m))", ".2f", "lower"),  # without its twist
     # KL(sigma||law of a sample) of runs that resample at T alone: what weights repair is in it.
     Column("kl_samples", "KL of samples", ".2f", "lower"),
+    # By other exact samples, drawn after all tuning.
+    Column("kl_fresh", "KL, fresh", ".2f", "lower"),
     # The mean score of a policy's texts in runs of K that are weighted to sigma.
     Column("weighted_score", "score, weighted", ".3f"),
     # Of what line 3 learns from: different texts, and different first five tokens.

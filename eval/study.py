@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from distill import load_pair
 from eval.command import OneLineParser, one_line_errors
 from eval.compare import best_of_row
 from eval.job import read_lines
@@ -31,6 +32,7 @@ from eval.sample import TrainedJob
 from eval.world import SAMPLES, load_target, load_world, save_target, target_directory
 from tinystories.files import read_json, read_tensors, write_json, write_text
 from tsmc import SCHEMES, Rule, Streams
+from tsmc.proposal import proposal_log_probs
 from tsmc.rejection import exact_samples
 
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
@@ -40,8 +42,13 @@ SIZES = "--eval-particles 50 20 100 1000"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
 SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
 QUESTION = "--lm smollm2 --potential docs/question.py:log_phi"
-# Draws of p for the exact samples that all runs of a task share.
-TARGETS = {"docs/results/sad": 300_000, "docs/results/smollm2": 150_000}
+FRESH = "docs/results/fresh"  # exact samples of the first task, drawn after all tuning
+# Draws of p for the exact samples that all runs of a task share, and their seed.
+TARGETS = {
+    FRESH: (900_000, 1),
+    "docs/results/sad": (300_000, 0),
+    "docs/results/smollm2": (150_000, 0),
+}
 RUNS = {  # options and seeds
     "paper": (f"{PAPER} {SIZES}", FIVE),
     "pooled": (f"{POOLED} {SIZES}", FIVE),
@@ -68,10 +75,11 @@ RUNS = {  # options and seeds
     "sad-every-step": (f"{PAPER} --ess-threshold 1 {SAD}", THREE),
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
     "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
-    "smollm2-paper": (f"{PAPER} {SMOL}", (91,)),
+    "smollm2-paper": (f"{PAPER} {SMOL}", FIVE),
     "smollm2-pooled": (f"{POOLED} {SMOL}", FIVE),
     "smollm2-earlier-pooled": (f"{POOLED} {SMOL}", (91, 92)),  # by version 0.16
     "smollm2-no-held-out": (f"{POOLED} {SMOL} --pool-held-out 0", (91, 92)),
+    "question-paper": (f"{PAPER} {QUESTION}", THREE),
     "question-pooled": (f"{POOLED} {QUESTION}", THREE),
 }
 RULES = {  # of resampling, under which the pairs of the runs RULED are measured
@@ -84,10 +92,11 @@ RULES = {  # of resampling, under which the pairs of the runs RULED are measured
 RULED = ("paper", "sad-paper")
 BEST, BEST_OF = 50, ("dpo-full", "sad-dpo-full")  # with these runs the best of 50 texts of p
 COUNTED, BINS = ("paper", "beta-1"), 20  # of these jobs the toxicity of p and sigma is counted
+AGAIN = ("paper", "pooled")  # these have a second KL, by the exact samples FRESH
 
 RUNNING, KEPT = Path("runs/study"), Path("docs/results/runs")
 PAGE, README = Path("docs/results.md"), Path("README.md")
-DRAWING = threading.Lock()  # of exact samples
+ALONE = threading.Lock()  # for work of this process, whose random state users' functions share
 
 
 def make(name: str) -> bool:
@@ -101,14 +110,15 @@ def make(name: str) -> bool:
     made = {"name": kind, "seed": int(seed), "command": command}
     made |= {"version": version, "commit": commit}
     if "--target" in command:
-        with DRAWING:  # the other runs of the task wait
+        with ALONE:  # the other runs of the task wait
             make_target(command.split())
     arguments = [*command.split(), "--seed", seed, "--out", str(path)]
     if (path / "config.json").exists():
         arguments = ["--resume", str(path)]
     done = subprocess.run([sys.executable, "main.py", *arguments], stdout=subprocess.DEVNULL)
     if done.returncode == 0:
-        keep(path, made)
+        with ALONE:
+            keep(path, made)
     print(f"{name}: {'failed' if done.returncode else 'done'}", flush=True)
     return done.returncode == 0
 
@@ -119,8 +129,8 @@ def make_target(arguments: list[str]) -> None:
     if not Path(options.target).exists():
         own = dataclasses.replace(options, target="")
         world = load_world(own)
-        count = TARGETS[options.target]
-        streams = Streams(device=own.torch_device())
+        count, seed = TARGETS[options.target]
+        streams = Streams(seed, own.torch_device())
         exact = exact_samples(world.base, world.potential, streams, "exact samples", count)
         world.set_exact(exact)
         save_target(Path(options.target), world, own)
@@ -147,6 +157,10 @@ def keep(job: Path, made: dict) -> None:
         results["best_of"] = best_of_row(BEST, options, load_world(options, job))
     if made["name"] in COUNTED:
         results["histograms"] = histograms(job)
+    if made["name"] in AGAIN:
+        rows = [results["base"], *results["generations"]]
+        for row, kl in zip(rows, fresh_kls(job, len(rows) - 1), strict=True):
+            row["kl_fresh"] = kl
     write_json(KEPT / f"{job.name}.json", results)
 
 
@@ -171,6 +185,18 @@ def rules(job: Path, m: int) -> dict[str, dict]:
         scores = scores.view_as(ancestors).gather(1, ancestors)[drawn.population.is_alive().cpu()]
         found[name] = {"score": scores.mean().item()}
     return found
+
+
+def fresh_kls(job: Path, count: int) -> list[float]:
+    """KL(sigma||p), then KL(sigma||q) of each generation, by exact samples that nothing was tuned
+    on."""
+    make_target(["--target", FRESH])
+    world = load_world(dataclasses.replace(saved_options(job), target=FRESH), job)
+    log_q = [world.reference.log_p]  # [A] each
+    for m in range(count):
+        pair = load_pair(TrainedJob(job, m).pair, world.base)
+        log_q.append(proposal_log_probs(pair.model, pair.twist, world.reference.exact.tokens)[1])
+    return [world.kl_row(values)[KL] for values in log_q]
 
 
 def read_runs(folder: Path) -> Places:

@@ -101,6 +101,7 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(
     monkeypatch.setattr(study, "RUNS", {"paper": ("--length 5", (91, 92))})
     monkeypatch.setattr(study, "RULES", {"end alone": study.RULES["end alone"]})
     job, started = finished_job("paper"), []
+    monkeypatch.setattr(study, "FRESH", str(job / "target"))  # in place of others
 
     def begin(command: list[str], **_: object) -> SimpleNamespace:
         """In place of git, and of main.py, which fails the first time."""
@@ -130,6 +131,7 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(
     rows = read_results(job)["generations"]
     for row, own, rule in zip(kept["generations"], rows, kept["rules"], strict=True):
         assert row.items() >= own.items() and 0 < rule["end alone"]["score"] < 1
+        assert row["kl_fresh"] == pytest.approx(row[KL], abs=1e-4)
     seconds = [row["core_seconds"] for row in kept["generations"]]
     for name, counts in kept["histograms"].items():
         row = kept[name.lower()]
@@ -143,7 +145,7 @@ def test_a_study_makes_what_is_missing_and_keeps_its_numbers(
 def test_exact_samples_of_a_task_are_drawn_once(tmp_path, monkeypatch):
     target, file = str(tmp_path / "dogs"), tmp_path / "dogs" / "samples.safetensors"
     options = ["--potential", "keyword:dog", "--length", "5", "--target", target]
-    monkeypatch.setattr(study, "TARGETS", {target: 2000})
+    monkeypatch.setattr(study, "TARGETS", {target: (2000, 0)})
     study.make_target(options)
     drawn = file.read_bytes()
     study.make_target(options)

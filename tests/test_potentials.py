@@ -186,12 +186,13 @@ def test_a_users_code_keeps_its_own_state_of_the_process(tmp_path, monkeypatch):
     assert torch.is_grad_enabled() and theirs == {0: "/", 1: torch.float64, 3: 3}
 
 
-MIXED = """import os, subprocess
+MIXED = """import os, subprocess, sys
 from eval.command import one_line_errors
 with one_line_errors("program"):
     os.write(1, b"raw\\n")
     subprocess.run(["echo", "child"])
     print("result \u4e2d")
+    sys.stdout = sys.stderr  # as threads leave it that redirect it at the same time
 print("later")
 """
 

@@ -77,8 +77,7 @@ RUNS = {  # options and seeds
     "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
     "smollm2-paper": (f"{PAPER} {SMOL}", FIVE),
     "smollm2-pooled": (f"{POOLED} {SMOL}", FIVE),
-    "smollm2-earlier-pooled": (f"{POOLED} {SMOL}", (91, 92)),  # by version 0.16
-    "smollm2-no-held-out": (f"{POOLED} {SMOL} --pool-held-out 0", (91, 92)),
+    "smollm2-earlier-pooled": (f"{POOLED} {SMOL}", (91, 92)),  # by version 0.15
     "question-paper": (f"{PAPER} {QUESTION}", THREE),
     "question-pooled": (f"{POOLED} {QUESTION}", THREE),
 }
@@ -188,8 +187,7 @@ def rules(job: Path, m: int) -> dict[str, dict]:
 
 
 def fresh_kls(job: Path, count: int) -> list[float]:
-    """KL(sigma||p), then KL(sigma||q) of each generation, by exact samples that nothing was tuned
-    on."""
+    """KL(sigma||p), then KL(sigma||q) of each generation, by the exact samples FRESH."""
     make_target(["--target", FRESH])
     world = load_world(dataclasses.replace(saved_options(job), target=FRESH), job)
     log_q = [world.reference.log_p]  # [A] each

@@ -52,11 +52,11 @@ TARGETS = {
 RUNS = {  # options and seeds
     "paper": (f"{PAPER} {SIZES}", FIVE),
     "pooled": (f"{POOLED} {SIZES}", FIVE),
-    "every-step": (f"{PAPER} --ess-threshold 1", THREE),  # as the paper resamples
-    "no-twist": (f"{PAPER} --ctl-updates 1 --ctl-learning-rate 0", THREE),  # psi = 1
-    "more-twist": (f"{PAPER} --generations 0 --ctl-batch-size 500", THREE),  # scores of paper 2
+    "every-step": (f"{PAPER} --ess-threshold 1", FIVE),  # as the paper resamples
+    "no-twist": (f"{PAPER} --ctl-updates 1 --ctl-learning-rate 0", FIVE),  # psi = 1
+    "more-twist": (f"{PAPER} --generations 0 --ctl-batch-size 500", FIVE),  # scores of paper 2
     "dpg": (f"{PAPER} {DPG}", THREE),
-    "dpg-alone": (f"{PAPER} {DPG} --generations 0 --ctl-batch-size 500", THREE),  # as many scores
+    "dpg-alone": (f"{PAPER} {DPG} --generations 0 --ctl-batch-size 500", FIVE),  # as many scores
     "sixo": (f"{PAPER} --objective sixo", THREE),
     "lora": (f"{PAPER} --student lora", THREE),
     "no-effective-potential": (f"{PAPER} --no-effective-potential", THREE),
@@ -70,6 +70,7 @@ RUNS = {  # options and seeds
     "grpo-ten": ("--learner grpo --batch-size 1280", (91,)),
     "beta-1": (f"{POOLED} --generations 0 --beta 1", (91,)),
     "sad-paper": (f"{PAPER} {SAD}", THREE),
+    "sad-more-twist": (f"{PAPER} --generations 0 --ctl-batch-size 500 {SAD}", THREE),
     "sad-dpg-alone": (f"{PAPER} {DPG} --generations 0 --ctl-batch-size 500 {SAD}", THREE),
     "sad-pooled": (f"{POOLED} {SAD}", THREE),
     "sad-every-step": (f"{PAPER} --ess-threshold 1 {SAD}", THREE),

@@ -67,6 +67,7 @@ def draw_panels(
         (column,) = (one for one in COLUMNS if one.key == key)
         label = f"{column.title} (better: {column.better})"
         axes.set(title=title, xlabel=xlabel, ylabel=label)
+        axes.tick_params(axis="x", labelsize="small")  # names of baselines are long
         means = [y for line in axes.containers for y in line[0].get_ydata()]
         if key == KL and max(means) > 4 * min(means) > 0:
             # Baselines are far away, and intervals may reach anywhere: the means choose the axis.

@@ -102,6 +102,7 @@ class ScoredTexts:
         return self.scores.get("toxicity", self.scores["log_phi"])
 
     def rows(self, source: str) -> list[dict]:
+        """The lines of samples.jsonl, a text each; `source` names where the texts are from."""
         rows = []
         for n, text in enumerate(self.texts):
             scores = {name: values[n].item() for name, values in self.scores.items()}

@@ -78,6 +78,7 @@ class Options:
         check(self.learning)
 
     def as_json(self) -> dict[str, Any]:
+        """All values by name, those of the learner among them, as `build` reads them."""
         own = dataclasses.asdict(self)
         learning = own.pop("learning")
         return own | learning

@@ -24,7 +24,7 @@ from distill import LEARNERS, Pair, Weighted, load_pair, sample
 from distill.learner import AT_END
 from distill.options import check, option
 from eval.command import OneLineParser, one_line_errors, printable, say
-from eval.job import count_generations
+from eval.job import PAIR, count_generations
 from eval.options import Options, add_arguments, saved_options
 from eval.picture import draw_picture
 from eval.world import check_unchanged, load_plain_world
@@ -63,7 +63,7 @@ class TrainedJob:
             raise ValueError(f"{folder}: holds no generation; name a job that has finished one")
         if not 0 <= self.generation <= last:
             raise ValueError(f"generation {generation} is not in {folder}; it holds 0 to {last}")
-        self.pair = folder / f"generation-{self.generation}" / "pair.safetensors"
+        self.pair = folder / f"generation-{self.generation}" / PAIR
         self.world = lru_cache(maxsize=1)(load_plain_world)
         check_unchanged(folder, self.world(self.options))
 

@@ -24,7 +24,7 @@ import torch
 from distill import load_pair
 from eval.command import OneLineParser, one_line_errors
 from eval.compare import best_of_row
-from eval.job import read_lines
+from eval.job import PAIR, read_lines
 from eval.metrics import KL
 from eval.options import read_options, saved_options
 from eval.report import Places, draw_study, fill
@@ -38,6 +38,7 @@ from tsmc.rejection import exact_samples
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
 PAPER, POOLED = "--learner paper", "--learner pooled"
 DPG = "--objective dpg --ctl-learning-rate 5e-4"
+ONCE = "--generations 0 --ctl-batch-size 500"  # the scores of `paper` 2 in generation 0
 SIZES = "--eval-particles 50 20 100 1000"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
 SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
@@ -54,9 +55,9 @@ RUNS = {  # options and seeds
     "pooled": (f"{POOLED} {SIZES}", FIVE),
     "every-step": (f"{PAPER} --ess-threshold 1", FIVE),  # as the paper resamples
     "no-twist": (f"{PAPER} --ctl-updates 1 --ctl-learning-rate 0", FIVE),  # psi = 1
-    "more-twist": (f"{PAPER} --generations 0 --ctl-batch-size 500", FIVE),  # scores of paper 2
+    "more-twist": (f"{PAPER} {ONCE}", FIVE),
     "dpg": (f"{PAPER} {DPG}", THREE),
-    "dpg-alone": (f"{PAPER} {DPG} --generations 0 --ctl-batch-size 500", FIVE),  # as many scores
+    "dpg-alone": (f"{PAPER} {DPG} {ONCE}", FIVE),
     "sixo": (f"{PAPER} --objective sixo", THREE),
     "lora": (f"{PAPER} --student lora", THREE),
     "no-effective-potential": (f"{PAPER} --no-effective-potential", THREE),
@@ -70,8 +71,8 @@ RUNS = {  # options and seeds
     "grpo-ten": ("--learner grpo --batch-size 1280", (91,)),
     "beta-1": (f"{POOLED} --generations 0 --beta 1", (91,)),
     "sad-paper": (f"{PAPER} {SAD}", THREE),
-    "sad-more-twist": (f"{PAPER} --generations 0 --ctl-batch-size 500 {SAD}", THREE),
-    "sad-dpg-alone": (f"{PAPER} {DPG} --generations 0 --ctl-batch-size 500 {SAD}", THREE),
+    "sad-more-twist": (f"{PAPER} {ONCE} {SAD}", THREE),
+    "sad-dpg-alone": (f"{PAPER} {DPG} {ONCE} {SAD}", THREE),
     "sad-pooled": (f"{POOLED} {SAD}", THREE),
     "sad-every-step": (f"{PAPER} --ess-threshold 1 {SAD}", THREE),
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
@@ -96,7 +97,7 @@ AGAIN = ("paper", "pooled")  # these have a second KL, by the exact samples FRES
 
 RUNNING, KEPT = Path("runs/study"), Path("docs/results/runs")
 PAGE, README = Path("docs/results.md"), Path("README.md")
-ALONE = threading.Lock()  # for work of this process, whose random state users' functions share
+ALONE = threading.Lock()  # for potentials of users, which may change the state of the process
 
 
 def make(name: str) -> bool:
@@ -193,7 +194,7 @@ def fresh_kls(job: Path, count: int) -> list[float]:
     world = load_world(dataclasses.replace(saved_options(job), target=FRESH), job)
     log_q = [world.reference.log_p]  # [A] each
     for m in range(count):
-        pair = load_pair(TrainedJob(job, m).pair, world.base)
+        pair = load_pair(job / f"generation-{m}" / PAIR, world.base)
         log_q.append(proposal_log_probs(pair.model, pair.twist, world.reference.exact.tokens)[1])
     return [world.kl_row(values)[KL] for values in log_q]
 

@@ -104,6 +104,7 @@ def load_network(
 
 
 def check_finite(network: torch.nn.Module) -> None:
+    """ValueError where a parameter is NaN or infinite."""
     for name, parameter in network.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"{name} holds NaN, or values infinite in float32")

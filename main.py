@@ -7,54 +7,62 @@
 
 The target never changes: sigma(s_{1:T}) is proportional to p^(0)(s_{1:T}) phi(s_{1:T}) (eq. 2), and
 p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). This is the loop of docs/tiny.py, with
-networks in place of tables. `distill/paper.py` has the paper's lines 1, 3 and 4, and
-`distill/pooled/` ours (`--learner pooled`). A generation is measured and kept once it is learned.
+networks in place of tables; `distill/paper.py` has lines 1, 3 and 4. A generation is measured and
+kept once it is learned.
 """
 
-from eval.command import one_line_errors
-from eval.evaluate import evaluate, evaluate_ends
-from eval.figures import draw_figures
-from eval.job import Job
-from eval.options import LEARNERS, Options, read_options
-from eval.table import closing
+from typing import Any
+
+from distill.paper import Paper
+from eval.evaluate import end_rows, generation_row
+from eval.figures import draw_figure
+from eval.job import Job, command
+from eval.metrics import named_rows, table
+from eval.options import Options, read_options
 from eval.world import World, load_world
-from tsmc import Streams, processes
+from tsmc.streams import Streams, join_processes
+
+LEARNERS = {  # by the name that --learner gives; those of beyond/ are not the paper's
+    "paper": "distill.paper:Paper",
+    "dpo": "distill.policy:DPO",
+    "grpo": "distill.policy:GRPO",
+    "rl": "beyond.rl:RL",
+    "dpg": "beyond.dpg:DPG",
+    "pooled": "beyond.pooled:Pooled",
+}
 
 
-def self_distilled_tsmc(options: Options, world: World, job: Job) -> dict:
+def self_distilled_tsmc(options: Options, world: World, job: Job, learner: Paper) -> dict[str, Any]:
     """Algorithm 1, from the beginning or behind the last generation that the job has kept."""
-    streams = Streams(options.seed, options.torch_device())
-    learner = LEARNERS[options.learner](world.base, world.potential, options.learning, streams)
     # The rows Base and Target come first: they tell early whether phi is too rare to learn from.
-    evaluate_ends(job, world, learner)
+    if not job.file(None).exists():
+        job.keep_ends(end_rows(options, world, learner), world)
     done = job.num_done()
-    if done > 0:
-        pair = job.restore(done - 1, learner)
+    pair = job.restore(done - 1, learner) if done > 0 else None
     for m in range(done, options.generations + 1):  # line 2
-        if m == 0:
-            pair = learner.first_twist()  # line 1: (p^(0), psi^(0))
-        else:
-            model = learner.distil(pair, m)  # line 3: p^(m)
-            pair = learner.learn_twist(model, m)  # line 4: (p^(m), psi^(m))
-        # With torchrun every process goes on with the networks of process 0.
-        processes.align(pair.modules(world.base).values())
-        row, samples = evaluate(job, world, learner, pair, m)  # the table's row, and its texts
-        job.keep(m, row, samples, learner, pair)  # from here on --resume goes on behind it
+        model = learner.distil(pair, m) if m > 0 else world.base  # line 3: p^(m)
+        pair = learner.learn_twist(model, m)  # lines 1 and 4: (p^(m), psi^(m))
+        row = generation_row(options, world, learner, pair, m)
+        pair = job.keep(m, row, pair, learner)  # from here on --resume goes on behind it
     return job.finish()  # all rows
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line to table; bad input ends with one line and exit code 2, Ctrl-C with code 130."""
-    with one_line_errors("main.py"):
-        options, resumed_folder = read_options(arguments, __doc__.splitlines()[0])
-        processes.join(options.torch_device())
-        job = Job(options, resumed_folder)
-        world = load_world(options, resumed_folder)
-        with job:  # locked and written once nothing can be refused any more
-            results = self_distilled_tsmc(options, world, job)
-            if processes.rank() == 0:
-                draw_figures(results, job.path)
-                print(closing(results, job.path))
+    with command("main.py") as remedies:
+        options, learner_class, resumed = read_options(arguments, LEARNERS, __doc__)
+        join_processes(options.torch_device())
+        world = load_world(options, resumed)
+        job = Job(options, resumed)
+        remedies.append(f"continue with --resume {job.path}")
+        streams = Streams(options.seed, options.torch_device())
+        learner = learner_class(world.base, world.potential, options, streams)
+        results = self_distilled_tsmc(options, world, job, learner)
+        if job.is_writer:
+            draw_figure(results, job.path / "generations.png")
+            rows = named_rows(results)
+            print(table(rows), *rows[f"Generation {options.generations}"]["examples"], sep="\n")
+            print(f"Everything is in {job.path}; more texts: python -m eval.sample {job.path}")
 
 
 if __name__ == "__main__":

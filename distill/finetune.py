@@ -1,4 +1,4 @@
-"""What fine-tuning shares: the trained copy, all of it or by LoRA, and its updates.
+"""What fine-tuning shares: the trained copy, all of it or by LoRA, its updates, its best values.
 
     AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01 of matrices only
     LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8
@@ -15,8 +15,6 @@ import re
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-
-from tsmc import processes
 
 WEIGHT_DECAY = 0.01
 RANK = 8  # of LoRA
@@ -35,21 +33,20 @@ def draw_batches(
 class Best:
     """The parameters of a network with the least loss on texts held out."""
 
-    def __init__(self, patience: int):
+    def __init__(self, network: nn.Module, patience: int):
         """A fit is over when `patience` further checks have found no lower loss."""
+        self.network = network
         self.patience = patience
         self.losses: list[float] = []
         self.values: dict[str, Tensor] = {}
 
-    def note(self, network: nn.Module, loss: float) -> None:
-        """A check: the loss of the network in training."""
-        self.losses.append(processes.of_first(loss))  # rounding may differ between processes
-        self.network = network
-        if self.losses.index(min(self.losses)) == len(self.losses) - 1:
-            self.values = copy.deepcopy(network.state_dict())
-
-    def is_over(self) -> bool:
-        return self.losses.index(min(self.losses)) + self.patience < len(self.losses)
+    def is_over(self, loss: float) -> bool:
+        """Note the loss of the network in training; whether the fit has passed its best."""
+        self.losses.append(loss)
+        best = self.losses.index(min(self.losses))
+        if best == len(self.losses) - 1:
+            self.values = copy.deepcopy(self.network.state_dict())
+        return best + self.patience < len(self.losses)
 
     def restore(self) -> None:
         """Give the network its best parameters, where there was a check."""
@@ -85,13 +82,12 @@ def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Module]:
             parametrize.register_parametrization(layer, "weight", LoRA(weight, generator))
             added.append(layer)
     if not added:
-        fault = "the network has no query or value projection that LoRA knows"
-        raise ValueError(f"{fault}; fine-tune all parameters (--student full)")
+        raise ValueError("the network has no query or value projection that LoRA knows")
     return added
 
 
 class Student:
-    """A copy, in float32 or wider, of a plain language model in training, and its optimiser."""
+    """A copy, in float32 or wider, of a language model's network in training, and its optimiser."""
 
     def __init__(
         self, network: nn.Module, learning_rate: float, lora: bool, generator: torch.Generator
@@ -101,9 +97,9 @@ class Student:
         # A step of 3e-5 would vanish in bfloat16, so training is in float32 at least.
         self.network = copy.deepcopy(network).to(wide).requires_grad_(True)
         self.lora = add_lora(self.network, generator) if lora else []  # the layers that have it
-        self.parameters = [one for one in self.network.parameters() if one.requires_grad]
-        matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
-        vectors = [parameter for parameter in self.parameters if parameter.ndim <= 1]
+        parameters = [one for one in self.network.parameters() if one.requires_grad]
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         settings = {"lr": learning_rate, "weight_decay": WEIGHT_DECAY, "fused": True}
         self.optimizer = torch.optim.AdamW(groups, **settings)
@@ -113,11 +109,8 @@ class Student:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def finish(self, m: int) -> nn.Module:
-        """The trained network in the type it came in; ValueError where it is not finite."""
+    def finish(self) -> nn.Module:
+        """The trained network, in the type it came in; W becomes W + B A."""
         for layer in self.lora:
-            parametrize.remove_parametrizations(layer, "weight")  # W becomes W + B A
-        if not all(parameter.isfinite().all() for parameter in self.network.parameters()):
-            fault = f"the language model of generation {m} is not finite"
-            raise ValueError(f"{fault}; lower the learning rate")
+            parametrize.remove_parametrizations(layer, "weight")
         return self.network.to(self.dtype)

@@ -1,87 +1,70 @@
 """A trained pair (p^(m), psi^(m)), and its file.
 
-    model.*      p^(m): a fine-tuned network, or an adapter of p^(0); p^(m) may also be p^(0)
-    twist.*      psi^(m), which may also be 1
+    model.*      p^(m), a fine-tuned network, unless it is p^(0)
+    twist.*      psi^(m), unless it is 1
+    learner.*    what the learner needs to go on, if anything
 
-One safetensors file holds both; its metadata say what they are.
+One safetensors file holds all of it. Its metadata name the class of p^(m) where it is of another
+kind than p^(0), as "module:Class"; that class loads itself.
 """
 
 import copy
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from safetensors import safe_open
+from torch import Tensor
 
-from distill.pooled.adapter import Adapted, Adapter
 from tinystories.decoder import Conditional
-from tinystories.files import read_metadata, read_tensors, reading, write_tensors
+from tinystories.load import naming, write_tensors
 from twist.mlp import TwistMLP
-
-# What p^(m) may be; an adapter, of --learner pooled alone, moves the logits of p^(0).
-BASE, NETWORK, ADAPTER = "p^(0)", "fine-tuned", "adapter"
 
 
 @dataclass(frozen=True)
 class Pair:
     """What twisted SMC runs with: a language model and its twist."""
 
-    model: Any  # p^(m), a Conditional
+    model: Conditional  # p^(m)
     twist: Any  # psi^(m): a module, or None for psi = 1
 
-    def modules(self, base: Conditional) -> dict[str, nn.Module]:
-        """What the pair has beside p^(0) = base: "model" and "twist", where there are any."""
-        found = {}
-        if isinstance(self.model, Adapted):
-            found["model"] = self.model.adapter
-        elif self.model is not base:
-            found["model"] = self.model.network
-        if self.twist is not None:
-            found["twist"] = self.twist
-        return found
 
-
-def save_pair(path: str | Path, pair: Pair, base: Conditional) -> None:
-    """Write what a pair has beside p^(0) = base, as `load_pair` reads it."""
-    kind = BASE if pair.model is base else NETWORK
-    if isinstance(pair.model, Adapted):
-        kind = ADAPTER
-    tensors = {}
-    for part, module in pair.modules(base).items():
+def save_pair(path: Path, pair: Pair, base: Conditional, state: dict[str, Tensor]) -> None:
+    """Write what a pair has beside p^(0) = base, and the state of its learner."""
+    modules = {} if pair.model is base else {"model": pair.model.network}
+    if pair.twist is not None:
+        modules["twist"] = pair.twist
+    tensors = {f"learner.{name}": tensor for name, tensor in state.items()}
+    for part, module in modules.items():
         for name, tensor in module.state_dict().items():
             tensors[f"{part}.{name}"] = tensor.clone()  # some may share their memory
-    write_tensors(Path(path), tensors, model=kind)
+    kind = type(pair.model)
+    is_other = pair.model is not base and kind is not type(base)
+    write_tensors(path, tensors, model=f"{kind.__module__}:{kind.__name__}" if is_other else "")
 
 
-def load_pair(path: str | Path, base: Conditional) -> Pair:
-    """The pair over p^(0) = base; ValueError names a file that is missing, damaged or misfits."""
-    path = Path(path)
-    parts: dict[str, dict[str, Tensor]] = {"model": {}, "twist": {}}
-    kind = read_metadata(path).get("model")
-    remedy = "restore the run's own file, or make the run again"
-    with reading(path, "holds no pair of this version and this model", remedy):
-        for name, tensor in read_tensors(path).items():
+def load_pair(path: Path, base: Conditional) -> tuple[Pair, dict[str, Tensor]]:
+    """The pair over p^(0) = base, and the state of its learner; RuntimeError where the tensors are
+    those of another network."""
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "twist": {}, "learner": {}}
+    with naming(path), safe_open(path, "pt", device=str(base.prompt.device)) as file:
+        kind = (file.metadata() or {}).get("model")
+        for name in file.keys():  # noqa: SIM118 (the file is no dictionary)
             part, _, rest = name.partition(".")
-            parts[part][rest] = tensor
-            if not tensor.isfinite().all():
-                raise ValueError(f"{name} holds NaN or infinite numbers")
-        source = torch.Generator(base.prompt.device)  # of first values, which are replaced
+            parts[part][rest] = file.get_tensor(name)
         model, twist = base, None
-        if kind == ADAPTER:
-            has_scores = "scores" in parts["model"]
-            scores = torch.zeros(base.vocab_size) if has_scores else None  # loaded below
-            adapter = Adapter(base, scores, source).to(base.prompt.device)
-            adapter.load_state_dict(parts["model"])
-            model = Adapted(base, adapter.requires_grad_(False))
-        elif kind == NETWORK:
+        if kind:
+            module, _, class_name = kind.partition(":")
+            model = getattr(importlib.import_module(module), class_name).load(base, parts["model"])
+        elif parts["model"]:
             network = copy.deepcopy(base.network)
             network.load_state_dict(parts["model"])
             model = base.with_network(network.requires_grad_(False))
-        elif kind != BASE:
-            raise ValueError(f"its model is {kind!r}")
         if parts["twist"]:
-            twist = TwistMLP(base.width, base.vocab_size, source)
+            generator = torch.Generator(base.prompt.device)  # of first values, which are replaced
+            twist = TwistMLP(base.width, base.vocab_size, generator)
             twist.load_state_dict(parts["twist"])
             twist.requires_grad_(False)
-    return Pair(model, twist)
+    return Pair(model, twist), parts["learner"]

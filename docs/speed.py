@@ -21,6 +21,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval.command import OneLineParser, one_line_errors
+
 from eval.options import POCKET
 from tinystories import Conditional, load_model
 from tsmc import sample_proposal, tsmc

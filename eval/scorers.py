@@ -4,7 +4,7 @@
         h = encoder(s)_0                                 [B, D]   state on the first token, <s>
         logit = w^T tanh(W h)                            [B]      RoBERTa; POSITIVE is non-toxic
         log p(toxic | s) = log sigmoid(-logit)           [B]      finite where p rounds to 0 as well
-    vector of a text   for similarity and energy distance
+    vector of a text   for similarity
         e = sum_t m_t h_t / sum_t m_t,  e <- e / |e|     [B, D]   BERT; m is 0 on padding
 
 Both are the transformer encoder
@@ -26,9 +26,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tinystories.files import read_json
 from tinystories.gpt_neo import at_least_float32
-from tinystories.load import config_from_json, load_network, save_network
+from tinystories.load import config_from_json, load_network
 
 BATCH = 64  # texts at most
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
@@ -70,15 +69,15 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, bias: Tensor, wanted: int | None = None) -> Tensor:
         """States [B, Q, D] of the first Q = wanted tokens, by default of all, of x [B, T, D];
         bias [B, 1, 1, T] is added to the scores."""
-        own = x[:, :wanted]  # [B, Q, D]
+        first = x[:, :wanted]  # [B, Q, D]
         q, k, v = (
             projection(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, ., D/H]
-            for projection, y in zip(self.attention["self"].values(), (own, x, x), strict=True)
+            for projection, y in zip(self.attention["self"].values(), (first, x, x), strict=True)
         )
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias  # [B, H, Q, T]
         mixed = (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(-2)  # [B, Q, D]
         add = self.attention["output"]
-        x = add["LayerNorm"](own + add["dense"](mixed))
+        x = add["LayerNorm"](first + add["dense"](mixed))
         hidden = F.gelu(self.intermediate["dense"](x))
         return self.output["LayerNorm"](x + self.output["dense"](hidden))
 
@@ -154,28 +153,15 @@ class ToxicityClassifier(nn.Module):
 
 
 def load_scorer(
-    kind: type, path: str | Path, device: str | torch.device = "cpu"
+    kind: type, path: Path, device: str | torch.device = "cpu"
 ) -> tuple[Any, Tokenizer]:
-    """Network of a class (float32, eval mode) and tokenizer; ValueError names what does not fit."""
-    file = Path(path) / "1_Pooling" / "config.json"  # of sentence-transformers
-    pooling = read_json(file) if file.exists() else {}
-    modes = {name for name in pooling if name.startswith("pooling_mode_") and pooling[name]}
-    if pooling.get("pooling_mode", "mean") != "mean" or modes - {"pooling_mode_mean_tokens"}:
-        raise ValueError(f"{file}: its pooling is another; use an encoder that pools by mean")
+    """Network of a class (float32, eval mode) and tokenizer; ValueError for one of another kind."""
     fixed = {"model_type": kind.model_type, "hidden_act": "gelu"}
-    make = lambda raw: kind(config_from_json(EncoderConfig, raw, fixed))  # noqa: E731
-    return load_network(path, kind.model_type, make, device)
 
+    def from_json(raw: dict) -> Any:
+        return kind(config_from_json(EncoderConfig, raw, fixed))
 
-def save_scorer(
-    path: Path, model: Any, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
-) -> None:
-    """Write what `load_scorer` and transformers read, with weights in `dtype`."""
-    tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    config = {"model_type": model.model_type, "num_labels": 1, "hidden_act": "gelu"}
-    config |= dataclasses.asdict(model.config)
-    pad = tokenizer.id_to_token(model.config.pad_token_id)
-    save_network(path, config, tensors, tokenizer, pad_token=pad)
+    return load_network(path, from_json, device)
 
 
 class Runner:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from networks import LONGROPE, POINTER, PROMPT, any_model, tiny, write
 from safetensors.torch import load_file, save_file
+from tinystories.files import read_json, write_json
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel
 from tokenizers.pre_tokenizers import Metaspace, Whitespace
@@ -17,7 +18,6 @@ from eval.world import load_plain_world
 from tinystories import Conditional, GPTNeoModel, load_model
 from tinystories import decoder as decoders
 from tinystories.any_model import AnyModel, is_close
-from tinystories.files import read_json, write_json
 from tinystories.gpt_neo import KeyValueCache
 from tinystories.load import check_prompt, read_tokenizer
 

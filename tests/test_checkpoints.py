@@ -23,6 +23,7 @@ from networks import (
     write,
 )
 from safetensors.torch import load_file, save_file
+from tinystories.files import write_json
 from tokenizers.processors import TemplateProcessing
 
 import tinystories
@@ -30,7 +31,6 @@ from checkpoints.pocket import make
 from eval import scorers
 from eval.options import POCKET, PRESETS
 from eval.scorers import Runner, ToxicityScorer, save_scorer
-from tinystories.files import write_json
 from tinystories.load import END_OF_TEXT, checkpoint_directory, encode_prompt, read_tokenizer
 
 TEXTS = [

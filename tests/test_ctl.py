@@ -6,18 +6,18 @@ import pytest
 import torch
 import worlds
 from safetensors.torch import load_file, save_file
+from tinystories.files import read_metadata
+from twist.objectives import dpg_loss, sixo_loss
 from worlds import generator, log_q, recorded, table_world, tiny_conditional
 
 import distill.paper
 from distill import Paper, PaperOptions, Streams
 from distill.pair import Pair, load_pair, save_pair
 from distill.pooled.adapter import Adapted, Adapter
-from tinystories.files import read_metadata
 from tsmc.exact import TableModel, TableTwist, Target
 from tsmc.sigma import seen_from
 from twist.ctl import ctl_loss, draw_batch
 from twist.mlp import TwistMLP
-from twist.objectives import dpg_loss, sixo_loss
 
 
 def estimated_gradient(sigma, twist, batch_size, source, objective=ctl_loss) -> torch.Tensor:

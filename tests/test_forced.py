@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from twist.factors import regex
 from worlds import generator, letters, random_model
 
 from distill import sample
@@ -17,7 +18,6 @@ from tinystories.decoder import NO_END, counted, is_end
 from tsmc.exact import Target, Tree
 from tsmc.sampler import Rule
 from twist import TextPotential
-from twist.factors import regex
 
 END = 2
 WORLDS = {  # hints of each factor, T, end

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from distill.dpo import dpo_loss, preference_pairs
+from distill.grpo import advantages, grpo_loss
 from networks import tiny
 from worlds import generator, gpt_neo_world, log_q, rare_potential, recorded, tiny_conditional
 
 import distill
 from distill import RL, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions, Streams
-from distill.dpo import dpo_loss, preference_pairs
 from distill.finetune import Student
-from distill.grpo import advantages, grpo_loss
 from distill.pair import Pair
 from distill.paper import CHECKED, PATIENCE
 from distill.pooled.adapter import Adapted, Adapter

@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from eval.command import one_line_errors
+from eval.table import aligned, closing, named_rows, read_results
 from jobs import JOBS, contents, products, refusal, run_main
+from tinystories.files import read_tensors
 
 import main
 from distill import load_pair
 from eval import metrics
-from eval.command import one_line_errors
 from eval.figures import draw_figures
 from eval.job import Job, read_lines
 from eval.metrics import KL, energy_distance, energy_floor, mean_pairwise_cosine
 from eval.options import Options, read_options
 from eval.sample import TrainedJob
-from eval.table import aligned, closing, named_rows, read_results
 from eval.world import SAMPLES, load_world
-from tinystories.files import read_tensors
 from tsmc import Population
 from tsmc.estimate import Estimate
 from tsmc.proposal import proposal_log_probs

@@ -13,15 +13,15 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+import twist.guards
 from tokenizers import Tokenizer, decoders, models
+from twist.factors import ended, keyword, load_factors, without
+from twist.guards import STATE, as_log_phi, call_users
 from worlds import generator, letters, tiny_conditional
 
-import twist.guards
 from distill import sample
 from eval.options import POCKET
 from twist import TextPotential
-from twist.factors import ended, keyword, load_factors, without
-from twist.guards import STATE, as_log_phi, call_users
 from twist.potential import check_potential
 
 INF = math.inf

@@ -16,16 +16,16 @@ from pathlib import Path
 import filelock
 import pytest
 import torch
+from eval.table import read_results
 from jobs import JOBS, contents, exit_codes, job, products, refusal, run_main, signal_at
 from safetensors.torch import load_file, save_file
+from tinystories.files import read_metadata
 from worlds import rare_potential, tiny_conditional
 
 from distill import DPO, BaselineOptions, Paper, PaperOptions, Pooled, PooledOptions, Streams
 from distill.pair import Pair
 from eval.options import saved_options
 from eval.sample import TrainedJob
-from eval.table import read_results
-from tinystories.files import read_metadata
 from tsmc import processes
 
 MOMENTS = {  # before what the run is killed, one time after the other

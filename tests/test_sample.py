@@ -8,17 +8,18 @@ import shutil
 
 import pytest
 import torch
+from distill.tail import pareto_k
 from jobs import refusal
 from safetensors.torch import load_file, save_file
+from tinystories.files import read_metadata
+from twist.factors import regex
 from worlds import generator, letters, table_world, tiny_conditional
 
 from distill import Pair, load_pair, sample
-from distill.tail import pareto_k
 from eval.options import Options
 from eval.sample import TrainedJob, rate, report
 from eval.sample import main as command
 from eval.world import load_plain_world
-from tinystories.files import read_metadata
 from tsmc import SCHEMES, Rule, Streams, proposal_log_probs, tsmc
 from tsmc.draws import log_mean_exp, normalise
 from tsmc.estimate import Estimate
@@ -26,7 +27,6 @@ from tsmc.exact import Target
 from tsmc.proposal import sequence_log_probs
 from tsmc.sigma import seen_from
 from twist import TextPotential
-from twist.factors import regex
 
 
 def spelled(texts):

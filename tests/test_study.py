@@ -9,18 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from eval.compare import best_of_log_ratio
+from eval.table import read_results
 from jobs import refusal
+from tinystories.files import read_json, write_json, write_text
 
 from distill import load_pair
 from eval import compare, study
-from eval.compare import best_of_log_ratio
 from eval.figures import KL
 from eval.job import read_lines
 from eval.options import read_options, saved_options
 from eval.sample import TrainedJob
-from eval.table import read_results
 from eval.world import load_world
-from tinystories.files import read_json, write_json, write_text
 from tsmc.proposal import proposal_log_probs
 
 PROMPT = "Once upon a time, there was a"

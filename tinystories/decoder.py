@@ -6,19 +6,20 @@
     decoder.append(tokens, ancestors)    row n continues row ancestors[n] with tokens[n]
 
 `Conditional` is the one interface of a language model. Each kind says how tokens are read (`cache`,
-`read`) and how states become logits (`head`): a GPT-Neo (`gpt_neo.py`), a network of `transformers`
-(`any_model.py`), a table (`tsmc/exact.py`), p^(0) with an adapter (`distill/pooled/adapter.py`).
+`read`) and how hidden states become logits (`logits`): a GPT-Neo (`gpt_neo.py`), a network of
+`transformers` (`any_model.py`), a table of numbers (`tsmc/exact.py`).
+
+That a text is finished is a property of p. After an `end` the first of the `end` tokens follows
+with probability one, so log p is 0 there, and nothing else needs to know about ends. The hidden
+state of a finished text stays the one that its end was drawn from, with a mark in a last column.
 
 Rows whose texts are equal share their hidden state: all rows at first, those that chose the same
-words in the next steps, and the copies that resampling makes. What a finished text has behind its
-end is certain: log p is 0 there, and `counted` says where it is not. Losses of a model leave it
-out; that of a twist counts log psi of the end at every later t, as in eq. 5.
-N rows, S distinct states, D width, V vocabulary, P prompt tokens, T continuation tokens.
+words in the next steps, and the copies that resampling makes.
+N rows, S shared states, D width, V vocabulary, P prompt tokens, T continuation tokens.
 """
 
 import abc
 import copy
-import functools
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -26,15 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUP = 16  # states are padded to a multiple of this, to avoid fragmentation of the heap
-NO_END = -1  # in place of the token that finishes a text: texts have T tokens
+GROUP = 16  # shared states are padded to a multiple of this, to avoid fragmentation of the heap
 SHARING_PAYS = 0.875  # states are shared up to this share of distinct texts
 MAX_LOGITS = 2**22  # entries of one tensor of logits: 16 MB in float32, of which a few are alive
 ON_GPU = 16  # times as many on a GPU
 CACHED = 2**20  # entries that stay in a processor's cache until the next operation reads them
 FEWEST = 64  # rows of a slice, since each slice reads the output layer anew
-End = int | tuple[int, ...]
-"""The token that finishes a text, or several of which any does."""
 
 
 def padded(rows: Tensor, group: int) -> Tensor:
@@ -51,89 +49,83 @@ def row_slices(rows: Tensor, per_row: int) -> Iterator[slice]:
     return (slice(start, min(len(rows), start + size)) for start in starts)
 
 
-@functools.cache  # a GPU would wait for them at every token
-def end_tokens(end: End, device: torch.device) -> Tensor:
-    return torch.tensor(end, device=device)
-
-
-def is_end(tokens: Tensor, end: End) -> Tensor:
-    """Which of the tokens finish a text, a truth value for each."""
-    return torch.isin(tokens, end_tokens(end, tokens.device))
-
-
-def counted(tokens: Tensor, end: End) -> Tensor:
-    """Which of tokens [N, T] belong to a text: those up to and including the first end."""
-    ends = is_end(tokens, end)  # [N, T]
-    return ends.cumsum(1) - ends.long() == 0  # no end before this token
-
-
 def check_positions(prompt: Tensor, length: int, limit: int) -> None:
-    """ValueError where the prompt [P] or the length is empty, or where both exceed the limit."""
-    if prompt.numel() == 0:
-        raise ValueError("the prompt is empty; give at least one word")
-    if length < 1:
-        raise ValueError(f"the length is {length}; give a number of tokens, at least 1")
-    if prompt.numel() + length > limit:
-        sizes = f"the prompt ({prompt.numel()} tokens) and the length ({length})"
-        raise ValueError(f"{sizes} exceed the model's {limit} positions; shorten one of them")
+    """ValueError where the prompt [P] is empty, or has no room for `length` tokens behind it."""
+    if not 0 < len(prompt) <= limit - length:
+        sizes = f"the prompt has {len(prompt)} tokens and the continuation {length}"
+        raise ValueError(f"{sizes}; the prompt needs at least one, and the model has {limit}")
 
 
 class Decoder:
-    """N continuations, without gradient: their distinct hidden states and their cache."""
+    """N continuations, without gradient: their shared hidden states and their cache."""
 
     @torch.no_grad()
     def __init__(self, model: "Conditional", rows: int):
         """Read the prompt once; `rows` continuations follow."""
         self.model = model
         self.cache = model.cache()
-        self.states = model.read(model.prompt[None], self.cache)[:, -1]  # [1, D]
-        self.state_of = torch.zeros(rows, dtype=torch.long, device=self.states.device)  # [N]
+        self.shared = model.read(model.prompt[None], self.cache)[:, -1]  # [1, D]
+        if model.end:
+            self.shared = F.pad(self.shared, (0, 1))  # no text is finished yet
+        self.share = torch.zeros(rows, dtype=torch.long, device=self.shared.device)  # [N]
 
     @property
     def hidden(self) -> Tensor:
-        """The final hidden state of every row [N, D]."""
-        return self.states[self.state_of]
+        """The hidden state of every row [N, D]."""
+        return self.shared[self.share]
 
-    def distinct(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The distinct states in slices [S, D], for which V logits fit into memory, with the rows
-        [n] that have one of them, and the place [n] of each row's among them."""
-        for some in row_slices(self.states, self.model.vocab_size):
-            is_here = (self.state_of >= some.start) & (self.state_of < some.stop)  # [N]
+    def slices(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The shared states in slices [S, D], for which V logits fit into memory; the rows [n] that
+        have one of them; and which one each of these rows has [n]."""
+        for some in row_slices(self.shared, self.model.vocab_size):
+            is_here = (self.share >= some.start) & (self.share < some.stop)  # [N]
             rows = is_here.nonzero().squeeze(1)  # [n]
-            yield self.states[some], rows, self.state_of[rows] - some.start
+            yield self.shared[some], rows, self.share[rows] - some.start
 
     @torch.no_grad()
     def append(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
-        parents = self.state_of if ancestors is None else self.state_of[ancestors]  # [N]
+        parents = self.share if ancestors is None else self.share[ancestors]  # [N]
         pairs = parents * self.model.vocab_size + tokens  # [N]
-        pairs, state_of = pairs.unique(return_inverse=True)  # [S], [N]; equal rows share
+        pairs, share = pairs.unique(return_inverse=True)  # [S], [N]; equal rows share
         pairs = padded(pairs, GROUP)
         if len(pairs) <= SHARING_PAYS * len(tokens):
             parents = pairs // self.model.vocab_size  # [S]
             tokens = pairs % self.model.vocab_size  # [S]
         else:  # a state for each row
-            state_of = torch.arange(len(tokens), device=tokens.device)
-        self.state_of = state_of
-        if not torch.equal(parents, torch.arange(len(self.states), device=parents.device)):
+            share = torch.arange(len(tokens), device=tokens.device)
+        self.share = share
+        if not torch.equal(parents, torch.arange(len(self.shared), device=parents.device)):
             self.cache.reorder_cache(parents)
-        self.states = self.model.read(tokens[:, None], self.cache)[:, 0]  # [S, D]
+        hidden = self.model.read(tokens[:, None], self.cache)[:, 0]  # [S, D]
+        if self.model.end:
+            before = self.shared[parents]  # [S, D + 1]
+            is_finished = (before[:, -1] > 0) | self.model.is_end(tokens)  # [S]
+            hidden = torch.where(is_finished[:, None], before[:, :-1], hidden)
+            hidden = torch.cat([hidden, is_finished[:, None].to(hidden.dtype)], 1)
+        self.shared = hidden
 
 
 class Conditional(abc.ABC):
     """A language model conditioned on one prompt."""
 
     network: Any  # what is fine-tuned, where the model has one
-    embeddings: Tensor | None = None  # the output embeddings [V, D], where it has some
 
-    def __init__(self, prompt: Tensor, length: int, width: int, vocab_size: int, end: End = NO_END):
-        """prompt [P], then `length` tokens below vocab_size, from states of D = width numbers.
+    def __init__(
+        self,
+        prompt: Tensor,
+        length: int,
+        width: int,
+        vocab_size: int,
+        end: tuple[int, ...] = (),
+    ):
+        """prompt [P], then `length` tokens below vocab_size, from states of `width` numbers.
 
-        A text is finished once it has an `end`: the same token follows with probability one.
+        Any of the tokens `end` finishes a text; without them all texts have T = length tokens.
         """
         self.prompt = prompt
         self.length = length
-        self.width = width
+        self.width = width + bool(end)  # D, with the mark of a finished text
         self.vocab_size = vocab_size
         self.end = end
 
@@ -149,26 +141,51 @@ class Conditional(abc.ABC):
 
     @abc.abstractmethod
     def read(self, ids: Tensor, cache: Any) -> Tensor:
-        """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
+        """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them.
+
+        These states and those that `logits` reads are without the mark of a finished text.
+        """
 
     @abc.abstractmethod
-    def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V], float32 or wider, of hidden states [..., D]."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V], float32 or wider, of unfinished texts' states [..., D]."""
 
-    def states(self, tokens: Tensor) -> Tensor:
+    def is_end(self, tokens: Tensor) -> Tensor:
+        """Which of the tokens finish a text, a truth value for each."""
+        return torch.isin(tokens, torch.tensor(self.end, device=tokens.device))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] of hidden states [..., D], of finished texts as well."""
+        if not self.end:
+            return self.logits(hidden)
+        logits = self.logits(hidden[..., :-1])
+        certain = logits.new_full((self.vocab_size,), -torch.inf)
+        certain[self.end[0]] = 0.0
+        return torch.where(hidden[..., -1:] > 0, certain, logits)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
         """The hidden states [N, T, D] that predict each of tokens [N, T]."""
         cache = self.cache()
         first = self.read(self.prompt[None], cache)[:, -1:].expand(len(tokens), -1, -1)  # [N, 1, D]
-        if tokens.shape[1] == 1:
-            return first
-        cache.reorder_cache(torch.zeros_like(tokens[:, 0]))  # every row continues the prompt
-        return torch.cat([first, self.read(tokens[:, :-1], cache)], 1)
+        hidden = first
+        if tokens.shape[1] > 1:
+            cache.reorder_cache(torch.zeros_like(tokens[:, 0]))  # every row continues the prompt
+            hidden = torch.cat([first, self.read(tokens[:, :-1], cache)], 1)
+        if not self.end:
+            return hidden
+        is_end = self.is_end(tokens)  # [N, T]
+        is_finished = is_end.cumsum(1) > is_end.long()  # [N, T] whether an end comes before
+        # Every t is predicted by the state of t, or of the end that comes before it.
+        last = (~is_finished).sum(1, keepdim=True) - 1  # [N, 1]
+        t = torch.minimum(torch.arange(tokens.shape[1], device=tokens.device), last)  # [N, T]
+        hidden = hidden.gather(1, t[..., None].expand_as(hidden))
+        return torch.cat([hidden, is_finished[..., None].to(hidden.dtype)], 2)
 
     def log_probs(self, tokens: Tensor) -> Tensor:
         """log p(s_t | s_{0:t-1}) [N, T] (eq. 1) of tokens [N, T]; 0 behind the end of a text."""
-        logits = self.head(self.states(tokens))  # [N, T, V]
+        logits = self.head(self.hidden(tokens))  # [N, T, V]
         losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
-        return (-losses.view(tokens.shape)).where(counted(tokens, self.end), 0.0)
+        return -losses.view(tokens.shape)
 
     def decoder(self, rows: int) -> Decoder:
         """`rows` continuations, to be written token by token."""

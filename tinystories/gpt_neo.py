@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.decoder import NO_END, Conditional, End, check_positions
+from tinystories.decoder import Conditional, check_positions
 
 Part = tuple[Tensor, ...]  # keys and values of some positions, of each row or of all rows
 
@@ -182,10 +182,10 @@ class GPTNeoModel(Conditional):
         network: GPTNeo,
         prompt: Tensor,
         length: int,
-        end: End = NO_END,
+        end: tuple[int, ...] = (),
         vocab_size: int | None = None,
     ):
-        """prompt [P], then T = length tokens; ValueError where they do not fit the network.
+        """prompt [P], then T = length tokens; ValueError where they exceed the network's positions.
 
         Tokens from `vocab_size` on, which a tokenizer may lack, are never drawn.
         """
@@ -194,15 +194,11 @@ class GPTNeoModel(Conditional):
         super().__init__(prompt, length, config.hidden_size, vocab_size or config.vocab_size, end)
         self.network = network
 
-    @property
-    def embeddings(self) -> Tensor:
-        return self.network.transformer.wte.weight[: self.vocab_size].detach()
-
     def cache(self) -> KeyValueCache:
         return KeyValueCache()
 
     def read(self, ids: Tensor, cache: KeyValueCache) -> Tensor:
         return self.network.transformer(ids, cache)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return self.network.head(hidden)[..., : self.vocab_size]

@@ -10,26 +10,26 @@ followed by token v is entry i V + v of the next list. Tables can take the place
 
     p(v | s_{1:t-1}) = softmax(logits[n])_v,   log psi(s_{1:t-1}, v) = log_psi[n, v]
 
-Row n of a table belongs to prefix n, whose `hidden` state is that number: the empty prefix is 0,
-and prefix n followed by token v is n V + 1 + v. D width, V vocabulary, N rows, T steps.
+Row n of a table belongs to prefix n, whose hidden state is that number: the empty prefix is 0, and
+prefix n followed by token v is n V + 1 + v. D width, V vocabulary, N rows, T steps.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tinystories.decoder import NO_END, Conditional, End, counted, row_slices
+from tinystories.decoder import Conditional, row_slices
 from tsmc.proposal import WIDEST, Twist
-from tsmc.sigma import LogPotential
 
 LIMIT = 2**21  # sequences
 
 
 def all_sequences(vocab_size: int, length: int, device: torch.device | None = None) -> Tensor:
     """All sequences [V^T, T] in lexicographic order."""
-    places = vocab_size ** torch.arange(length - 1, -1, -1, device=device)  # [T]
-    return torch.arange(vocab_size**length, device=device)[:, None] // places % vocab_size
+    powers = vocab_size ** torch.arange(length - 1, -1, -1, device=device)  # [T]
+    return torch.arange(vocab_size**length, device=device)[:, None] // powers % vocab_size
 
 
 def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -45,40 +45,24 @@ class Tree:
         """Evaluate `model` after every prefix; ValueError where V^T exceeds two million."""
         self.vocab_size = model.vocab_size
         self.length = model.length
-        self.end = model.end
         if self.vocab_size**self.length > LIMIT:
-            sizes = f"{self.vocab_size}^{self.length} sequences"
-            raise ValueError(f"{sizes} cannot be enumerated; shorten the length or the vocabulary")
-        device = model.prompt.device
+            raise ValueError(f"{self.vocab_size}^{self.length} sequences cannot be enumerated")
         self.log_p: list[Tensor] = []  # T of [V^t, V], t = 0..T-1
         self.hidden: list[Tensor] = []  # T of [V^t, D]
         for t in range(1, self.length + 1):
-            ends = all_sequences(self.vocab_size, t, device)[:: self.vocab_size]  # the last token 0
+            ends = all_sequences(self.vocab_size, t, model.prompt.device)[:: self.vocab_size]
             slices = row_slices(ends, WIDEST * model.width * t)
-            hidden = torch.cat([model.states(ends[rows])[:, -1] for rows in slices])
+            # The states before the last of t tokens, which is 0 in each of these sequences.
+            hidden = torch.cat([model.hidden(ends[rows])[:, -1] for rows in slices])
             self.hidden.append(hidden)  # [V^(t-1), D]
-            log_p = model.head(hidden).log_softmax(-1)  # [V^(t-1), V]
-            if t > 1:  # behind a finished text the same end is certain
-                is_finished = ~counted(ends, model.end)[:, -1:]  # [V^(t-1), 1]
-                is_same = torch.arange(self.vocab_size, device=device) == ends[:, -2:-1]
-                certain = torch.where(is_same, 0.0, -torch.inf).to(log_p)  # [V^(t-1), V]
-                log_p = torch.where(is_finished, certain, log_p)
-            self.log_p.append(log_p)
+            self.log_p.append(model.head(hidden).log_softmax(-1))  # [V^(t-1), V]
 
     def sequences(self) -> Tensor:
         return all_sequences(self.vocab_size, self.length, self.log_p[0].device)
 
     def prefix_log_psi(self, twist: Twist) -> list[Tensor]:
-        """log psi(s_{1:t}) of every prefix: T of [V^t], t = 1..T; that of a finished text waits."""
-        before = torch.zeros_like(self.log_p[0][:, 0])  # [1]
-        levels = []
-        for t, hidden in enumerate(self.hidden, start=1):
-            prefixes = all_sequences(self.vocab_size, t, before.device)
-            is_behind = ~counted(prefixes, self.end)[:, -1]  # [V^t]
-            waiting = before.repeat_interleave(self.vocab_size)
-            before = torch.where(is_behind, waiting, twist(hidden).flatten())
-            levels.append(before)
-        return levels
+        """log psi(s_{1:t}) of every prefix: T of [V^t], t = 1..T."""
+        return [twist(hidden).flatten() for hidden in self.hidden]
 
     def prefix_log_q(self, twist: Twist | None = None) -> list[Tensor]:
         """log q(s_{1:t}) of every prefix: T + 1 of [V^t], t = 0..T; without a twist log p."""
@@ -94,12 +78,12 @@ class Tree:
 class Target:
     """sigma (eq. 2) and its marginals (eq. 3), in lists over t = 0..T with [V^t] entries each."""
 
-    def __init__(self, model: Conditional, log_potential: LogPotential):
+    def __init__(self, model: Conditional, log_phi: Callable[[Tensor], Tensor]):
         """ValueError where the potential is zero everywhere or NaN somewhere: there is no sigma."""
         self.tree = Tree(model)
         self.log_p = self.tree.prefix_log_q()
-        log_phi = log_potential(self.tree.sequences(), self.log_p[-1])
-        self.log_psi = [log_phi.to(self.log_p[0].dtype)]  # the optimal twist
+        log_phi_all = log_phi(self.tree.sequences())  # [V^T]
+        self.log_psi = [log_phi_all.to(self.log_p[0].dtype)]  # the optimal twist
         for log_p in reversed(self.tree.log_p):
             self.log_psi.insert(0, (log_p + self.log_psi[0].view_as(log_p)).logsumexp(-1))
         self.log_z = self.log_psi[0].item()
@@ -137,7 +121,7 @@ class TableCache:
 class TableModel(Conditional):
     """A language model given by its logits [prefixes, V]; a state [.., 1] is a prefix's number."""
 
-    def __init__(self, table: Tensor, length: int, end: End = NO_END):
+    def __init__(self, table: Tensor, length: int, end: tuple[int, ...] = ()):
         prompt = torch.zeros(1, dtype=torch.long, device=table.device)  # leads to prefix 0
         super().__init__(prompt, length, width=1, vocab_size=table.shape[1], end=end)
         self.table = table
@@ -162,8 +146,8 @@ class TableModel(Conditional):
             numbers.append(cache.prefixes)
         return torch.stack(numbers, 1)[..., None].double()
 
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.table[hidden.squeeze(-1).long()]
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden[..., 0].long()]
 
 
 class TableTwist(nn.Module):
@@ -174,7 +158,7 @@ class TableTwist(nn.Module):
         self.log_psi = nn.Parameter(log_psi)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.log_psi[hidden.squeeze(-1).long()]
+        return self.log_psi[hidden[..., 0].long()]
 
     def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        return self.log_psi[hidden.squeeze(-1).long(), tokens]
+        return self.log_psi[hidden[..., 0].long(), tokens]

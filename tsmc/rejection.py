@@ -9,7 +9,6 @@ it is unbiased. N proposals, A accepted, T tokens.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from tinystories.decoder import Conditional
 from tsmc.draws import uniforms
 from tsmc.estimate import log_mean_estimate
 from tsmc.proposal import sample_proposal
-from tsmc.sigma import call_potential
 from tsmc.streams import Streams
 
 
@@ -33,29 +31,42 @@ class ExactSamples:
     log_z_std_error: float
 
 
+@dataclass(frozen=True)
+class Accepted:
+    """What is accepted of N proposals, and log phi of all."""
+
+    tokens: Tensor  # [A, T]
+    log_phi: Tensor  # [A]
+    proposed_log_phi: Tensor  # [N]
+
+
 def draw_accepted(
-    model: Conditional, log_phi: Callable[..., Tensor], count: int, generator: torch.Generator
-) -> SimpleNamespace:
-    """Of N = count sequences from p those accepted under log_phi(tokens [N, T]) -> [N]: tokens
-    [A, T], log_phi [A], and proposed_log_phi [N] of all. ValueError where log phi is above zero."""
-    tokens = sample_proposal(model, None, count, generator).tokens
-    scores = call_potential(log_phi, tokens)  # [N]
-    highest = scores.max().item()
+    model: Conditional,
+    log_phi: Callable[[Tensor], Tensor],
+    count: int,
+    generator: torch.Generator,
+) -> Accepted:
+    """Of N = count sequences from p those accepted under log_phi(tokens [N, T]) -> [N]; ValueError
+    where log phi is above zero."""
+    tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
+    proposed = log_phi(tokens)  # [N]
+    highest = proposed.max().item()
     if highest > 1e-6:
-        fault = f"log phi is {highest:.4g} on some sequence, but rejection needs log phi <= 0"
+        fault = f"log phi is {highest:.4g} on some text, and exact samples need log phi <= 0"
         raise ValueError(f"{fault}; subtract an upper bound, or pass --eval-target-proposals 0")
     uniform = uniforms(count, 1, generator)[:, 0]
-    is_accepted = uniform < scores.to(uniform.dtype).exp()  # [N]
-    tokens, accepted = tokens[is_accepted], scores[is_accepted]
-    return SimpleNamespace(tokens=tokens, log_phi=accepted, proposed_log_phi=scores)
+    is_accepted = uniform < proposed.to(uniform.dtype).exp()  # [N]
+    return Accepted(tokens[is_accepted], proposed[is_accepted], proposed)
 
 
 def exact_samples(
-    model: Conditional, log_phi: Callable[..., Tensor], streams: Streams, word: str, count: int
+    model: Conditional,
+    log_phi: Callable[[Tensor], Tensor],
+    streams: Streams,
+    word: str,
+    count: int,
 ) -> ExactSamples:
     """Those accepted of N = count sequences, from the random stream of a word, and the evidence."""
     drawn = streams.draw(word, None, count, partial(draw_accepted, model, log_phi))
-    proposed = drawn["proposed_log_phi"]  # [N]
-    log_z = log_mean_estimate(proposed)
-    tokens, accepted = drawn["tokens"], drawn["log_phi"]  # [A, T], [A]
-    return ExactSamples(tokens, accepted, len(proposed), log_z.value, log_z.std_error)
+    log_z = log_mean_estimate(drawn.proposed_log_phi)
+    return ExactSamples(drawn.tokens, drawn.log_phi, count, log_z.value, log_z.std_error)

@@ -4,10 +4,8 @@
     phi^(m)(s) = p^(0)(s) phi(s) / p^(m)(s)                                                    eq. 8
 
 p^(m) phi^(m) = p^(0) phi, so the target is the same in every generation, whichever language model
-p^(m) the particles are drawn from. A potential that says something about beginnings has a prefix
-part f_t(s_{1:t}) as well, which guides particles and cancels at T (`tsmc/sampler.py`). All calls of
-a potential go through `call_potential`.
-N texts, t or T tokens.
+p^(m) the particles are drawn from. A potential may also say something about beginnings, by a prefix
+part f_t(s_{1:t}), which guides particles and cancels at T (`sampler.py`). N texts, T tokens.
 """
 
 from collections.abc import Callable
@@ -19,59 +17,33 @@ from torch import Tensor
 from tinystories.decoder import Conditional
 from tsmc.proposal import sequence_log_probs
 
-LogPotential = Callable[[Tensor, Tensor], Tensor]
-"""log_potential(tokens [N, T], log_p [N]) -> log phi [N].
-
-log_p = log p(s_{1:T}) is passed because effective potentials divide by it (eq. 8).
-"""
-LogPrefix = Callable[[Tensor], Tensor]
-"""log_prefix(tokens [N, t]) -> log f_t [N] of unfinished sequences, t < T; None means f = 1."""
-
 
 @dataclass(frozen=True)
 class Sigma:
-    """The target, proportional to p(s) phi(s) (eq. 2), as seen from one language model."""
+    """The target, proportional to p^(0) phi, as seen from p^(m) = model."""
 
     model: Conditional
-    log_potential: LogPotential
-    log_prefix: LogPrefix | None = None  # log f_t of beginnings
+    base: Conditional  # p^(0)
+    log_phi: Callable[[Tensor], Tensor]  # tokens [N, T] -> [N]; may have a method `log_prefix`
+    is_effective: bool = True  # False: phi stays as it is, and the target drifts with p^(m)
 
+    def log_potential(self, tokens: Tensor, log_p: Tensor) -> Tensor:
+        """log phi^(m) [N] (eq. 8) of tokens [N, T] with log p^(m) [N]; phi itself at m = 0."""
+        log_phi = self.log_phi(tokens)  # [N]
+        if self.model is self.base or not self.is_effective:
+            return log_phi
+        return sequence_log_probs(self.base, tokens) + log_phi - log_p
 
-def call_potential(log_phi: Callable[..., Tensor], tokens: Tensor, *log_p: Tensor) -> Tensor:
-    """log phi [N] of tokens [N, T], given as a copy, and of log_p [N] where it is given.
+    @property
+    def has_prefix(self) -> bool:
+        """Whether particles of this model are guided by a prefix part.
 
-    ValueError for NaN and infinity, by which all other texts would lose their weight.
-    """
-    values = log_phi(tokens.clone(), *log_p)
-    assert values.shape == tokens.shape[:1], "log phi must be a tensor with a number for each text"
-    assert values.dtype.is_floating_point, "log phi must be floating-point: 0 for true, else -inf"
-    if not bool((values < torch.inf).all()):
-        raise ValueError("log phi is NaN or infinite on some text; return numbers below infinity")
-    return values
+        Only those of p^(0) are: another p^(m) has learned what it says, which would count twice.
+        """
+        return self.model is self.base and getattr(self.log_phi, "has_prefix", False)
 
-
-def effective_potential(log_phi: Callable[[Tensor], Tensor], base: Conditional) -> LogPotential:
-    """phi^(m) (eq. 8) with p^(0) = base; log_p [N] is that of p^(m)."""
-
-    def log_phi_m(tokens: Tensor, log_p: Tensor) -> Tensor:
-        return sequence_log_probs(base, tokens) + call_potential(log_phi, tokens) - log_p
-
-    return log_phi_m
-
-
-def seen_from(
-    model: Conditional,
-    base: Conditional,
-    log_phi: Callable[[Tensor], Tensor],
-    is_effective: bool = True,
-) -> Sigma:
-    """sigma as p^(m) = model sees it: through phi^(m) (eq. 8), which is phi if p^(m) is p^(0).
-
-    Without `is_effective` phi stays as it is, and the target drifts with p^(m). Only p^(0) has the
-    prefix part: another p^(m) has learned what it says, which would count twice (measured in
-    docs/results.md). Z-hat is unbiased with and without it.
-    """
-    if model is not base and is_effective:
-        return Sigma(model, effective_potential(log_phi, base))
-    log_prefix = getattr(log_phi, "log_prefix", None) if model is base else None
-    return Sigma(model, lambda tokens, log_p: log_phi(tokens), log_prefix)
+    def log_prefix(self, tokens: Tensor) -> Tensor:
+        """log f_t [N] of beginnings tokens [N, t], t < T; 0 without a prefix part."""
+        if self.has_prefix:
+            return self.log_phi.log_prefix(tokens)
+        return torch.zeros(len(tokens), device=tokens.device)

@@ -1,32 +1,78 @@
-"""Random streams by name, and large samples in chunks of bounded memory.
+"""Random streams by name, and large samples in chunks of bounded memory, drawn by all processes.
 
 Whatever draws at random gets a stream of its own, named by a word and its generation, so it gives
 the same numbers whenever and wherever it is computed: after a resume, or in any process of a job
-(`tsmc/processes.py`). R runs, K particles, N rows.
+that `torchrun` has started. Only this file and the job's folder (`eval/job.py`) know of processes:
+each draws its share of a sample, all of them have the whole, and then all learn the same.
+R runs, K particles, N rows.
 """
 
+import dataclasses
 import hashlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
-from tsmc import processes
-from tsmc.sampler import Population, Rule, Twist, tsmc
-from tsmc.sigma import Sigma
+CHUNK = 1000  # sequences that are drawn at a time
+WAIT = timedelta(hours=2)  # how long a process waits for the others
 
-Draw = Callable[[int, torch.Generator], Any]  # (size, generator) -> an object of tensors
+
+def join_processes(device: torch.device) -> None:
+    """Join the processes that torchrun has started, if any."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=WAIT)
+
+
+def process() -> tuple[int, int]:
+    """The number of this process, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gathered(drawn: Any) -> list[Any]:
+    """What all processes have drawn, in their order."""
+    if not dist.is_initialized():
+        return [drawn]
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, drawn)
+    return parts
+
+
+def joined(parts: list[Any], device: torch.device) -> Any:
+    """Objects of tensors as one on a device, their rows behind each other.
+
+    The fields of dataclasses are joined one by one; what is no tensor is that of the first.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([part.to(device) for part in parts])
+    if not dataclasses.is_dataclass(first):
+        return first
+    columns = {}
+    for name in vars(first):
+        columns[name] = joined([getattr(part, name) for part in parts], device)
+    return dataclasses.replace(first, **columns)
+
+
+def progress(steps: Iterable, title: str, m: int | None = None) -> tqdm:
+    """The steps with a bar on a terminal."""
+    title = title if m is None else f"generation {m}, {title}"
+    return tqdm(steps, title, leave=False, disable=None)
 
 
 class Streams:
     """Random streams, each named by a word and its generation m (None outside of them)."""
 
-    def __init__(self, seed: int = 0, device: str | torch.device = "cpu", rows: int = 1000):
-        """`rows` sequences are drawn at a time."""
+    def __init__(self, seed: int = 0, device: str | torch.device = "cpu"):
         self.seed = seed
         self.device = torch.device(device)
-        self.rows = rows
 
     def stream(self, *name: str | int | None) -> torch.Generator:
         """The random stream of a name, as ("sampling", 1); those of other names are independent."""
@@ -35,44 +81,27 @@ class Streams:
         return torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "big"))
 
     def draw(
-        self, word: str, m: int | None, total: int, draw: Draw, particles: int = 1
-    ) -> dict[str, Tensor]:
-        """A sample of size `total`, of `particles` sequences each, in chunks with streams (word, m,
-        number); the processes of a job share the chunks. ValueError for a sample of size 0."""
-        if total < 1 or particles < 1:
-            raise ValueError(f"{total} times {particles} texts cannot be drawn; give 1 or more")
-        at_once = max(1, self.rows // particles)
+        self,
+        word: str,
+        m: int | None,
+        total: int,
+        draw: Callable[[int, torch.Generator], Any],
+        particles: int = 1,
+    ) -> Any:
+        """A sample of size `total`, of `particles` sequences each: draw(size, generator) returns a
+        dataclass of tensors for each chunk, from stream (word, m, number of the chunk)."""
+        at_once = max(1, CHUNK // particles)
         starts = range(0, total, at_once)
-        own = range(processes.rank(), len(starts), processes.count())
-        parts: dict[int, dict[str, Tensor]] = {}
-        for n in processes.progress(own, word, m):
-            drawn = vars(draw(min(at_once, total - starts[n]), self.stream(word, m, n)))
-            parts[n] = {name: part.cpu() for name, part in drawn.items() if part is not None}
-        for of_process in processes.gather(parts):
-            parts |= of_process
-        chunks = [parts[n] for n in range(len(starts))]
-        joined = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-        return {name: tensor.to(self.device) for name, tensor in joined.items()}
+        rank, count = process()
+        chunks = []
+        for n in progress(range(rank, len(starts), count), word, m):  # those of this process
+            chunks.append(draw(min(at_once, total - starts[n]), self.stream(word, m, n)))
+        parts = gathered(chunks)
+        return joined([parts[n % count][n // count] for n in range(len(starts))], self.device)
 
-
-def draw_population(
-    streams: Streams,
-    word: str,
-    m: int | None,
-    sigma: Sigma,
-    twist: Twist | None,
-    particles: int,
-    runs: int,
-    rule: Rule,
-) -> Population:
-    """R = runs runs of K = particles, drawn in chunks; ValueError where all ended with weight 0."""
-
-    def draw(size: int, generator: torch.Generator) -> Population:
-        return tsmc(sigma, twist, particles, generator, size, rule)
-
-    population = Population(**streams.draw(word, m, runs, draw, particles))
-    if not population.is_alive().any():
-        fault = f"all {runs} runs of {particles} particles ended with weight zero"
-        remedy = "see whether one text can satisfy all factors"
-        raise ValueError(f"{fault}; {remedy}, use more particles, or soften the potential")
-    return population
+    def share(self, total: int, draw: Callable[[slice], Any]) -> Any:
+        """A batch of `total` rows, of which draw(part) returns those of a slice: each process draws
+        a part of them."""
+        rank, count = process()
+        part = slice(rank * total // count, (rank + 1) * total // count)
+        return joined(gathered(draw(part)), self.device)

@@ -22,8 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `eval` is no installed package
 
-import tinystories
 from eval.command import OneLineParser, one_line_errors
+
+import tinystories
 from eval.options import POCKET, Options
 from eval.scorers import Runner, SentenceEncoder, ToxicityClassifier, load_scorer, save_scorer
 from eval.world import load_plain_world

@@ -1,0 +1,161 @@
+"""The paper's baselines: a policy pi that is trained from p^(0) by new texts for each update.
+
+DPO, direct preference optimisation (eq. 9):
+
+    s^(1..N) ~ p^(0), sorted by r = log phi: the top half is preferred to the bottom half
+    L = mean over pairs of -log sigmoid(b (log pi(s+) / p^(0)(s+)) - b (log pi(s-) / p^(0)(s-)))
+
+GRPO, group relative policy optimisation (eq. 10):
+
+    s^(1..N) ~ pi,   r = log phi,   A^(n) = (r^(n) - mean r) / std r
+    L = mean over n and t of  -(pi / sg(pi)) A^(n) + b (p^(0) / pi - log(p^(0) / pi) - 1),
+    where pi and p^(0) are those of s_t^(n) given its past
+
+The paper's appendix ("Optimization") has their options, and tunes step size, decay and strength on
+grids. In both, only the order or the standardised value of r counts, so beta of the potential has
+no effect. Where the paper departs from Rafailov et al. 2023 (DPO):
+ 1. Pairs are made online, out of samples of the reference; there they are a fixed, labelled set.
+ 2. The reward's order decides who is preferred, without the noise of the Bradley-Terry model.
+ 3. A single prompt; AdamW at a constant rate, batches of 512 pairs; there RMSprop with a warm-up,
+    batches of 64.
+and from Shao et al. 2024 (GRPO):
+ 4. One prompt and one group, the whole batch of 1024; there 64 outputs for each of many questions.
+ 5. One update for each batch, so there is no older policy and no clipping.
+ 6. The reference stays p^(0); there, in the iterated form, the policy replaces it now and then.
+ 7. The reward of a whole sequence is given, not learned.
+
+What the paper leaves open:
+ 8. The i-th best of the top half meets the i-th best of the bottom half; of an odd number of
+    samples the middle one is left out. Equal rewards, -inf among them, keep the order of the batch.
+ 9. r is log phi rather than phi, which is near zero on almost every sample. std is the population's
+    (divided by N); A = 0 where all rewards are equal. Beside a reward of -inf the differences
+    between finite rewards vanish: A becomes that of the indicator of phi > 0.
+10. The gradient of GRPO's penalty takes the samples as given, as the formula says. Its mean over
+    samples of the policy is the gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)),
+    which is what the term's value estimates.
+
+N sequences, M = floor(N / 2) pairs, T tokens; sg stops the gradient.
+"""
+
+import abc
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distill.finetune import Student
+from distill.pair import Pair
+from distill.paper import Paper
+from tinystories.decoder import Conditional
+from tsmc.sigma import Sigma
+from tsmc.streams import progress
+from twist.ctl import Batch, draw_batch
+
+ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits
+
+
+def preference_pairs(reward: Tensor) -> Tensor:
+    """Indices [M, 2] of the preferred and the other sample of every pair, from rewards [N]."""
+    order = reward.argsort(descending=True, stable=True)
+    half = len(order) // 2
+    return torch.stack([order[:half], order[len(order) - half :]], 1)
+
+
+def dpo_loss(log_pi: Tensor, log_ref: Tensor, strength: float) -> Tensor:
+    """L (eq. 9), a scalar, of sequence log-probs [M, 2], preferred sequences first."""
+    log_ratio = log_pi - log_ref  # [M, 2]
+    return -F.logsigmoid(strength * (log_ratio[:, 0] - log_ratio[:, 1])).mean()
+
+
+def advantages(reward: Tensor) -> Tensor:
+    """A [N], of mean 0 and variance 1, or all zero, of rewards [N], which may hold -inf."""
+    reward = reward.double()
+    possible = reward > -torch.inf
+    if not possible.all():
+        reward = possible.to(reward.dtype)
+    # A spread below the rounding of float32 scores would otherwise be blown up to size 1.
+    if reward.std(correction=0) <= 1e-6 * reward.abs().max():
+        return torch.zeros_like(reward)
+    return (reward - reward.mean()) / reward.std(correction=0)
+
+
+def grpo_loss(log_pi: Tensor, log_ref: Tensor, advantage: Tensor, strength: float) -> Tensor:
+    """L (eq. 10), a scalar, of token log-probs [N, T] and advantages [N]."""
+    ratio = (log_pi - log_pi.detach()).exp()  # [N, T], equal to 1
+    log_ratio = log_ref - log_pi  # [N, T]
+    k3 = log_ratio.exp() - log_ratio - 1
+    loss = strength * k3 - ratio * advantage[:, None].to(ratio.dtype)  # [N, T]
+    return loss.mean(1).mean()
+
+
+class Policy(Paper):
+    """A policy that is trained from p^(0), with psi = 1.
+
+    Generation 0 is the trained policy, and each further one goes on from the last.
+    """
+
+    defaults = {"generations": 0, "resampling": "systematic"}  # noqa: RUF012
+    is_policy = True
+    draws_base = False  # whether an update learns from texts of p^(0) rather than of the policy
+
+    def distil(self, pair: Pair, m: int) -> Conditional:
+        """The policy from which generation m goes on; `learn_twist` trains it."""
+        return pair.model
+
+    def learn_twist(self, model: Conditional, m: int) -> Pair:
+        """The policy of generation m, trained from `model`."""
+        options = self.options
+        generator = self.streams.stream("fine-tuning", m)
+        is_lora = options.student == "lora"
+        student = Student(model.network, options.learning_rate, is_lora, generator)
+        policy = self.base.with_network(student.network)
+        # phi itself is the reward, whichever model draws.
+        sigma = Sigma(self.base if self.draws_base else policy, self.base, self.log_phi, False)
+        for _ in progress(range(options.updates), "fine-tuning", m):
+            batch = draw_batch(sigma, None, options.batch_size, generator)
+            total = 0.0
+            for loss in self.losses(policy, batch):
+                loss.backward()
+                total += loss.item()
+            student.step()
+            self.note(loss=total, log_phi=batch.log_phi.mean())
+        return Pair(self.base.with_network(student.finish()), None)
+
+    @abc.abstractmethod
+    def losses(self, policy: Conditional, batch: Batch) -> Iterator[Tensor]:
+        """The loss of a batch in parts, whose sum the policy descends."""
+
+    def scored(self, m: int) -> int:
+        return (m + 1) * self.options.updates * self.options.batch_size
+
+
+class DPO(Policy):
+    """Trained by pairs of samples of p^(0), at least two for an update."""
+
+    draws_base = True
+
+    def losses(self, policy: Conditional, batch: Batch) -> Iterator[Tensor]:
+        pairs = preference_pairs(batch.log_phi)  # [M, 2]
+        log_ref = batch.drawn.log_p.sum(-1)  # [N]
+        for part in pairs.split(ROWS // 2):
+            tokens = batch.drawn.tokens[part].flatten(0, 1)  # [2 m, T]
+            log_pi = policy.log_probs(tokens).sum(-1).view(-1, 2)  # [m, 2]
+            loss = dpo_loss(log_pi, log_ref[part], self.options.strength)
+            yield loss * (len(part) / len(pairs))
+
+
+class GRPO(Policy):
+    """Trained by the advantages of its own samples."""
+
+    defaults = Policy.defaults | {"learning_rate": 1e-3, "strength": 0.64}
+
+    def losses(self, policy: Conditional, batch: Batch) -> Iterator[Tensor]:
+        advantage = advantages(batch.log_phi)  # [N]
+        for rows in torch.arange(len(advantage), device=advantage.device).split(ROWS):
+            tokens = batch.drawn.tokens[rows]  # [r, T]
+            with torch.no_grad():
+                log_ref = self.base.log_probs(tokens)  # [r, T]
+            log_pi = policy.log_probs(tokens)  # [r, T]
+            loss = grpo_loss(log_pi, log_ref, advantage[rows], self.options.strength)
+            yield loss * (len(rows) / len(advantage))  # the rows' share of the batch

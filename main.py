@@ -14,10 +14,8 @@ kept once it is learned.
 from typing import Any
 
 from distill.paper import Paper
-from eval.evaluate import end_rows, generation_row
-from eval.figures import draw_figure
+from eval.evaluate import end_rows, generation_row, named_rows, table
 from eval.job import Job, command
-from eval.metrics import named_rows, table
 from eval.options import Options, read_options
 from eval.world import World, load_world
 from tsmc.streams import Streams, join_processes
@@ -59,7 +57,6 @@ def main(arguments: list[str] | None = None) -> None:
         learner = learner_class(world.base, world.potential, options, streams)
         results = self_distilled_tsmc(options, world, job, learner)
         if job.is_writer:
-            draw_figure(results, job.path / "generations.png")
             rows = named_rows(results)
             print(table(rows), *rows[f"Generation {options.generations}"]["examples"], sep="\n")
             print(f"Everything is in {job.path}; more texts: python -m eval.sample {job.path}")

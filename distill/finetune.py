@@ -3,9 +3,7 @@
     AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01 of matrices only
     LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8
 
-LoRA trains A and B of the query and value projections, also where one layer makes queries, keys and
-values; in the end, W + B A takes the place of W.
-
+LoRA trains A and B of the query and value projections; in the end, W + B A takes the place of W.
 N sequences, n rows of a batch, U updates, D width.
 """
 
@@ -69,10 +67,8 @@ class LoRA(nn.Module):
 
 
 def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Module]:
-    """Freeze the network and put LoRA on its query and value projections, in place.
-
-    Returns these layers. ValueError where no layer with a matrix has such a name.
-    """
+    """Freeze the network and put LoRA on its query and value projections; returns these layers.
+    ValueError where it has none by any of their usual names."""
     network.requires_grad_(False)
     added = []
     for name, layer in list(network.named_modules()):

@@ -4,8 +4,7 @@
     twist.*      psi^(m), unless it is 1
     learner.*    what the learner needs to go on, if anything
 
-One safetensors file holds all of it. Its metadata name the class of p^(m) where it is of another
-kind than p^(0), as "module:Class"; that class loads itself.
+Metadata name the class of p^(m) where it is another than p^(0)'s, as "module:Class".
 """
 
 import copy
@@ -19,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tinystories.decoder import Conditional
-from tinystories.load import naming, write_tensors
+from tinystories.load import write_tensors
 from twist.mlp import TwistMLP
 
 
@@ -33,38 +32,38 @@ class Pair:
 
 def save_pair(path: Path, pair: Pair, base: Conditional, state: dict[str, Tensor]) -> None:
     """Write what a pair has beside p^(0) = base, and the state of its learner."""
-    modules = {} if pair.model is base else {"model": pair.model.network}
+    parts = {"learner": state}
+    if pair.model is not base:
+        parts["model"] = pair.model.network.state_dict()
     if pair.twist is not None:
-        modules["twist"] = pair.twist
-    tensors = {f"learner.{name}": tensor for name, tensor in state.items()}
-    for part, module in modules.items():
-        for name, tensor in module.state_dict().items():
-            tensors[f"{part}.{name}"] = tensor.clone()  # some may share their memory
+        parts["twist"] = pair.twist.state_dict()
+    tensors = {}
+    for part, found in parts.items():  # clones, because some may share their memory
+        tensors |= {f"{part}.{name}": tensor.clone() for name, tensor in found.items()}
     kind = type(pair.model)
     is_other = pair.model is not base and kind is not type(base)
     write_tensors(path, tensors, model=f"{kind.__module__}:{kind.__name__}" if is_other else "")
 
 
 def load_pair(path: Path, base: Conditional) -> tuple[Pair, dict[str, Tensor]]:
-    """The pair over p^(0) = base, and the state of its learner; RuntimeError where the tensors are
-    those of another network."""
+    """The pair over p^(0) = base, and the state of its learner."""
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "twist": {}, "learner": {}}
-    with naming(path), safe_open(path, "pt", device=str(base.prompt.device)) as file:
-        kind = (file.metadata() or {}).get("model")
+    with safe_open(path, "pt", device=str(base.prompt.device)) as file:
+        kind = file.metadata()["model"]
         for name in file.keys():  # noqa: SIM118 (the file is no dictionary)
             part, _, rest = name.partition(".")
             parts[part][rest] = file.get_tensor(name)
-        model, twist = base, None
-        if kind:
-            module, _, class_name = kind.partition(":")
-            model = getattr(importlib.import_module(module), class_name).load(base, parts["model"])
-        elif parts["model"]:
-            network = copy.deepcopy(base.network)
-            network.load_state_dict(parts["model"])
-            model = base.with_network(network.requires_grad_(False))
-        if parts["twist"]:
-            generator = torch.Generator(base.prompt.device)  # of first values, which are replaced
-            twist = TwistMLP(base.width, base.vocab_size, generator)
-            twist.load_state_dict(parts["twist"])
-            twist.requires_grad_(False)
+    model, twist = base, None
+    if kind:
+        module, _, class_name = kind.partition(":")
+        model = getattr(importlib.import_module(module), class_name).load(base, parts["model"])
+    elif parts["model"]:
+        network = copy.deepcopy(base.network)
+        network.load_state_dict(parts["model"])
+        model = base.with_network(network.requires_grad_(False))
+    if parts["twist"]:
+        generator = torch.Generator(base.prompt.device)  # of first values, which are replaced
+        twist = TwistMLP(base.width, base.vocab_size, generator)
+        twist.load_state_dict(parts["twist"])
+        twist.requires_grad_(False)
     return Pair(model, twist), parts["learner"]

@@ -25,7 +25,7 @@ from torch import Tensor
 from distill.finetune import Best, Student, draw_batches
 from distill.pair import Pair
 from tinystories.decoder import Conditional
-from tsmc.draws import SCHEMES
+from tsmc.draws import SCHEMES, effective_sample_size
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Population, Rule, draw_population
 from tsmc.sigma import Sigma
@@ -36,16 +36,12 @@ from twist.mlp import TwistMLP
 BATCH_SIZE = 32  # sequences of an update of the language model
 HELD_OUT = 5  # one run of so many is not learned
 HELD_EVERY = 10  # and of its particles one of so many is enough
-BEGINNING = 5  # tokens by which beginnings are told apart
 CHECKED = 10  # the loss of the runs held out is computed once in so many updates
 PATIENCE = 3  # checks without a lower loss, after which line 3 ends
 
 
 class Paper:
-    """CTL and fine-tuning, for p^(0) = base, a potential, options and random streams.
-
-    `log_phi` is a function of tokens [N, T] that returns log phi [N], as a `TextPotential`.
-    """
+    """CTL and fine-tuning, for p^(0) = base, log_phi(tokens [N, T]) [N], options and streams."""
 
     defaults: dict[str, Any] = {}  # options of which a learner has another default
     is_policy = False  # whether p^(m) is a policy, whose texts no weight corrects
@@ -66,9 +62,8 @@ class Paper:
 
     def population(self, pair: Pair, word: str, m: int, particles: int, runs: int) -> Population:
         """R = runs runs of K = particles of (p^(m), psi^(m)), from the random stream of a word."""
-        settings = (particles, runs, self.rule)
-        sigma = self.sigma(pair.model)
-        return draw_population(self.streams, word, m, sigma, pair.twist, *settings)
+        sizes = (particles, runs, self.rule)
+        return draw_population(self.streams, word, m, self.sigma(pair.model), pair.twist, *sizes)
 
     def note(self, **figures: float) -> None:
         """Keep figures of a step, which end up in the row of the generation."""
@@ -79,15 +74,13 @@ class Paper:
         """Line 3: p^(m), fine-tuned from p^(m-1) on samples of TSMC(p^(m-1), psi^(m-1))."""
         options = self.options
         drawn = self.population(pair, "sampling", m, options.particles, options.distill_runs)
-        # Runs whose weights are all zero have no samples.
-        samples = drawn.alive().samples  # [R, K, T]
+        samples = drawn.alive().samples  # [R, K, T]; runs whose weights are all zero have none
         # Whole runs are held out, because the particles of one run may be copies. A run that is
         # alone is both learned and held out.
         num_held = max(1, len(samples) // HELD_OUT)
         held = samples[:num_held, ::HELD_EVERY].flatten(0, 1)  # [H, T]
         tokens = samples[num_held:].flatten(0, 1) if len(samples) > 1 else samples[0]  # [N, T]
-        beginnings = tokens[:, :BEGINNING].unique(dim=0)
-        self.note(distinct_texts=len(tokens.unique(dim=0)), beginnings=len(beginnings))
+        self.note(distinct_texts=len(tokens.unique(dim=0)))
         generator = self.streams.stream("distillation", m)
         rate = options.distill_learning_rate * {"full": 1, "lora": 30}[options.student]
         student = Student(pair.model.network, rate, options.student == "lora", generator)
@@ -95,23 +88,18 @@ class Paper:
         weights = torch.ones(len(tokens), device=tokens.device)
         batches = draw_batches(weights, BATCH_SIZE, options.distill_updates, generator)  # [U, n]
         best = Best(student.network, PATIENCE)
-        best.is_over(self.held_out_loss(model, held))  # p^(m-1) may be the best
+        best.is_over(-sequence_log_probs(model, held).mean().item())  # p^(m-1) may be the best
         for update, rows in enumerate(progress(batches, "distillation", m), 1):
             loss = -model.log_probs(tokens[rows]).mean()  # eq. 7, a mean over tokens
             loss.backward()
             student.step()
             self.note(distillation_loss=loss.detach())
             is_checked = update % CHECKED == 0 or update == options.distill_updates
-            if is_checked and best.is_over(self.held_out_loss(model, held)):
+            if is_checked and best.is_over(-sequence_log_probs(model, held).mean().item()):
                 break
         best.restore()
+        self.figures["held_out_loss"] = best.losses  # -log p of a text
         return self.base.with_network(student.finish())
-
-    def held_out_loss(self, model: Conditional, tokens: Tensor) -> float:
-        """-log p of a token, the mean over those of texts tokens [H, T]."""
-        loss = (-sequence_log_probs(model, tokens).sum() / tokens.numel()).item()
-        self.note(held_out_loss=loss)
-        return loss
 
     def learn_twist(self, model: Conditional, m: int) -> Pair:
         """Lines 1 and 4: p^(m) = model, and psi^(m) by CTL against the same sigma, from psi = 1."""
@@ -126,12 +114,11 @@ class Paper:
             falling = 1 - 0.9 * update / options.ctl_updates
             optimizer.param_groups[0]["lr"] = options.ctl_learning_rate * falling
             batch = self.streams.share(size, draw)
-            loss = self.twist_loss(psi, batch, model)
-            ess = batch.ess()
-            self.note(twist_loss=loss.detach(), twist_ess=ess)
+            ess = effective_sample_size(batch.log_positive()).item()
+            self.note(twist_ess=ess)
             if ess > 0:  # otherwise phi is zero on the whole batch, which teaches nothing
                 optimizer.zero_grad()
-                loss.backward()
+                self.twist_loss(psi, batch, model).backward()
                 optimizer.step()
         return Pair(model, psi.requires_grad_(False))
 

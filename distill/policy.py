@@ -11,26 +11,18 @@ GRPO, group relative policy optimisation (eq. 10):
     L = mean over n and t of  -(pi / sg(pi)) A^(n) + b (p^(0) / pi - log(p^(0) / pi) - 1),
     where pi and p^(0) are those of s_t^(n) given its past
 
-The paper's appendix ("Optimization") has their options, and tunes step size, decay and strength on
-grids. In both, only the order or the standardised value of r counts, so beta of the potential has
-no effect. Where the paper departs from Rafailov et al. 2023 (DPO):
- 1. Pairs are made online, out of samples of the reference; there they are a fixed, labelled set.
- 2. The reward's order decides who is preferred, without the noise of the Bradley-Terry model.
- 3. A single prompt; AdamW at a constant rate, batches of 512 pairs; there RMSprop with a warm-up,
-    batches of 64.
-and from Shao et al. 2024 (GRPO):
- 4. One prompt and one group, the whole batch of 1024; there 64 outputs for each of many questions.
- 5. One update for each batch, so there is no older policy and no clipping.
- 6. The reference stays p^(0); there, in the iterated form, the policy replaces it now and then.
- 7. The reward of a whole sequence is given, not learned.
-
+Where the paper departs from Rafailov et al. 2023 (DPO) and Shao et al. 2024 (GRPO):
+ 1. DPO's pairs are made online, out of samples of p^(0), and the reward's order decides who is
+    preferred; there they are a fixed, labelled set. GRPO's batch is one group of one prompt.
+ 2. AdamW at a constant rate, one update for each batch, so GRPO has no older policy to clip by.
+ 3. GRPO is held to p^(0) throughout; there, in the iterated form, the policy replaces it at times.
 What the paper leaves open:
- 8. The i-th best of the top half meets the i-th best of the bottom half; of an odd number of
+ 4. The i-th best of the top half meets the i-th best of the bottom half; of an odd number of
     samples the middle one is left out. Equal rewards, -inf among them, keep the order of the batch.
- 9. r is log phi rather than phi, which is near zero on almost every sample. std is the population's
-    (divided by N); A = 0 where all rewards are equal. Beside a reward of -inf the differences
-    between finite rewards vanish: A becomes that of the indicator of phi > 0.
-10. The gradient of GRPO's penalty takes the samples as given, as the formula says. Its mean over
+ 5. r is log phi rather than phi, which is near zero on almost every sample. std is that of the
+    population; A = 0 where all rewards are equal. Beside a reward of -inf the differences between
+    finite rewards vanish: A becomes that of the indicator of phi > 0.
+ 6. The gradient of GRPO's penalty takes the samples as given, as the formula says. Its mean over
     samples of the policy is the gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)),
     which is what the term's value estimates.
 
@@ -90,10 +82,7 @@ def grpo_loss(log_pi: Tensor, log_ref: Tensor, advantage: Tensor, strength: floa
 
 
 class Policy(Paper):
-    """A policy that is trained from p^(0), with psi = 1.
-
-    Generation 0 is the trained policy, and each further one goes on from the last.
-    """
+    """A policy, trained from p^(0) in generation 0 and further in each that follows; psi = 1."""
 
     defaults = {"generations": 0, "resampling": "systematic"}  # noqa: RUF012
     is_policy = True
@@ -105,8 +94,7 @@ class Policy(Paper):
 
     def learn_twist(self, model: Conditional, m: int) -> Pair:
         """The policy of generation m, trained from `model`."""
-        options = self.options
-        generator = self.streams.stream("fine-tuning", m)
+        options, generator = self.options, self.streams.stream("fine-tuning", m)
         is_lora = options.student == "lora"
         student = Student(model.network, options.learning_rate, is_lora, generator)
         policy = self.base.with_network(student.network)
@@ -114,12 +102,10 @@ class Policy(Paper):
         sigma = Sigma(self.base if self.draws_base else policy, self.base, self.log_phi, False)
         for _ in progress(range(options.updates), "fine-tuning", m):
             batch = draw_batch(sigma, None, options.batch_size, generator)
-            total = 0.0
             for loss in self.losses(policy, batch):
                 loss.backward()
-                total += loss.item()
             student.step()
-            self.note(loss=total, log_phi=batch.log_phi.mean())
+            self.note(log_phi=batch.log_phi.mean())
         return Pair(self.base.with_network(student.finish()), None)
 
     @abc.abstractmethod

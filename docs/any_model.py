@@ -4,23 +4,32 @@
 a command cannot say: here p writes at a lower temperature and never writes a given token. After
 `pip install .` and `pip install transformers`, `python docs/any_model.py` runs in the repository.
 Elsewhere, give `main` the name of your model and a `prompt` in its language; another constraint is
-another `log_phi`. The paper's learner is `Paper(model, phi, PaperOptions(), Streams(seed=0))`.
+another `log_phi`. The defaults of `Options` are those of the command.
 """
+
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill import Pooled, PooledOptions, Streams, load_pair, sample, save_pair
+from distill.pair import load_pair, save_pair
+from distill.paper import Paper
+from eval.options import Options
+from eval.sample import sample
+from eval.world import World
 from tinystories.any_model import AnyModel
-from twist import TextPotential
+from tsmc.streams import Streams
+from twist.potential import TextPotential
+
+SMALL = {"ctl_updates": 30, "ctl_batch_size": 50, "distill_runs": 20, "particles": 50}
 
 
 class CoolModel(AnyModel):
     """p at temperature 0.9, without the token that would end a text."""
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Next-token logits [..., V] of states [..., D]; -inf rules a token out."""
-        logits = super().head(hidden) / 0.9
+        logits = super().logits(hidden) / 0.9
         logits[..., self.network.config.eos_token_id] = -torch.inf
         return logits
 
@@ -34,19 +43,20 @@ def main(name: str = "checkpoints/pocket/lm", path: str = "dog-pair.safetensors"
     """Learn, save, load and sample."""
     network = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    prompt = tokenizer("Once upon a time, there was a").input_ids  # [P]
+    prompt = torch.tensor(tokenizer("Once upon a time, there was a").input_ids)  # [P]
     model = CoolModel(network, prompt, length=12, vocab_size=len(tokenizer))  # T = 12
     phi = TextPotential([log_phi], tokenizer.batch_decode, prompt)
 
-    options = PooledOptions(pool_first_draws=2000, pool_draws=1000)
-    learner = Pooled(model, phi, options, Streams(seed=0))
-    pair = learner.first_twist()  # line 1
+    options = Options(**SMALL)
+    learner = Paper(model, phi, options, Streams(seed=0))
+    pair = learner.learn_twist(model, 0)  # line 1
     for m in (1, 2):  # line 2
         pair = learner.learn_twist(learner.distil(pair, m), m)  # lines 3 and 4
-    save_pair(path, pair, model)
+    save_pair(Path(path), pair, model, learner.state())
 
-    pair = load_pair(path, model)  # here or elsewhere, over the same p^(0)
-    drawn = sample(model, phi, pair, particles=50, runs=4, seed=1)
+    pair, _ = load_pair(Path(path), model)  # here or elsewhere, over the same p^(0)
+    world = World(model, phi, {}, tokenizer)
+    drawn = sample(world, pair, options, particles=50, runs=4)
     print("log Z-hat", drawn.evidence().value)
     for row in drawn.samples(3):
         print(row["log_phi"], row["text"])

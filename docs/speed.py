@@ -9,6 +9,7 @@ number is the median of five, taken in turns, so that other work on the machine 
 alike; quote their ratios.
 """
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -20,12 +21,11 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from eval.command import OneLineParser, one_line_errors
-
 from eval.options import POCKET
-from tinystories import Conditional, load_model
-from tsmc import sample_proposal, tsmc
-from tsmc.proposal import proposal_log_probs
+from tinystories.decoder import Conditional
+from tinystories.load import load_model
+from tsmc.proposal import proposal_log_probs, sample_proposal
+from tsmc.sampler import tsmc
 from tsmc.sigma import Sigma
 from twist.mlp import TwistMLP
 
@@ -48,7 +48,7 @@ def seconds(model: Conditional, theirs: Any, rows: int) -> dict[str, float]:
     """Core seconds for K = rows texts of a network, here and in transformers, by what is timed."""
     generator = torch.Generator().manual_seed(0)
     twist = TwistMLP(model.width, model.vocab_size, generator).requires_grad_(False)
-    sigma = Sigma(model, lambda tokens, log_p: torch.zeros(len(tokens)))
+    sigma = Sigma(model, model, lambda tokens: torch.zeros(len(tokens)))
     settings = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
     settings |= {"min_new_tokens": LENGTH, "max_new_tokens": LENGTH}
     prompt = model.prompt.repeat(rows, 1)  # [K, P]
@@ -71,17 +71,15 @@ def seconds(model: Conditional, theirs: Any, rows: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the table, a row for each K."""
-    parser = OneLineParser("docs/speed.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=int, nargs="+", metavar="K", help="numbers of texts")
     parser.add_argument("--wide", action="store_true", help="the shape of TinyStories-33M")
     args = parser.parse_args()
-    if min(args.rows) < 1:
-        parser.error(f"K is {min(args.rows)}; give numbers of texts from 1 on")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         directory = wide_network(folder) if args.wide else str(POCKET / "lm")
-        model, _ = load_model(directory, "--lm", PROMPT, LENGTH)
+        model, _ = load_model(directory, PROMPT, LENGTH)
         theirs = transformers.GPTNeoForCausalLM.from_pretrained(directory).float().eval()
         print("| K | sampling | one pass | TSMC | `generate` | by sampling | by TSMC |")
         print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -93,5 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("docs/speed.py"):
-        main()
+    main()

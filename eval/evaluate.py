@@ -1,42 +1,94 @@
-"""The rows of a job's table: Base, Target and generations (`metrics.py` has the columns).
+"""The rows of a job's table, Base, Target and generations: what a set of samples is worth.
 
-N texts, R runs of K particles, T tokens.
+Samples are the particles after the last resampling, where copies count as often as they occur.
+N texts, R runs of K particles, T tokens, D width of an embedding.
 """
 
 import math
-import sys
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from distill.pair import Pair
 from distill.paper import Paper
-from eval.metrics import KL, describe, population_row
 from eval.options import Options
 from eval.world import World
 from tsmc.estimate import log_mean_estimate
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.rejection import exact_samples
+from tsmc.sampler import Population
 
+KL = "kl_target_proposal"
+COLUMNS = {  # of the table: title and form, by the key of a row
+    # The mean of p(toxic | s), where the potential reads the classifier. Texts may all be alike.
+    "toxicity": ("toxicity", ".3f"),
+    "log_phi": ("log phi", ".2f"),
+    # The share of texts that the potential does not rule out.
+    "phi_positive": ("phi > 0", ".3f"),
+    # The mean cosine of the embeddings of two texts. To distil few distinct texts raises it.
+    "similarity": ("similarity", ".3f"),
+    # KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma in nats by exact samples, of
+    # Base KL(sigma||p). It is that of the proposal: weights repair a part.
+    KL: ("KL", ".2f"),
+    # The log of the mean of Z-hat over all runs, where dead ones count zero; of Base and Target
+    # that of phi over draws of p^(0).
+    "log_z": ("log Z", ".2f"),
+    # The mean and the standard deviation of log Z-hat over the runs that are alive.
+    "log_z_hat_mean": ("log Z-hat", ".2f"),
+    "log_z_hat_std": ("(spread)", ".2f"),
+    # Means over runs: the effective sample size at T, before the last resampling, and the share of
+    # different texts among the K samples. Particles that count may share their beginnings.
+    "ess": ("ESS", ".1f"),
+    "distinct": ("distinct", ".2f"),
+    # Runs whose weights were all zero at some step.
+    "dead_runs": ("dead", ".0f"),
+}
 EXAMPLES = 3  # texts of a row that are shown when the job ends
 ENOUGH = 200  # exact samples of the target
-FEW = 10  # base samples with phi > 0; from fewer little can be learned
 
 
 def texts_row(world: World, tokens: Tensor, seed: int) -> dict[str, Any]:
-    """What texts [N, T] are worth, and some of them."""
+    """What texts tokens [N, T] are worth: means of their scores, similarity, and some of them."""
     texts = world.potential.texts(tokens)
-    row = describe(world.score(tokens, texts), world.encode(texts))
+    scores = world.score(tokens, texts)
+    row: dict[str, Any] = {name: values.mean().item() for name, values in scores.items()}
+    row["phi_positive"] = (scores["log_phi"] > -math.inf).double().mean().item()
+    row["similarity"] = mean_pairwise_cosine(world.encode(texts))
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))
     return row | {"examples": [texts[n] for n in order[:EXAMPLES]]}
 
 
-def kl_row(world: World, log_q: Tensor, key: str = KL) -> dict[str, float]:
+def mean_pairwise_cosine(vectors: Tensor) -> float:
+    """Mean cosine over the pairs i != j of vectors [N, D], N > 1."""
+    count = vectors.shape[0]
+    unit = F.normalize(vectors.double(), dim=-1)  # [N, D]
+    # The sum over all pairs is |sum_i e_i|^2.
+    return float((unit.sum(0).square().sum() - unit.square().sum()) / (count * (count - 1)))
+
+
+def population_row(population: Population) -> dict[str, float]:
+    """What the runs say of themselves: evidence, effective sizes, copies. Dead runs have none."""
+    alive, log_z = population.alive(), log_mean_estimate(population.log_z)
+    particles = population.log_weights.shape[1]
+    distinct = [len(tokens.unique(dim=0)) / particles for tokens in alive.samples]  # [R]
+    return {
+        "log_z": log_z.value,
+        "log_z_half_width": log_z.half_width(),
+        "log_z_hat_mean": alive.log_z.mean().item(),
+        "log_z_hat_std": alive.log_z.std().item(),
+        "ess": alive.ess.mean().item(),
+        "distinct": sum(distinct) / len(distinct),
+        "dead_runs": len(population.log_z) - len(alive.log_z),
+    }
+
+
+def kl_row(world: World, log_q: Tensor) -> dict[str, float]:
     """The column KL and its interval, from log q [N] of the exact samples."""
     kl = world.kl(log_q)
-    return {key: kl.value, f"{key}_half_width": kl.half_width()}
+    return {KL: kl.value, f"{KL}_half_width": kl.half_width()}
 
 
 def generation_row(
@@ -44,7 +96,7 @@ def generation_row(
 ) -> dict[str, Any]:
     """The row of generation m."""
     row: dict[str, Any] = {"generation": m, "scores": learner.scored(m)}
-    particles, *sizes = options.eval_particles
+    particles, *others = options.eval_particles
     count = options.eval_runs * particles
     if learner.is_policy:  # all its texts count, those with phi = 0 as well
         draw = partial(sample_proposal, pair.model, None)
@@ -58,7 +110,7 @@ def generation_row(
         row |= kl_row(world, log_q)
         row["kl_target_model"] = world.kl(log_p).value  # of the model without its twist
     row |= texts_row(world, tokens, options.seed)
-    if sizes and not learner.is_policy:  # Fig. 2: equally many particles in runs of other K
+    if others and not learner.is_policy:  # Fig. 2: equally many particles in runs of each K
         row["populations"] = {}
         for size in options.eval_particles:
             word = f"populations of {size}"
@@ -69,21 +121,15 @@ def generation_row(
 
 
 def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
-    """The rows Base and Target, where p^(0) and sigma stand.
-
-    Where the world has no exact samples, they are drawn, if 200 of them need few enough draws.
-    """
+    """The rows Base and Target, where p^(0) and sigma stand; exact samples are drawn where the
+    world has none, if 200 of them need few enough draws."""
     count = options.eval_runs * options.eval_particles[0]
     draw = partial(sample_proposal, world.base, None)
     tokens = learner.streams.draw("base samples", None, count, draw).tokens  # [N, T]
     log_phi = world.potential(tokens)  # [N]
-    if (alive := int((log_phi > -math.inf).sum())) < FEW:
-        rate = f"{alive} of {count} texts of p have phi > 0, which is little to learn from"
-        print(f"{rate}; soften the potential, or give it hints (beyond/)", file=sys.stderr)
     # The mean of phi tells beforehand how many proposals are needed.
-    proposals = options.eval_target_proposals
-    if (rate := log_phi.exp().mean().item()) > 0:
-        proposals = min(proposals, math.ceil(ENOUGH / rate))
+    rate = log_phi.exp().mean().item()
+    proposals = min(options.eval_target_proposals, math.ceil(ENOUGH / rate) if rate > 0 else 2**63)
     if world.exact is None and proposals > 0:
         word = "target by rejection"
         exact = exact_samples(world.base, world.potential, learner.streams, word, proposals)
@@ -98,3 +144,29 @@ def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
         half_width = 1.96 * exact.log_z_std_error
         rows["target"] |= {"log_z": exact.log_z, "log_z_half_width": half_width}
     return rows
+
+
+def named_rows(results: dict[str, Any]) -> dict[str, dict]:
+    """Base and Target, where there are any, and the generations."""
+    rows = {name.title(): results[name] for name in ("base", "target") if name in results}
+    return rows | {f"Generation {m}": row for m, row in enumerate(results["generations"])}
+
+
+def table(rows: dict[str, dict]) -> str:
+    """Rows by name in columns, the first flush left; a number with half of its 95 % interval."""
+    # What says nothing is left out: log phi beside toxicity, and columns in which all rows agree.
+    dull = {"log_phi"} if any("toxicity" in row for row in rows.values()) else set()
+    for key, usual in (("phi_positive", 1.0), ("dead_runs", 0)):
+        if all(row.get(key, usual) == usual for row in rows.values()):
+            dull.add(key)
+    shown = [key for key in COLUMNS if key not in dull and any(key in row for row in rows.values())]
+    lines = [["", *(COLUMNS[key][0] for key in shown)]]
+    for name, row in rows.items():
+        cells = [format(row[key], COLUMNS[key][1]) if key in row else "" for key in shown]
+        for n, key in enumerate(shown):
+            if f"{key}_half_width" in row:
+                cells[n] += f" ± {row[f'{key}_half_width']:.2f}"
+        lines.append([name, *cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in padded)

@@ -1,8 +1,8 @@
 """A job of `main.py` is a folder, which process 0 locks and writes; and how a command ends.
 
-    config.json                                  every option
+    config.json                                  every option, and all that sigma depends on
     base/row.json                                the rows Base and Target
-    target/samples.safetensors                   exact samples of sigma, where the job has drawn some
+    target/samples.safetensors                   exact samples of sigma, if there are any
     generation-0/pair.safetensors, row.json ...  a generation each; its row is written last
     results.json                                 all rows, once the last one is there
 
@@ -14,7 +14,6 @@ interrupted, to the byte.
 import contextlib
 import ctypes
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -22,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import torch
 from safetensors import SafetensorError
 
 from distill.pair import Pair, load_pair, save_pair
 from distill.paper import Paper
-from eval.metrics import KL
+from eval.evaluate import KL
 from eval.options import Options
 from eval.world import World, save_target, sigma_of
 from tinystories.load import read_json, write_json
@@ -48,8 +46,9 @@ class Job:
             number += 1
             path = Path(f"runs/{options.preset}-{number}")
         self.path = gathered(path)[0]
-        self.is_writer = process()[0] == 0
         self.start = time.monotonic()
+        rank, self.processes = process()
+        self.is_writer = rank == 0
         if not self.is_writer:
             return
         if path.exists() and not resumed:
@@ -66,7 +65,7 @@ class Job:
         write_json(path / "config.json", dataclasses.asdict(options) | {"sigma": sigma})
 
     def file(self, m: int | None, name: str = ROW) -> Path:
-        """A file of a generation; the row of m = None is that of Base and Target."""
+        """A file of generation m, or of Base and Target where m is None."""
         return self.path / ("base" if m is None else f"generation-{m}") / name
 
     def num_done(self) -> int:
@@ -89,13 +88,13 @@ class Job:
         if self.is_writer:
             save_pair(self.file(m, PAIR), pair, learner.base, learner.state())
             write_json(self.file(m), row | {"figures": learner.figures})
-            known = [f"{key} {row[key]:.3g}" for key in ("toxicity", "log_phi", KL) if key in row]
-            seconds = f"{time.monotonic() - self.start:.0f} s"
-            print(f"generation {m}: {', '.join([seconds, *known])}", file=sys.stderr, flush=True)
+            said = [f"{key} {row[key]:.3g}" for key in ("toxicity", "log_phi", KL) if key in row]
+            seconds = time.monotonic() - self.start
+            print(f"generation {m}: {seconds:.0f} s, {', '.join(said)}", file=sys.stderr)
         learner.figures = {}
         self.start = time.monotonic()
         gathered(None)  # nobody reads before it is there
-        return pair if process()[1] == 1 else self.restore(m, learner)
+        return pair if self.processes == 1 else self.restore(m, learner)
 
     def restore(self, m: int, learner: Paper) -> Pair:
         """(p^(m), psi^(m)) of a generation, and the learner as it was then."""
@@ -106,28 +105,18 @@ class Job:
     def finish(self) -> dict[str, Any]:
         """Write results.json: the rows Base and Target, and those of all generations."""
         options = self.options
-        results = {"learner": options.learner, "seed": options.seed, **read_json(self.file(None))}
         rows = [read_json(self.file(m)) for m in range(options.generations + 1)]
+        results = {"learner": options.learner, "seed": options.seed, **read_json(self.file(None))}
         results["generations"] = rows
         if self.is_writer:
             write_json(self.path / "results.json", results)
         return results
 
 
-def reason_of(error: BaseException) -> str:
-    """What a user can correct, in one line; "" for any other error, which has a traceback."""
-    text = " ".join(" ".join([*getattr(error, "__notes__", []), str(error)]).split())
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in text:
-        return "out of memory; lower the numbers of particles or the batch sizes"
-    if isinstance(error, (ValueError, OSError, SafetensorError, ImportError)):
-        return text
-    return text[:300] if "loading state_dict" in text else ""
-
-
 @contextlib.contextmanager
 def command(program: str) -> Iterator[list[str]]:
-    """Run a command: what the user can correct ends it with one line on standard error and code 2,
-    Ctrl-C with code 130 and with the last of the lines that the command has added to the list."""
+    """Run a command. What the user can correct ends it with one line on standard error and code 2,
+    Ctrl-C with code 130 and the line that the command has added to the list."""
     if sys.platform == "linux":
         # Keep freed pages: to wait for fresh zeroed ones is a third of the time of a training step.
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX of <malloc.h>
@@ -136,10 +125,13 @@ def command(program: str) -> Iterator[list[str]]:
     try:
         yield remedies
     except KeyboardInterrupt:
-        print("; ".join([f"{program}: interrupted", *remedies[-1:]]), file=sys.stderr)
+        print("; ".join([f"{program}: interrupted", *remedies]), file=sys.stderr)
         sys.exit(130)
-    except Exception as error:
-        if not (reason := reason_of(error)) or os.environ.get("TSMC_TRACEBACK"):
-            raise
-        print(f"{program}: error: {reason}", file=sys.stderr)
+    except (ValueError, OSError, SafetensorError, ImportError, MemoryError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate" in text:
+            text = "out of memory; lower the numbers of particles or the batch sizes"
+        elif isinstance(error, RuntimeError) and "loading state_dict" not in text:
+            raise  # a mistake of ours
+        print(f"{program}: error: {text}", file=sys.stderr)
         sys.exit(2)

@@ -1,7 +1,7 @@
 """The options of a job: a field `ctl_updates` of Options becomes `--ctl-updates`.
 
-A learner may have `defaults` of its own, and further options: its class `Options` is then a
-subclass of this one.
+A learner may have `defaults` of its own. One with further options has a class `Options`, which is
+a subclass of this one.
 """
 
 import argparse
@@ -30,9 +30,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # of the networks
 }
 
 
-def option(
-    default: Any, text: str, low: float = 0, high: float = 2**63 - 1, choices: Any = ()
-) -> Any:
+def option(default: Any, text: str, low: float = 0, high: float = 2**63, choices: Any = ()) -> Any:
     """A field with its default, a line of help, and its limits or choices."""
     metadata = {"help": text, "low": low, "high": high, "choices": tuple(choices)}
     return field(default=default, metadata=metadata)
@@ -53,9 +51,7 @@ class Options:
     beta: float = option(10.0, "strength of the classifier: phi = p(toxic | s)^beta")
     prompt: str = option("Once upon a time, there was a", "s_0, with which stories begin")
     length: int = option(20, "T, tokens of a continuation", low=1)
-    end: tuple[str, ...] = option(
-        (), "token after which a text is finished, as <|endoftext|>; repeated: any of them"
-    )
+    end: tuple[str, ...] = option((), "token that finishes a text; repeated: any of them")
     preset: str = option("pocket", "which networks", choices=PRESETS)
     lm: str = option(str(POCKET / "lm"), "language model: a directory, or OWNER/NAME of the Hub")
     toxicity_model: str = option(str(POCKET / "toxicity"), "classifier")
@@ -65,13 +61,9 @@ class Options:
     seed: int = option(0, "seed of everything random")
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     dtype: str = option("float32", "type of the networks, but for training", choices=DTYPES)
-    eval_particles: tuple[int, ...] = option(
-        (50,), "K in testing; of further K the score alone", low=1
-    )
+    eval_particles: tuple[int, ...] = option((50,), "K in testing; of others the score alone", 1)
     eval_runs: int = option(40, "TSMC runs of K particles for a row of the table", low=2)
-    eval_target_proposals: int = option(
-        100_000, "most draws for 200 exact samples, if there are none yet; 0: none"
-    )
+    eval_target_proposals: int = option(100_000, "most draws for 200 exact samples; 0: none")
     # The paper's learner.
     particles: int = option(100, "K, particles of a run", low=1)
     resampling: str = option("multinomial", "resampling scheme", choices=SCHEMES)
@@ -92,14 +84,14 @@ class Options:
 
     def __post_init__(self):
         for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            low, high, choices = (one.metadata[name] for name in ("low", "high", "choices"))
-            for number in value if isinstance(value, tuple) else (value,):
-                flag = f"--{one.name.replace('_', '-')} is {number!r}"
-                if isinstance(number, int | float) and not low <= number <= high:  # nor NaN
-                    raise ValueError(f"{flag}; give a number from {low} to {high}")
-                if choices and number not in choices:
-                    raise ValueError(f"{flag}; give one of {', '.join(choices)}")
+            value, limits = getattr(self, one.name), one.metadata
+            for part in value if isinstance(value, tuple) else (value,):
+                fault = f"--{one.name.replace('_', '-')} is {part!r}; give"
+                is_number = isinstance(part, int | float)
+                if is_number and not limits["low"] <= part <= limits["high"]:  # nor NaN
+                    raise ValueError(f"{fault} a number from {limits['low']} to {limits['high']}")
+                if limits["choices"] and part not in limits["choices"]:
+                    raise ValueError(f"{fault} one of {', '.join(limits['choices'])}")
 
     def torch_device(self) -> torch.device:
         """The device to run on, with torchrun this process's GPU."""
@@ -121,18 +113,15 @@ def add_options(parser: argparse.ArgumentParser, kind: type, names: tuple[str, .
     for one in dataclasses.fields(kind):
         if one.name == "learner" or (names and one.name not in names):
             continue
-        default = one.default
-        text = f"{one.metadata['help']} [{default}]".replace("%", "%%")
-        how: dict[str, Any] = {"type": type(default), "help": text}
-        if isinstance(default, bool):
-            how = {"action": argparse.BooleanOptionalAction, "help": text}
-        elif default and isinstance(default, tuple) and isinstance(default[0], int):
-            how |= {"type": int, "nargs": "+"}
-        elif isinstance(default, tuple):
-            how = {"action": "append", "help": text}
-        elif one.metadata["choices"]:
-            how["choices"] = one.metadata["choices"]
-        parser.add_argument(f"--{one.name.replace('_', '-')}", **how)
+        text = f"{one.metadata['help']} [{one.default}]".replace("%", "%%")
+        how: dict[str, Any] = {"type": type(one.default)}
+        if isinstance(one.default, bool):
+            how = {"action": argparse.BooleanOptionalAction}
+        elif one.name == "eval_particles":
+            how = {"type": int, "nargs": "+"}
+        elif isinstance(one.default, tuple):
+            how = {"action": "append"}
+        parser.add_argument(f"--{one.name.replace('_', '-')}", help=text, **how)
 
 
 def build(kind: type, values: dict[str, Any]) -> Any:
@@ -159,10 +148,12 @@ def read_options(
     module, _, name = learners[saved.get("learner", chosen.get("learner", "paper"))].partition(":")
     learner = getattr(importlib.import_module(module), name)
     kind = getattr(learner, "Options", Options)
-    parser = Parser(parents=[first], description=description, argument_default=argparse.SUPPRESS)
+    raw = argparse.RawDescriptionHelpFormatter
+    settings = {"parents": [first], "description": description, "formatter_class": raw}
+    parser = Parser(argument_default=argparse.SUPPRESS, allow_abbrev=False, **settings)
     add_options(parser, kind)
     typed = vars(parser.parse_args(arguments))
     if typed.pop("resume", None) and typed.keys() - {"generations"}:
         raise ValueError("--resume takes the options of the job; give none but --generations")
-    preset = PRESETS[typed.get("preset", "pocket")]
+    preset = PRESETS.get(typed.get("preset", "pocket"), {})
     return build(kind, learner.defaults | preset | saved | typed), learner, folder

@@ -1,16 +1,14 @@
-"""Weighted samples of the target, of a trained pair (p^(m), psi^(m)) or without any training.
+"""Weighted samples of the target, by a trained pair (p^(m), psi^(m)).
 
     python -m eval.sample runs/pocket --samples 20
-    python -m eval.sample --potential keyword:dog
 
 Of the weight of all runs, particle k of run r has the share
 
     W_rk = Z-hat_r / (sum over all runs of Z-hat) * softmax(log_weights_r)_k
 
 so the more runs, the nearer are draws by W to sigma. log Z is the evidence as estimated from all
-runs together; 1 / sum W^2 is how many independent samples all texts are worth at most. Without JOB
-the language model proposes. Options that are not typed are those of JOB, without JOB those of
-main.py. R runs, K particles, T tokens.
+runs together; 1 / sum W^2 is how many independent samples all texts are worth at most. Options that
+are not typed are those of the job. R runs, K particles.
 """
 
 import argparse
@@ -56,11 +54,10 @@ class Weighted:
 
     def samples(self, count: int, seed: int = 0) -> list[dict[str, Any]]:
         """`count` independent draws by the weights, for large R K from sigma: text, W, scores."""
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.multinomial(self.shares.flatten(), count, True, generator=generator)
+        shares, generator = self.shares.flatten(), torch.Generator().manual_seed(seed)
         rows = []
-        for k in drawn.tolist():
-            row = {"text": self.texts[k], "share": self.shares.flatten()[k].item()}
+        for k in torch.multinomial(shares, count, True, generator=generator).tolist():
+            row = {"text": self.texts[k], "share": shares[k].item()}
             rows.append(row | {name: values[k].item() for name, values in self.scores.items()})
         return rows
 
@@ -68,8 +65,7 @@ class Weighted:
         """log of the mean of Z-hat over the runs, with its error; a dead run counts as zero.
 
         Independent particles count one by one, with as many degrees of freedom as effective texts.
-        The interval holds less often where few texts have most of the weight, and no rule can know
-        of a part of sigma that no draw has met.
+        No interval knows of a part of sigma that no draw has met.
         """
         if self.is_independent:
             return log_mean_estimate(self.population.log_weights.flatten(), self.ess)
@@ -77,11 +73,7 @@ class Weighted:
 
     def probability(self, event: Callable[[str], float]) -> Estimate:
         """P(event(text)) under sigma, or its mean where event gives numbers: the share of the
-        weight, with its error over runs, or over independent particles.
-
-        The error is at least that of ESS independent texts, because runs agree too well where a few
-        texts have nearly all the weight.
-        """
+        weight, with its error over runs, or over independent particles."""
         holds = torch.tensor([float(event(text)) for text in self.texts]).double()
         holds = holds.view_as(self.shares)
         value = (self.shares * holds).sum().item()
@@ -89,7 +81,8 @@ class Weighted:
         residuals = residuals.flatten() if self.is_independent else residuals.sum(1)
         count = len(residuals)
         error = math.sqrt(count) * residuals.std().item() if count > 1 else math.inf
-        # This remains where the event holds for none of the texts, or for all.
+        # It is at least that of ESS independent texts: runs agree too well where a few texts have
+        # nearly all the weight, and where the event holds for none of the texts, or for all.
         least = math.sqrt(max(0.0, value * (1 - value)) / self.ess + 1 / self.ess**2)
         return Estimate(value, max(error, least), max(1.0, count - 1.0))
 
@@ -102,13 +95,13 @@ def weigh(world: World, population: Population, is_independent: bool) -> Weighte
     return Weighted(texts, scores, population.shares(), population, is_independent)
 
 
-def sample(
-    world: World, pair: Pair, particles: int, runs: int, rule: Rule, streams: Streams
-) -> Weighted:
-    """R = runs runs of K = particles of (p^(m), psi^(m)), as weighted samples of sigma."""
+def sample(world: World, pair: Pair, options: Options, particles: int, runs: int) -> Weighted:
+    """R = runs runs of K = particles of (p^(m), psi^(m)), by the seed and the rule of options."""
+    rule = Rule(SCHEMES[options.resampling], options.ess_threshold)
     sigma = Sigma(pair.model, world.base, world.potential)
-    settings = (pair.twist, particles, runs, rule)
-    population = draw_population(streams, "sample", None, sigma, *settings)
+    sizes = (particles, runs, rule)
+    streams = Streams(options.seed, world.base.prompt.device)
+    population = draw_population(streams, "sample", None, sigma, pair.twist, *sizes)
     return weigh(world, population, rule.threshold(sigma) == 0)
 
 
@@ -117,30 +110,21 @@ class TrainedJob:
 
     def __init__(self, folder: str | Path, generation: int | None = None, **changes: Any):
         """The last generation unless another is named; `changes` are options of the job, as a
-        prompt, a length or a device. ValueError where its networks have changed."""
+        prompt, a length, a seed or a device. ValueError where its networks have changed."""
         folder = Path(folder)
         saved = read_json(folder / "config.json")
         networks = {name: changes[name] for name in ("lm", "toxicity_model") if name in changes}
         if sigma_of(build(Options, saved | networks)) != saved["sigma"]:
             raise ValueError(f"{folder}: its networks or its potential have changed since it began")
-        self.generation = len(list(folder.glob(f"generation-*/{ROW}"))) - 1
-        self.generation = self.generation if generation is None else generation
+        last = len(list(folder.glob(f"generation-*/{ROW}"))) - 1
+        self.generation = last if generation is None else generation
         self.options = build(Options, saved | changes)
         self.world = load_sampling_world(self.options)
         self.pair, _ = load_pair(folder / f"generation-{self.generation}" / PAIR, self.world.base)
 
-    def sample(
-        self,
-        particles: int = 50,
-        runs: int = 8,
-        seed: int | None = None,
-        rule: Rule | None = None,
-    ) -> Weighted:
-        """R = runs runs of K = particles texts, by default with the job's seed and rule."""
-        options = self.options
-        streams = Streams(options.seed if seed is None else seed, self.world.base.prompt.device)
-        rule = rule or Rule(SCHEMES[options.resampling], options.ess_threshold)
-        return sample(self.world, self.pair, particles, runs, rule, streams)
+    def sample(self, particles: int = 50, runs: int = 40) -> Weighted:
+        """R = runs runs of K = particles texts."""
+        return sample(self.world, self.pair, self.options, particles, runs)
 
 
 def report(drawn: Weighted, count: int, seed: int) -> str:
@@ -153,20 +137,19 @@ def report(drawn: Weighted, count: int, seed: int) -> str:
         limits = (evidence.value + sign * evidence.half_width() for sign in (0, 1, -1))
         one, low, high = (f"{float(f'{math.exp(-limit):.3g}'):,.10g}" for limit in limits)
         lines.append(f"About 1 in {one} texts of the model passes the test ({low} to {high})")
-    has_toxicity = "toxicity" in drawn.scores
-    lines.append(f" share  log phi  {'toxicity  ' if has_toxicity else ''}text")
+    lines.append(" share  log phi  toxicity  text")
     for row in drawn.samples(count, seed):
-        toxicity = f"{row['toxicity']:8.3f}  " if has_toxicity else ""
+        toxicity = f"{row['toxicity']:8.3f}" if "toxicity" in row else " " * 8
         text = " ".join(row["text"].split())
-        lines.append(f"{row['share']:6.3f}  {row['log_phi']:7.2f}  {toxicity}{text}")
+        lines.append(f"{row['share']:6.3f}  {row['log_phi']:7.2f}  {toxicity}  {text}")
     return "\n".join(lines)
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
     """A parser of how much is drawn, and of options that may be changed for it."""
-    raw = argparse.RawDescriptionHelpFormatter
-    settings = {"description": description, "argument_default": argparse.SUPPRESS}
-    parser = Parser(formatter_class=raw, allow_abbrev=False, **settings)
+    settings: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    settings |= {"argument_default": argparse.SUPPRESS, "allow_abbrev": False}
+    parser = Parser(description=description, **settings)
     parser.add_argument("--particles", type=int, default=50, help="K, particles of a run [50]")
     parser.add_argument("--runs", type=int, default=40, help="R, runs, weighed by Z-hat [40]")
     parser.add_argument("--samples", type=int, default=10, help="texts to draw by weight [10]")
@@ -178,24 +161,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line to samples; bad input ends with one line and exit code 2."""
     with command("eval.sample"):
         parser = parser_of(__doc__)
-        parser.add_argument("job", nargs="?", type=Path, default=None, help="folder of main.py")
-        parser.add_argument("--generation", type=int, help="the pair that draws [the last]")
+        parser.add_argument("job", type=Path, help="folder that main.py has written")
+        parser.add_argument("--generation", type=int, default=None, help="which pair [the last]")
         typed = vars(parser.parse_args(arguments))
-        job, generation = typed.pop("job"), typed.pop("generation", None)
-        sizes = (typed.pop("particles"), typed.pop("runs"))
+        sizes = {name: typed.pop(name) for name in ("particles", "runs")}
         count = typed.pop("samples")
-        if job is not None:
-            trained = TrainedJob(job, generation, **typed)
-            print(f"generation {trained.generation} of {job}, {sizes[1]} runs of K = {sizes[0]}")
-            print(report(trained.sample(*sizes), count, trained.options.seed))
-            return
-        options = build(Options, {"resampling": "systematic"} | typed)
-        world = load_sampling_world(options)
-        rule = Rule(SCHEMES[options.resampling], options.ess_threshold)
-        streams = Streams(options.seed, world.base.prompt.device)
-        drawn = sample(world, Pair(world.base, None), *sizes, rule, streams)
-        print(f"p proposes, {sizes[1]} runs of K = {sizes[0]}")
-        print(report(drawn, count, options.seed))
+        trained = TrainedJob(typed.pop("job"), typed.pop("generation"), **typed)
+        print(report(trained.sample(**sizes), count, trained.options.seed))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ Both are the transformer encoder
     x = LayerNorm(x + attention(x)),  x = LayerNorm(x + W_2 gelu(W_1 x))              per layer
     attention = softmax(q k^T / sqrt(D/H) + bias) v,  bias = 0 on text, lowest number on padding
 
-gelu is the exact one (erf). The modules nest as the tensors of a Hugging Face checkpoint are named.
-B batch, T tokens, D width, H heads, N texts.
+gelu is the exact one (erf). Modules nest as the tensors of a Hugging Face checkpoint are named, and
+`config` has the entries of its config.json. B batch, T tokens, D width, H heads, N texts.
 """
 
-import dataclasses
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,28 +26,13 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from tinystories.gpt_neo import at_least_float32
-from tinystories.load import config_from_json, load_network
+from tinystories.load import checkpoint_directory, load_network, read_json
 
 BATCH = 64  # texts at most
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 
 
-@dataclasses.dataclass(frozen=True)
-class EncoderConfig:
-    """The fields of a Hugging Face `config.json` that shape the network."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    max_position_embeddings: int
-    type_vocab_size: int
-    pad_token_id: int
-    layer_norm_eps: float = 1e-12
-
-
-def residual(inner: int, config: EncoderConfig) -> nn.ModuleDict:
+def residual(inner: int, config: SimpleNamespace) -> nn.ModuleDict:
     """The parts of LayerNorm(x + W y), y [.., inner]."""
     norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
     return nn.ModuleDict({"dense": nn.Linear(inner, config.hidden_size), "LayerNorm": norm})
@@ -57,7 +41,7 @@ def residual(inner: int, config: EncoderConfig) -> nn.ModuleDict:
 class Layer(nn.Module):
     """Post-norm transformer layer: attention of all tokens to all that are no padding, then MLP."""
 
-    def __init__(self, config: EncoderConfig):
+    def __init__(self, config: SimpleNamespace):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.num_heads = config.num_attention_heads
@@ -85,7 +69,7 @@ class Layer(nn.Module):
 class Encoder(nn.Module):
     """Hidden states of texts; the first token of a text has position `first`."""
 
-    def __init__(self, config: EncoderConfig, first: int = 0):
+    def __init__(self, config: SimpleNamespace, first: int = 0):
         super().__init__()
         self.config = config
         self.first = first
@@ -117,7 +101,7 @@ class SentenceEncoder(Encoder):
 
     model_type = "bert"
 
-    def __init__(self, config: EncoderConfig):
+    def __init__(self, config: SimpleNamespace):
         super().__init__(config)
         self.max_tokens = min(256, config.max_position_embeddings)
 
@@ -134,7 +118,7 @@ class ToxicityClassifier(nn.Module):
 
     model_type = "roberta"
 
-    def __init__(self, config: EncoderConfig):
+    def __init__(self, config: SimpleNamespace):
         super().__init__()
         self.config = config
         first = config.pad_token_id + 1  # rows of the table that no token of a text has
@@ -152,16 +136,13 @@ class ToxicityClassifier(nn.Module):
         return F.linear(inner, at_least_float32(out.weight), at_least_float32(out.bias)).squeeze(-1)
 
 
-def load_scorer(
-    kind: type, path: Path, device: str | torch.device = "cpu"
-) -> tuple[Any, Tokenizer]:
+def load_scorer(kind: type, name: str, device: str | torch.device) -> tuple[Any, Tokenizer]:
     """Network of a class (float32, eval mode) and tokenizer; ValueError for one of another kind."""
-    fixed = {"model_type": kind.model_type, "hidden_act": "gelu"}
-
-    def from_json(raw: dict) -> Any:
-        return kind(config_from_json(EncoderConfig, raw, fixed))
-
-    return load_network(path, from_json, device)
+    directory = checkpoint_directory(name)
+    raw = {"layer_norm_eps": 1e-12} | read_json(directory / "config.json")
+    if (raw["model_type"], raw["hidden_act"]) != (kind.model_type, "gelu"):
+        raise ValueError(f"{name}: is a {raw['model_type']}, not a {kind.model_type} with gelu")
+    return load_network(directory, kind(SimpleNamespace(**raw)), device)
 
 
 class Runner:
@@ -169,11 +150,14 @@ class Runner:
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer):
         self.model = model
+        self.last: tuple[list[str], Tensor] = ([], torch.empty(0))
         self.tokenizer = tokenizer
         self.tokenizer.enable_truncation(model.max_tokens)  # special tokens included
 
     def __call__(self, texts: list[str]) -> Tensor:
         """Results [N, ...] on the CPU in the order of the texts."""
+        if texts == self.last[0]:  # potential and table score the same texts one after the other
+            return self.last[1]
         device = next(self.model.parameters()).device
         pad = self.model.config.pad_token_id
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
@@ -188,23 +172,5 @@ class Runner:
                 ids = torch.tensor(padded, dtype=torch.long).view(-1, width)  # [B, T]
                 mask = (torch.arange(width) < lengths[batch, None]).long()  # [B, T]
                 results.append(self.model(ids.to(device), mask.to(device)))
-        return torch.cat(results).cpu()[order.argsort()]
-
-
-class ToxicityScorer(Runner):
-    """N texts -> log p(toxic | s) [N]."""
-
-    last: tuple[list[str], Tensor] = ([], torch.empty(0))
-
-    def logits(self, texts: list[str]) -> Tensor:
-        """Logits [N], float32 on the CPU."""
-        if texts != self.last[0]:  # potential and table score the same texts one after the other
-            self.last = list(texts), super().__call__(texts)
+        self.last = texts, torch.cat(results).cpu()[order.argsort()]
         return self.last[1]
-
-    def __call__(self, texts: list[str]) -> Tensor:
-        return F.logsigmoid(-self.logits(texts))
-
-    def log_nontoxic(self, texts: list[str]) -> Tensor:
-        """log p(not toxic | s) [N]"""
-        return F.logsigmoid(self.logits(texts))

@@ -15,18 +15,18 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from eval import scorers
 from eval.options import DTYPES, POCKET, Options
+from eval.scorers import Runner, SentenceEncoder, ToxicityClassifier, load_scorer
 from tinystories.decoder import Conditional
-from tinystories.load import checkpoint_directory, load_model, naming, read_json, write_tensors
+from tinystories.load import checkpoint_directory, load_model, read_json, write_tensors
 from tsmc.estimate import Estimate, mean_estimate
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.rejection import ExactSamples
@@ -34,7 +34,8 @@ from twist.potential import TextPotential, each_once, factor_of
 
 SHIPPED = POCKET / "target"
 SAMPLES = "samples.safetensors"
-CLASSIFIED = ("toxicity", "nontoxicity")  # factors of the classifier
+CLASSIFIED = {"toxicity", "nontoxicity"}  # factors that read the classifier
+HASHED = (".json", ".txt", ".model", ".safetensors", ".bin", ".py")
 
 
 @dataclass
@@ -44,6 +45,7 @@ class World:
     base: Conditional  # p^(0) after the prompt
     potential: TextPotential
     scores: dict[str, Callable[[list[str]], Tensor]]  # "toxicity", where phi reads the classifier
+    tokenizer: Any  # of the language model
     encode: Callable[[list[str]], Tensor] | None = None  # N texts -> [N, D], for the table
     exact: ExactSamples | None = None  # None where there are none of this sigma
 
@@ -63,16 +65,12 @@ class World:
 
 
 def load_world(options: Options, folder: Path | None = None) -> World:
-    """All of it, with the sentence encoder, and with exact samples: those of --target, those that
-    the job in a folder has drawn, or the shipped ones where they are of this sigma.
-
-    ValueError where those of --target are of another sigma.
-    """
+    """All of it, with the exact samples of --target, of the job in a folder, or the shipped ones if
+    they are of this sigma; ValueError where those of --target are of another."""
     world = load_sampling_world(options)
-    device, dtype = world.base.prompt.device, DTYPES[options.dtype]
-    path = checkpoint_directory(options.similarity_model)
-    encoder, tokenizer = scorers.load_scorer(scorers.SentenceEncoder, path, device)
-    world.encode = scorers.Runner(encoder.to(dtype), tokenizer)
+    device = world.base.prompt.device
+    encoder, tokenizer = load_scorer(SentenceEncoder, options.similarity_model, device)
+    world.encode = Runner(encoder.to(DTYPES[options.dtype]), tokenizer)
     if options.target:
         world.exact = load_target(Path(options.target), options, device)
         if world.exact is None:
@@ -84,38 +82,34 @@ def load_world(options: Options, folder: Path | None = None) -> World:
 
 
 def load_sampling_world(options: Options) -> World:
-    """The language model, and what its potential reads, on the job's device."""
+    """The language model and what its potential reads, on the job's device."""
     device, dtype = options.torch_device(), DTYPES[options.dtype]
-    given = (options.prompt, options.length, options.end, device, dtype)
-    base, tokenizer = load_model(options.lm, *given)
+    shape = (options.prompt, options.length, options.end)
+    base, tokenizer = load_model(options.lm, *shape, device, dtype)
     factors, scores = {}, {}
-    if set(CLASSIFIED) & set(options.potential):  # else the classifier is not loaded
-        path = checkpoint_directory(options.toxicity_model)
-        classifier, words = scorers.load_scorer(scorers.ToxicityClassifier, path, device)
-        scorer = scorers.ToxicityScorer(classifier.to(dtype), words)
-        factors["toxicity"] = lambda texts: options.beta * scorer(texts).double()
-        factors["nontoxicity"] = lambda texts: options.beta * scorer.log_nontoxic(texts).double()
-        scores["toxicity"] = lambda texts: scorer(texts).double().exp()
+    if CLASSIFIED & set(options.potential):  # else the classifier is not loaded
+        classifier, words = load_scorer(ToxicityClassifier, options.toxicity_model, device)
+        logits = Runner(classifier.to(dtype), words)
+        log_toxic = lambda texts: F.logsigmoid(-logits(texts)).double()  # noqa: E731
+        factors["toxicity"] = lambda texts: options.beta * log_toxic(texts)
+        factors["nontoxicity"] = lambda texts: options.beta * F.logsigmoid(logits(texts)).double()
+        scores["toxicity"] = lambda texts: log_toxic(texts).exp()
     chosen = [factors.get(spec) or factor_of(spec) for spec in options.potential]
-    decode = partial(tokenizer.decode_batch, skip_special_tokens=True)
-    potential = TextPotential(chosen, decode, base.prompt, base.end)
+    potential = TextPotential(chosen, tokenizer.decode_batch, base.prompt, base.end)
     if not options.end:
-        tell_ends(base, tokenizer, checkpoint_directory(options.lm))
-    return World(base, potential, scores)
+        tell_end(base, tokenizer, checkpoint_directory(options.lm) / "config.json")
+    return World(base, potential, scores, tokenizer)
 
 
-def tell_ends(base: Conditional, tokenizer: Any, directory: Path) -> None:
-    """Say where p often writes a token that ends a text by the checkpoint's files, but is no end
-    of this job."""
-    files = [directory / name for name in ("config.json", "generation_config.json")]
-    ends: set[int] = set()
-    for tokens in [read_json(file).get("eos_token_id") for file in files if file.exists()]:
-        ends |= set(tokens if isinstance(tokens, list) else [tokens])
+def tell_end(base: Conditional, tokenizer: Any, path: Path) -> None:
+    """Say where p often writes a token that ends a text by its config.json, but is no end here."""
+    end = read_json(path).get("eos_token_id")
+    ends = set(end if isinstance(end, list) else [end])
     drawn = sample_proposal(base, None, 64, torch.Generator(base.prompt.device).manual_seed(0))
     share = sum(not ends.isdisjoint(row) for row in drawn.tokens.tolist()) / 64
     if share > 0:
-        named = " ".join(f"--end '{tokenizer.id_to_token(end)}'" for end in ends if end is not None)
-        print(f"p ends {share:.0%} of its texts, and goes on; give {named}", file=sys.stderr)
+        names = " ".join(f"--end '{tokenizer.id_to_token(end)}'" for end in ends)
+        print(f"p ends {share:.0%} of its texts, and goes on; give {names}", file=sys.stderr)
 
 
 @functools.cache
@@ -123,33 +117,34 @@ def sigma_of(options: Options) -> dict[str, Any]:
     """All that sigma depends on, as JSON has it: options, and a hash of files."""
     names = ["prompt", "length", "end", "dtype"]
     files = sorted(checkpoint_directory(options.lm).iterdir())
-    if set(CLASSIFIED) & set(options.potential):
+    if CLASSIFIED & set(options.potential):
         names.append("beta")
         files += sorted(checkpoint_directory(options.toxicity_model).iterdir())
-    users = [Path(spec.rpartition(":")[0]) for spec in options.potential if ".py:" in spec]
+    potential = list(options.potential)
+    for n, spec in enumerate(potential):
+        if ".py:" in spec:  # a user's file may be moved
+            files.append(Path(spec.rpartition(":")[0]))
+            potential[n] = spec.rpartition("/")[2]
     digest = hashlib.sha256()
-    for file in [*files, *users]:
-        if file.suffix in (".json", ".txt", ".model", ".safetensors", ".bin", ".py"):
+    for file in files:
+        if file.suffix in HASHED:
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
     sigma = {name: getattr(options, name) for name in names}
-    names_of = [spec.rpartition("/")[2] if ".py:" in spec else spec for spec in options.potential]
-    sigma["potential"] = names_of
-    return json.loads(json.dumps(sigma | {"files": digest.hexdigest()}))
+    sigma |= {"potential": potential, "files": digest.hexdigest()}
+    return json.loads(json.dumps(sigma))
 
 
 def save_target(directory: Path, exact: ExactSamples, options: Options) -> None:
     """Write exact samples, with all that their sigma depends on."""
-    numbers = dataclasses.asdict(exact)
+    numbers = dataclasses.asdict(exact) | {"sigma": sigma_of(options)}
     tensors = {"tokens": numbers.pop("tokens").int(), "log_phi": numbers.pop("log_phi")}
-    target = json.dumps(numbers | {"sigma": sigma_of(options)})
-    write_tensors(directory / SAMPLES, tensors, target=target)
+    write_tensors(directory / SAMPLES, tensors, target=json.dumps(numbers))
 
 
 def load_target(directory: Path, options: Options, device: torch.device) -> ExactSamples | None:
     """The exact samples of a directory; None where they are of another sigma."""
-    path = directory / SAMPLES
-    with naming(path), safe_open(path, "pt", device=str(device)) as file:
+    with safe_open(directory / SAMPLES, "pt", device=str(device)) as file:
         numbers = json.loads(file.metadata()["target"])
         if numbers.pop("sigma", None) != sigma_of(options):
             return None

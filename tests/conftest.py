@@ -1,4 +1,4 @@
-"""What the tests share: small finished runs, and one thread for each process."""
+"""What the tests share: small finished jobs, and one thread for each process."""
 
 import io
 import os
@@ -9,24 +9,29 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # pytest-xdist keeps the other cores busy, and jobs.py forks
 
 # isort: split
+import filelock
 import pytest
 from jobs import JOBS, run_main
 
 
 def scope(config: pytest.Config, **_: object) -> str:
-    """Runs are made once, or for each shift of the seeds."""
+    """Jobs are made once, or for each shift of the seeds."""
     return "function" if config.pluginmanager.has_plugin("tests.margins") else "session"
 
 
 @pytest.fixture(scope=scope)
-def finished_job(tmp_path_factory) -> Callable[[str], Path]:
-    """finished_job(learner): a finished run of JOBS; do not change it."""
+def finished_job(request, tmp_path_factory) -> Callable[[str], Path]:
+    """finished_job(learner): a finished job of JOBS, the same in all processes; do not change it."""
     root = tmp_path_factory.mktemp("jobs")
+    if request.scope == "session" and "PYTEST_XDIST_WORKER" in os.environ:
+        root = tmp_path_factory.getbasetemp().parent / "jobs"
+        root.mkdir(exist_ok=True)
 
     def job(name: str) -> Path:
-        if not (root / name).exists():
-            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                run_main([*JOBS[name], "--out", root / name])
+        with filelock.FileLock(root / f"{name}.lock"):
+            if not (root / name / "results.json").exists():
+                with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                    run_main([*JOBS[name], "--out", root / name])
         return root / name
 
     return job

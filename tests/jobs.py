@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import main
-from distill import Learner
+from distill.paper import Paper as Learner
 
 CONTEXT = multiprocessing.get_context("fork")
 TABLE = "--generations 1 --eval-runs 5 --eval-particles 4 2 --eval-target-proposals 60"
@@ -33,7 +33,7 @@ JOBS = {name: f"{TABLE} --learner {name} {SIZES[name]}".split() for name in SIZE
 def run_main(arguments: Iterable[object]) -> None:
     """The main job without its figures, which take longer than all the rest at this size."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "draw_figures", lambda *_: None)
+        patch.setattr(main, "draw_figure", lambda *_: None)
         main.main([str(argument) for argument in arguments])
 
 

@@ -1,6 +1,5 @@
 """Random networks of transformers in the three roles, written to disk with shipped tokenizers."""
 
-import functools
 import shutil
 from pathlib import Path
 
@@ -9,16 +8,16 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-import tinystories
 from eval.options import POCKET
 from eval.scorers import SentenceEncoder, ToxicityClassifier, load_scorer
 from tinystories.any_model import AnyModel
+from tinystories.load import gpt_neo_from_json, load_network
 
 LIMIT = 40  # tokens that the scorers have room for
-LOAD = {
-    "lm": tinystories.load,
-    "toxicity": functools.partial(load_scorer, ToxicityClassifier),
-    "similarity": functools.partial(load_scorer, SentenceEncoder),
+LOAD = {  # networks and tokenizers of a directory
+    "lm": lambda path: load_network(path, gpt_neo_from_json),
+    "toxicity": lambda path: load_scorer(ToxicityClassifier, str(path), "cpu"),
+    "similarity": lambda path: load_scorer(SentenceEncoder, str(path), "cpu"),
 }
 AUTO = {
     "lm": transformers.AutoModelForCausalLM,
@@ -35,7 +34,6 @@ SHAPES = {
 SHAPES["lm"]["attention_types"] = [[["global", "local"], 1]]
 KINDS = {"lm": "gpt_neo", "toxicity": "roberta", "similarity": "bert"}
 PROMPT = torch.tensor([1, 0, 2])
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 TINY = {"vocab_size": 3, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"intermediate_size": 16, "num_key_value_heads": 1, "max_position_embeddings": 16}
 TINY |= {"bos_token_id": 0, "eos_token_id": None}
@@ -74,8 +72,8 @@ def tiny(kind: str, **changes) -> nn.Module:
 
 def any_model(kind: str, prompt=PROMPT, length=4, **changes) -> AnyModel:
     """A tiny network after a prompt; `end` and `vocab_size` are AnyModel's, the others sizes."""
-    own = {name: changes.pop(name) for name in ("end", "vocab_size") if name in changes}
-    return AnyModel(tiny(kind, **changes), prompt, length, **own)
+    settings = {name: changes.pop(name) for name in ("end", "vocab_size") if name in changes}
+    return AnyModel(tiny(kind, **changes), prompt, length, **settings)
 
 
 def write(path: Path, role: str, network: nn.Module) -> None:

@@ -1,13 +1,15 @@
 """Worlds small enough to enumerate, and every random path of the sampler in them.
 
 Each uniform number that the sampler draws matters only through the cell it falls into: the token or
-the ancestor that it selects. `bias` replaces the uniforms of R runs by the midpoints of all
+the ancestors that it selects. `bias` replaces the uniforms of R runs by the midpoints of all
 combinations of cells, one combination for each run with a known probability. Sums over runs are
-then exact expectations, and the sampler's own code has produced every term.
+then exact expectations, and the sampler's code has produced every term.
 """
 
+import contextlib
 import inspect
 import types
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -17,13 +19,14 @@ from torch import Tensor
 import tsmc.draws
 import tsmc.proposal
 import tsmc.sampler
-from distill import Learner
 from distill.pair import Pair
-from tinystories import Conditional, GPTNeo, GPTNeoConfig, GPTNeoModel
-from tinystories.decoder import NO_END, End, counted
+from tinystories.gpt_neo import GPTNeo, GPTNeoConfig, GPTNeoModel
+from tsmc.draws import multinomial, systematic
 from tsmc.exact import TableModel, TableTwist, Target, Tree
 from tsmc.sampler import Rule
 from tsmc.sigma import Sigma
+
+INF = torch.inf
 
 
 def generator(seed: int) -> torch.Generator:
@@ -32,54 +35,77 @@ def generator(seed: int) -> torch.Generator:
 
 def mutant(module: types.ModuleType, *changes: tuple[str, str]) -> types.ModuleType:
     """A module with expressions replaced, each of which must be there exactly once."""
-    broken, source = types.ModuleType("mutant"), inspect.getsource(module)
+    other, source = types.ModuleType("mutant"), inspect.getsource(module)
     for right, wrong in changes:
         assert source.count(right) == 1, f"{right!r} is not there exactly once"
         source = source.replace(right, wrong)
-    exec(compile(source, "mutant", "exec"), vars(broken))
-    return broken
+    exec(compile(source, "mutant", "exec"), vars(other))
+    return other
+
+
+@contextlib.contextmanager
+def broken(module: types.ModuleType, right: str, wrong: str) -> Iterator[None]:
+    """A module whose functions and methods are those of its mutant, for everybody who uses it."""
+    other = mutant(module, (right, wrong))
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+    pairs = [(vars(module), vars(other))]
+    pairs += [(vars(kind), vars(vars(other)[kind.__name__])) for kind in kinds]
+    kept = []
+    for mine, theirs in pairs:
+        for name, value in mine.items():
+            if inspect.isfunction(value) and value.__module__ == module.__name__:
+                function = inspect.unwrap(value)
+                kept.append((function, function.__code__))
+                function.__code__ = inspect.unwrap(theirs[name]).__code__
+    try:
+        yield
+    finally:
+        for function, code in kept:
+            function.__code__ = code
 
 
 def sequence_numbers(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Place [N] of tokens [N, T] in lexicographic order."""
+    """Where tokens [N, T] stand in lexicographic order [N]."""
     return tokens @ vocab_size ** torch.arange(tokens.shape[1]).flip(0)
 
 
 class ListedPotential:
-    def __init__(self, log_phi: Tensor, vocab_size: int):
-        self.log_phi, self.vocab_size = log_phi, vocab_size
+    """log phi [V^T] of all sequences and, with a prefix part, log f_t [V^t] for t = 0..T."""
 
-    def __call__(self, tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
+    def __init__(self, log_phi: Tensor, vocab_size: int, log_f: list[Tensor] | None = None):
+        self.log_phi = log_phi
+        self.vocab_size = vocab_size
+        self.log_f = log_f
+        self.has_prefix = log_f is not None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
         return self.log_phi[sequence_numbers(tokens, self.vocab_size)]
+
+    def log_prefix(self, tokens: Tensor) -> Tensor:
+        return self.log_f[tokens.shape[1]][sequence_numbers(tokens, self.vocab_size)]
 
 
 def hard_potential(log_phi: dict[int, float]) -> ListedPotential:
     """A potential of binary sequences [N, 3] that is zero except on the listed ones."""
-    values = [log_phi.get(number, -torch.inf) for number in range(8)]
+    values = [log_phi.get(number, -INF) for number in range(8)]
     return ListedPotential(torch.tensor(values).double(), 2)
 
 
-def table_world(vocab_size: int, length: int, seed: int = 0, scale: float = 1.5):
+def table_world(
+    vocab_size: int, length: int, seed: int = 0, scale: float = 1.5, end: tuple[int, ...] = ()
+) -> tuple[TableModel, TableTwist, ListedPotential]:
     """A random table model, a random table twist and a random potential in [0, 1], all float64."""
     source = generator(seed)
-    model = TableModel.random(vocab_size, length, source)
-    log_psi = scale * torch.randn(model.table.shape, dtype=torch.float64, generator=source)
+    table = TableModel.random(vocab_size, length, source).table
+    log_psi = scale * torch.randn(table.shape, dtype=torch.float64, generator=source)
     log_phi = scale * torch.randn(vocab_size**length, dtype=torch.float64, generator=source)
-    return model, TableTwist(log_psi), ListedPotential(-log_phi.abs(), vocab_size)
+    potential = ListedPotential(-log_phi.abs(), vocab_size)
+    return TableModel(table, length, end), TableTwist(log_psi), potential
 
 
-def random_model(length: int, end: End = NO_END) -> TableModel:
-    return TableModel(TableModel.random(3, length, generator(0)).table, length, end)
-
-
-def ended_world(vocab_size: int, length: int, seed: int = 1, end: End = 1):
-    """As `table_world`, but an `end` finishes a text, and phi does not see what follows it."""
-    model, twist, potential = table_world(vocab_size, length, seed)
-
-    def log_phi(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
-        return potential(tokens.where(counted(tokens, end), 1))
-
-    return TableModel(model.table, length, end), twist, log_phi
+def random_model(length: int, end: tuple[int, ...] = ()) -> TableModel:
+    """A random table model of three tokens."""
+    return table_world(3, length, end=end)[0]
 
 
 def tiny_gpt_neo(vocab_size: int, seed: int = 0, **changes) -> GPTNeo:
@@ -102,21 +128,22 @@ def letters(rows: list[list[int]]) -> list[str]:
     return ["".join("abcdefg"[token] for token in row) for row in rows]
 
 
-def tiny_conditional(seed: int, end: End = NO_END) -> Conditional:
+def tiny_conditional(seed: int, end: tuple[int, ...] = ()) -> GPTNeoModel:
     """A random GPT-Neo of 7 tokens after a prompt, four tokens to come, float32."""
     return GPTNeoModel(tiny_gpt_neo(7, seed), torch.tensor([1, 2]), 4, end)
 
 
-def rare_potential(tokens: Tensor, log_p: Tensor | None = None) -> Tensor:
+def rare_potential(tokens: Tensor) -> Tensor:
     """log phi [N] = 8 log sigmoid(sum of a number for each token), small under random texts."""
     scores = torch.linspace(-3, 2, 7)
     return 8 * F.logsigmoid(scores[tokens].sum(1))
 
 
-def gpt_neo_world(vocab_size: int, length: int, seed: int = 0):
+def gpt_neo_world(vocab_size: int, length: int, seed: int = 0, end: tuple[int, ...] = ()):
     """A tiny GPT-Neo after a prompt, a linear twist and a random potential, all float64."""
-    model = GPTNeoModel(tiny_gpt_neo(vocab_size, seed).double(), torch.tensor([1, 0, 1]), length)
-    weight = torch.randn(8, vocab_size, dtype=torch.float64, generator=generator(seed))
+    network = tiny_gpt_neo(vocab_size, seed).double()
+    model = GPTNeoModel(network, torch.tensor([1, 0, 1]), length, end)
+    weight = torch.randn(model.width, vocab_size, dtype=torch.float64, generator=generator(seed))
     return model, lambda hidden: hidden @ weight, table_world(vocab_size, length, seed)[2]
 
 
@@ -143,36 +170,38 @@ class Paths:
         return torch.cat(columns, 1)
 
 
-def bias(
-    model, twist, potential, target=None, module=tsmc.sampler, log_prefix=None, ess_threshold=1.0
-) -> float:
-    """The larger of two errors, both relative to Z_sigma, of the sampler in a module, K = 2.
+def bias(model, twist, log_phi, base=None, scheme=multinomial, ess_threshold=1.0) -> float:
+    """The larger of two errors, both relative to Z_sigma, of the sampler with K = 2 particles.
 
     That of E[Z-hat] = Z_sigma, and the largest of E[Z-hat * share of samples that equal s] =
-    Z_sigma sigma(s) over all sequences s.
+    Z_sigma sigma(s) over all sequences s. The target is p^(0) phi with p^(0) = base, by default the
+    model itself.
     """
-    target = target or Target(model, potential)
-    runs = (model.vocab_size**2 * 4) ** model.length
+    base = base or model
+    target = Target(base, log_phi)
+    cells = {multinomial: 4, systematic: 3}[scheme]  # of the ancestors of two particles
+    runs = (model.vocab_size**2 * cells) ** model.length
     paths, draw = Paths(runs), tsmc.draws.draw_categorical
 
     def draw_everywhere(logits: Tensor, given: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        if not given.isnan().any():  # not of the sampler, but where a text is only read
-            return draw(logits, given, place)
         inner = logits[place].double().softmax(-1).cumsum(-1)[:, :-1]  # where the token changes
         uniform = paths.choose(inner.view(runs, -1, inner.shape[-1]))  # from [R, K, V - 1]
         return draw(logits, uniform.view(-1, 1), place)
 
-    def resample(weights: Tensor, _: torch.Generator) -> Tensor:  # multinomially, written anew
+    def resample_everywhere(weights: Tensor, source: torch.Generator) -> Tensor:
         cumulative = weights.cumsum(-1)[:, None]  # [R, 1, K]
-        inner = cumulative[..., :-1] / cumulative[..., -1:]
-        return (paths.choose(inner.expand(-1, 2, -1))[..., None] > inner).sum(-1)
+        inner = cumulative[..., :-1] / cumulative[..., -1:]  # [R, 1, 1]
+        if scheme is multinomial:
+            breakpoints = inner.expand(-1, 2, -1)  # of two numbers
+        else:
+            breakpoints = torch.cat([2 * inner - 1, 2 * inner], -1)  # of one number
+        points = paths.choose(breakpoints)
+        with mock.patch.object(tsmc.draws, "uniforms", lambda *_: points):
+            return scheme(weights, source)
 
-    with (
-        mock.patch.object(module, "uniforms", lambda rows, *_: torch.full((rows, 1), torch.nan)),
-        mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere),
-    ):
-        sigma, rule = Sigma(model, potential, log_prefix), Rule(resample, ess_threshold)
-        population = module.tsmc(sigma, twist, 2, generator(0), runs, rule)
+    with mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere):
+        sigma, rule = Sigma(model, base, log_phi), Rule(resample_everywhere, ess_threshold)
+        population = tsmc.sampler.tsmc(sigma, twist, 2, generator(0), runs, rule)
     assert runs % paths.stride == 0
     chances = paths.chances * paths.stride / runs  # [R], unused combinations are counted once
     assert abs(chances.sum().item() - 1) < 1e-12
@@ -184,11 +213,7 @@ def bias(
     return max(error, abs(evidence.sum().item() - 1))
 
 
-def recorded(learner: Learner, phase: str, name: str) -> list[float]:
-    return [record[name] for record in learner.records if record["phase"] == phase]
-
-
 @torch.no_grad()
 def log_q(pair: Pair) -> Tensor:
-    """log q of all sequences, by the proposal of a pair."""
+    """log q [V^T] of all sequences, by the proposal of a pair."""
     return Tree(pair.model).prefix_log_q(pair.twist)[-1]

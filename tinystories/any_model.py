@@ -10,7 +10,6 @@ V vocabulary, P tokens of the prompt, T of a continuation.
 
 import copy
 import inspect
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ import transformers
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tinystories.decoder import Conditional, check_positions
+from tinystories.decoder import Conditional, End, check_positions
 from tinystories.gpt_neo import at_least_float32
 
 
@@ -43,25 +42,18 @@ class AnyModel(Conditional):
     """Any network conditioned on one prompt; its states are what its output layer reads."""
 
     def __init__(
-        self,
-        network: Any,
-        prompt: Tensor,
-        length: int,
-        end: tuple[int, ...] = (),
-        vocab_size: int | None = None,
+        self, network: Any, prompt: Tensor, length: int, end: End = (), vocab_size: int = 0
     ):
         """prompt [P], then T = length tokens; ValueError for a network that does not fit.
 
-        Tokens from `vocab_size` on are never drawn: give `len(tokenizer)`, which may be smaller
-        than the network's vocabulary.
+        Tokens from `vocab_size` on, as `len(tokenizer)`, are never drawn; 0: all may be.
         """
         self.network = network.eval()
-        output = network.get_output_embeddings()
         config = network.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        check_positions(prompt, length, limit)
+        check_positions(prompt, length, getattr(config, "max_position_embeddings", None) or 2**63)
+        width = network.get_output_embeddings().in_features
         size = min(vocab_size or config.vocab_size, config.vocab_size)
-        super().__init__(prompt.to(network.device), length, output.in_features, size, end)
+        super().__init__(prompt.to(network.device), length, width, size, end)
         # What transformers calls `past_key_values` is `cache` from 5.24 on.
         is_new = "cache" in inspect.signature(self.body.forward).parameters
         self.cache_name = "cache" if is_new else "past_key_values"
@@ -92,35 +84,27 @@ class AnyModel(Conditional):
 
     @torch.no_grad()
     def check(self) -> None:
-        """ValueError where a cache leads to other logits than the network's own forward.
-
-        Two texts of T tokens are written token by token, exchanged at every token, and read at
-        once; both are compared with one forward of the whole texts without a cache.
-        """
+        """ValueError where a cache leads to other logits than the network's own forward: two texts
+        are written token by token, exchanged at every token, and read at once."""
         model = copy.copy(self)
         model.end = ()  # no text is finished here
-        start = len(self.prompt)  # P
-        ids = self.prompt.expand(2, -1)  # [2, P + t]
+        tokens = self.prompt.expand(2, -1)  # [2, P + t]
         steps = []  # t states [2, D]
-        try:
-            decoder = model.decoder(2)
-            likely = self.logits(decoder.hidden)[0].argsort(descending=True)  # [V]
-            texts = likely[torch.arange(2 * self.length) % self.vocab_size].view(-1, 2)  # [T, 2]
-            for tokens in texts:
-                steps = [hidden.flip(0) for hidden in [*steps, decoder.hidden]]
-                ids = torch.cat([ids.flip(0), tokens[:, None]], 1)
-                if len(steps) < self.length:
-                    decoder.append(tokens, tokens.new_tensor([1, 0]))
-            found = [torch.stack(steps, 1), model.hidden(ids[:, start:])]  # [2, T, D] each
-            logits = [self.logits(hidden) for hidden in found]  # [2, T, V]
-            wanted = self.network(ids).logits[:, start - 1 : -1, : self.vocab_size]
-        except Exception as error:  # of a network that nobody here has seen
-            fault = f"{type(error).__name__}: {error}"
-            raise ValueError(f"the network cannot continue the prompt ({fault[:300]})") from error
-        # A type's rounding, with half of its digits left; single gaps of bfloat16 are larger.
+        decoder = model.decoder(2)
+        likely = self.logits(decoder.hidden)[0].argsort(descending=True)  # [V]
+        texts = likely[torch.arange(2 * self.length) % self.vocab_size].view(-1, 2)  # [T, 2]
+        for nexts in texts:
+            steps = [hidden.flip(0) for hidden in [*steps, decoder.hidden]]
+            tokens = torch.cat([tokens.flip(0), nexts[:, None]], 1)
+            if len(steps) < self.length:
+                decoder.append(nexts, nexts.new_tensor([1, 0]))
+        start = len(self.prompt)  # P
+        wanted = self.network(tokens).logits[:, start - 1 : -1, : self.vocab_size]  # [2, T, V]
+        # Half of a type's digits agree; single logits of bfloat16 differ by more.
         eps = max(torch.finfo(wanted.dtype).eps, 2**-23)
-        largest = wanted.masked_fill(wanted == -torch.inf, 0.0).abs().max().item()
-        for one in logits if type(self).logits is AnyModel.logits else []:
-            gaps = (one - wanted).masked_fill(one == wanted, 0.0)  # where both are -inf
-            if not gaps.square().mean().sqrt().item() <= eps**0.5 * largest < torch.inf:
+        tolerance = eps**0.5 * wanted.masked_fill(wanted == -torch.inf, 0.0).abs().max().item()
+        for hidden in (torch.stack(steps, 1), model.hidden(tokens[:, start:])):  # [2, T, D]
+            logits = AnyModel.logits(self, hidden)  # without what a subclass makes of them
+            gaps = (logits - wanted).masked_fill(logits == wanted, 0.0)  # where both are -inf
+            if not gaps.square().mean().sqrt().item() <= tolerance < torch.inf:
                 raise ValueError("with a cache the network has other logits than its own forward")

@@ -13,9 +13,9 @@ That a text is finished is a property of p. After an `end` the first of the `end
 with probability one, so log p is 0 there, and nothing else needs to know about ends. The hidden
 state of a finished text stays the one that its end was drawn from, with a mark in a last column.
 
-Rows whose texts are equal share their hidden state: all rows at first, those that chose the same
-words in the next steps, and the copies that resampling makes.
-N rows, S shared states, D width, V vocabulary, P prompt tokens, T continuation tokens.
+Rows of equal texts share their hidden state, as all rows do at first, and the copies that
+resampling makes. N rows, S shared states, D width, V vocabulary, P tokens of the prompt, T of a
+continuation.
 """
 
 import abc
@@ -29,10 +29,11 @@ from torch import Tensor
 
 GROUP = 16  # shared states are padded to a multiple of this, to avoid fragmentation of the heap
 SHARING_PAYS = 0.875  # states are shared up to this share of distinct texts
-MAX_LOGITS = 2**22  # entries of one tensor of logits: 16 MB in float32, of which a few are alive
-ON_GPU = 16  # times as many on a GPU
+MAX_LOGITS = 2**22  # entries of a tensor of logits, 16 MB in float32; 16 times as many on a GPU
 CACHED = 2**20  # entries that stay in a processor's cache until the next operation reads them
 FEWEST = 64  # rows of a slice, since each slice reads the output layer anew
+
+End = tuple[int, ...]  # the tokens any of which finishes a text; none: texts have T tokens
 
 
 def padded(rows: Tensor, group: int) -> Tensor:
@@ -42,7 +43,7 @@ def padded(rows: Tensor, group: int) -> Tensor:
 
 def row_slices(rows: Tensor, per_row: int) -> Iterator[slice]:
     """Slices of the rows, at least one; of `per_row` numbers each, they have at most MAX_LOGITS."""
-    size = max(1, MAX_LOGITS * (ON_GPU if rows.is_cuda else 1) // per_row)
+    size = max(1, MAX_LOGITS * (16 if rows.is_cuda else 1) // per_row)
     if not rows.is_cuda:
         size = min(size, max(FEWEST, CACHED // per_row))
     starts = range(0, max(1, len(rows)), size)
@@ -111,14 +112,7 @@ class Conditional(abc.ABC):
 
     network: Any  # what is fine-tuned, where the model has one
 
-    def __init__(
-        self,
-        prompt: Tensor,
-        length: int,
-        width: int,
-        vocab_size: int,
-        end: tuple[int, ...] = (),
-    ):
+    def __init__(self, prompt: Tensor, length: int, width: int, vocab_size: int, end: End = ()):
         """prompt [P], then `length` tokens below vocab_size, from states of `width` numbers.
 
         Any of the tokens `end` finishes a text; without them all texts have T = length tokens.
@@ -166,11 +160,10 @@ class Conditional(abc.ABC):
     def hidden(self, tokens: Tensor) -> Tensor:
         """The hidden states [N, T, D] that predict each of tokens [N, T]."""
         cache = self.cache()
-        first = self.read(self.prompt[None], cache)[:, -1:].expand(len(tokens), -1, -1)  # [N, 1, D]
-        hidden = first
+        hidden = self.read(self.prompt[None], cache)[:, -1:].expand(len(tokens), -1, -1)
         if tokens.shape[1] > 1:
             cache.reorder_cache(torch.zeros_like(tokens[:, 0]))  # every row continues the prompt
-            hidden = torch.cat([first, self.read(tokens[:, :-1], cache)], 1)
+            hidden = torch.cat([hidden, self.read(tokens[:, :-1], cache)], 1)  # [N, T, D]
         if not self.end:
             return hidden
         is_end = self.is_end(tokens)  # [N, T]

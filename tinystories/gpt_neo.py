@@ -10,8 +10,8 @@ Three things set GPT-Neo apart from GPT-2: attention scores are not divided by s
 and v have no bias; layers alternate between global attention and a local window, which holds the
 last `window_size` positions including the query's own. Attention and logits are computed in float32
 even where the weights are of a narrower type. The modules nest as the tensors of a Hugging Face
-checkpoint are named. B batch, T positions, S positions of the whole history (S = T without a
-cache), D width, H heads, V vocabulary.
+checkpoint are named. B batch, T positions, S positions of the whole history, D width, H heads, V
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinystories.decoder import Conditional, check_positions
+from tinystories.decoder import Conditional, End, check_positions
 
 Part = tuple[Tensor, ...]  # keys and values of some positions, of each row or of all rows
 
@@ -54,10 +54,9 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 class KeyValueCache:
-    """Keys and values of what has been read, so that only new tokens are computed.
+    """Keys and values of what has been read, in each layer in two parts [B, H, S, D/H].
 
-    In each layer they have two parts [B, H, S, D/H]: the first that was read, and the rest. A
-    prompt is read at batch 1 and continued by any number of rows; it is not copied for them.
+    The first is the prompt, read at batch 1, which any number of rows share; then comes the rest.
     """
 
     def __init__(self):
@@ -92,10 +91,8 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads = config.num_heads
         self.window = config.window_size if is_local else config.max_position_embeddings
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.out_proj = nn.Linear(width, width)
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            self.add_module(name, nn.Linear(width, width, bias=name == "out_proj"))
 
     def forward(self, x: Tensor, cache: KeyValueCache) -> Tensor:
         """[B, T, D] -> [B, T, D] of the new positions, behind what the cache holds."""
@@ -130,7 +127,6 @@ class Block(nn.Module):
         self.mlp["c_proj"] = nn.Linear(inner, width)
 
     def forward(self, x: Tensor, cache: KeyValueCache) -> Tensor:
-        """x [B, T, D] -> [B, T, D], behind what the cache holds."""
         x = x + self.attn["attention"](self.ln_1(x), cache)  # [B, T, D]
         inner = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
         return x + self.mlp["c_proj"](inner)
@@ -178,16 +174,11 @@ class GPTNeoModel(Conditional):
     """p(s_{1:T} | s_0) of a GPT-Neo."""
 
     def __init__(
-        self,
-        network: GPTNeo,
-        prompt: Tensor,
-        length: int,
-        end: tuple[int, ...] = (),
-        vocab_size: int | None = None,
+        self, network: GPTNeo, prompt: Tensor, length: int, end: End = (), vocab_size: int = 0
     ):
         """prompt [P], then T = length tokens; ValueError where they exceed the network's positions.
 
-        Tokens from `vocab_size` on, which a tokenizer may lack, are never drawn.
+        Tokens from `vocab_size` on, which a tokenizer may lack, are never drawn; 0: all may be.
         """
         config = network.config
         check_positions(prompt, length, config.max_position_embeddings)

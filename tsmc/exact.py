@@ -43,8 +43,7 @@ class Tree:
     @torch.no_grad()
     def __init__(self, model: Conditional):
         """Evaluate `model` after every prefix; ValueError where V^T exceeds two million."""
-        self.vocab_size = model.vocab_size
-        self.length = model.length
+        self.vocab_size, self.length = model.vocab_size, model.length
         if self.vocab_size**self.length > LIMIT:
             raise ValueError(f"{self.vocab_size}^{self.length} sequences cannot be enumerated")
         self.log_p: list[Tensor] = []  # T of [V^t, V], t = 0..T-1

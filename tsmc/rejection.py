@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from tinystories.decoder import Conditional
 from tsmc.draws import uniforms
 from tsmc.estimate import log_mean_estimate
 from tsmc.proposal import sample_proposal
 from tsmc.streams import Streams
+
+LogPhi = Callable[[Tensor], Tensor]  # tokens [N, T] -> log phi [N]
 
 
 @dataclass(frozen=True)
@@ -41,30 +42,21 @@ class Accepted:
 
 
 def draw_accepted(
-    model: Conditional,
-    log_phi: Callable[[Tensor], Tensor],
-    count: int,
-    generator: torch.Generator,
+    model: Conditional, log_phi: LogPhi, count: int, generator: Generator
 ) -> Accepted:
-    """Of N = count sequences from p those accepted under log_phi(tokens [N, T]) -> [N]; ValueError
-    where log phi is above zero."""
+    """Of N = count sequences from p those accepted; ValueError where log phi is above zero."""
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
     proposed = log_phi(tokens)  # [N]
-    highest = proposed.max().item()
-    if highest > 1e-6:
-        fault = f"log phi is {highest:.4g} on some text, and exact samples need log phi <= 0"
-        raise ValueError(f"{fault}; subtract an upper bound, or pass --eval-target-proposals 0")
+    if proposed.max() > 1e-6:
+        fault = f"log phi is {proposed.max():.4g} on some text, and rejection needs at most 0"
+        raise ValueError(f"{fault}: subtract an upper bound, or pass --eval-target-proposals 0")
     uniform = uniforms(count, 1, generator)[:, 0]
     is_accepted = uniform < proposed.to(uniform.dtype).exp()  # [N]
     return Accepted(tokens[is_accepted], proposed[is_accepted], proposed)
 
 
 def exact_samples(
-    model: Conditional,
-    log_phi: Callable[[Tensor], Tensor],
-    streams: Streams,
-    word: str,
-    count: int,
+    model: Conditional, log_phi: LogPhi, streams: Streams, word: str, count: int
 ) -> ExactSamples:
     """Those accepted of N = count sequences, from the random stream of a word, and the evidence."""
     drawn = streams.draw(word, None, count, partial(draw_accepted, model, log_phi))

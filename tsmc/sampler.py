@@ -12,10 +12,9 @@ f_0 = f_T = 1. f must be positive wherever a continuation has phi > 0.
 
 The particles then follow pi_t, proportional to p psi f_t (eq. 4), and at T sigma (eq. 2). Whenever
 the cumulative log weights are resampled, log Z-hat gains their log-mean-exp. Z-hat is an unbiased
-estimate of Z_sigma under any scheme and threshold (docs/method.md derives both).
-
-The paper's weight at t = T sums p phi over all s_T; here s_T is drawn from q_T like every other
-token, and the weight corrects for it. The paper resamples at every step, here the caller decides.
+estimate of Z_sigma under any scheme and threshold (docs/method.md derives both). The paper's weight
+at t = T sums p phi over all s_T; here s_T is drawn from q_T like every other token, and the weight
+corrects for it.
 """
 
 from dataclasses import dataclass
@@ -39,11 +38,9 @@ class Rule:
     ess_threshold: float = 1.0  # 1: at every step, as in the paper; 0: at T alone
 
     def threshold(self, sigma: Sigma) -> float:
-        """ESS / K below which a run resamples before T; 0 where its particles are independent.
-
-        With a prefix part, which tells good beginnings from bad ones early, it is at least EARLY.
-        """
-        return max(self.ess_threshold, EARLY if sigma.has_prefix else 0.0)
+        """ESS / K below which a run resamples before T: at least EARLY with a prefix part, which
+        tells good beginnings from bad ones; 0 where particles are independent."""
+        return max(self.ess_threshold, EARLY if sigma.log_prefix else 0.0)
 
 
 @dataclass
@@ -90,10 +87,8 @@ def tsmc(
     runs: int = 1,
     rule: Rule = Rule(),
 ) -> Population:
-    """R = runs independent runs of K = particles sequences of p = sigma.model.
-
-    ValueError for NaN or infinite weights.
-    """
+    """R = runs independent runs of K = particles sequences of p = sigma.model; ValueError for NaN
+    or infinite weights."""
     model = sigma.model
     threshold = rule.threshold(sigma)
     decoder = model.decoder(runs * particles)  # writes N texts token by token
@@ -112,13 +107,13 @@ def tsmc(
         new = Particles(tokens, old.log_p + step.log_p, step.log_psi)
         # 2. reweight
         if is_last:
-            log_phi = sigma.log_potential(new.tokens, new.log_p)  # [N]
             # phi takes the place of psi, with which the token was drawn, so nothing cancels.
+            log_phi = sigma.log_potential(new.tokens, new.log_p)  # [N]
             log_w = step.log_p + log_phi - step.log_q - old.log_psi  # [N]
         else:
             # p psi / q_t is the normaliser, whichever token was drawn.
             log_w = step.log_normaliser - old.log_psi
-        if sigma.has_prefix and not is_last:
+        if sigma.log_prefix and not is_last:
             log_f = sigma.log_prefix(new.tokens)  # [N]
             log_w = log_w + log_f
             # A particle with f = 0 has no weight from here on; -inf would give NaN in step t + 1.
@@ -142,8 +137,7 @@ def tsmc(
             decoder.append(old.tokens[:, -1], parents)
     if not bool((log_z < torch.inf).all()):
         raise ValueError("log Z-hat is NaN or infinite: check log phi and log psi")
-    tokens = new.tokens.view(runs, particles, -1)
-    samples = old.tokens.view_as(tokens)
+    tokens, samples = (one.tokens.view(runs, particles, -1) for one in (new, old))
     return Population(tokens, log_weights, ancestors, samples, log_z, ess)
 
 
@@ -157,8 +151,7 @@ def draw_population(
     runs: int,
     rule: Rule,
 ) -> Population:
-    """R = runs runs of K = particles from the random stream of a word; ValueError where all of them
-    ended with weight zero."""
+    """R = runs runs from the random stream of a word; ValueError where all ended with weight 0."""
 
     def draw(size: int, generator: torch.Generator) -> Population:
         return tsmc(sigma, twist, particles, generator, size, rule)
@@ -166,5 +159,5 @@ def draw_population(
     population = streams.draw(word, m, runs, draw, particles)
     if not (population.log_z > -torch.inf).any():
         fault = f"all {runs} runs of {particles} particles ended with weight zero"
-        raise ValueError(f"{fault}: use more of them, or soften the potential (keyword~8:WORD)")
+        raise ValueError(f"{fault}: draw more, or soften the potential, as keyword~8:WORD")
     return population

@@ -3,15 +3,14 @@
     sigma(s) proportional to p^(0)(s) phi(s)                                                   eq. 2
     phi^(m)(s) = p^(0)(s) phi(s) / p^(m)(s)                                                    eq. 8
 
-p^(m) phi^(m) = p^(0) phi, so the target is the same in every generation, whichever language model
-p^(m) the particles are drawn from. A potential may also say something about beginnings, by a prefix
-part f_t(s_{1:t}), which guides particles and cancels at T (`sampler.py`). N texts, T tokens.
+p^(m) phi^(m) = p^(0) phi, so the target is the same whichever model the particles are drawn from. A
+potential may also have a prefix part f_t(s_{1:t}), which guides particles and cancels at T
+(`sampler.py`). N texts, t or T tokens.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tinystories.decoder import Conditional
@@ -35,15 +34,10 @@ class Sigma:
         return sequence_log_probs(self.base, tokens) + log_phi - log_p
 
     @property
-    def has_prefix(self) -> bool:
-        """Whether particles of this model are guided by a prefix part.
+    def log_prefix(self) -> Callable[[Tensor], Tensor] | None:
+        """log f_t [N] of beginnings tokens [N, t], t < T; None where no prefix part guides.
 
-        Only those of p^(0) are: another p^(m) has learned what it says, which would count twice.
+        It guides p^(0) alone: another p^(m) has learned what f says, which would count twice.
         """
-        return self.model is self.base and getattr(self.log_phi, "has_prefix", False)
-
-    def log_prefix(self, tokens: Tensor) -> Tensor:
-        """log f_t [N] of beginnings tokens [N, t], t < T; 0 without a prefix part."""
-        if self.has_prefix:
-            return self.log_phi.log_prefix(tokens)
-        return torch.zeros(len(tokens), device=tokens.device)
+        has_prefix = self.model is self.base and getattr(self.log_phi, "has_prefix", False)
+        return self.log_phi.log_prefix if has_prefix else None

@@ -3,8 +3,7 @@
 Whatever draws at random gets a stream of its own, named by a word and its generation, so it gives
 the same numbers whenever and wherever it is computed: after a resume, or in any process of a job
 that `torchrun` has started. Only this file and the job's folder (`eval/job.py`) know of processes:
-each draws its share of a sample, all of them have the whole, and then all learn the same.
-R runs, K particles, N rows.
+each draws its share of a sample, all of them get the whole, and then all learn the same.
 """
 
 import dataclasses
@@ -36,20 +35,8 @@ def process() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def gathered(drawn: Any) -> list[Any]:
-    """What all processes have drawn, in their order."""
-    if not dist.is_initialized():
-        return [drawn]
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, drawn)
-    return parts
-
-
 def joined(parts: list[Any], device: torch.device) -> Any:
-    """Objects of tensors as one on a device, their rows behind each other.
-
-    The fields of dataclasses are joined one by one; what is no tensor is that of the first.
-    """
+    """Tensors, or dataclasses of tensors, as one on a device, their rows behind each other."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([part.to(device) for part in parts])
@@ -59,6 +46,17 @@ def joined(parts: list[Any], device: torch.device) -> Any:
     for name in vars(first):
         columns[name] = joined([getattr(part, name) for part in parts], device)
     return dataclasses.replace(first, **columns)
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all processes, in their order; from several, tensors are on the CPU."""
+    if not dist.is_initialized():
+        return [value]
+    cpu = torch.device("cpu")
+    value = [joined([one], cpu) for one in value] if isinstance(value, list) else value
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def progress(steps: Iterable, title: str, m: int | None = None) -> tqdm:
@@ -104,4 +102,5 @@ class Streams:
         a part of them."""
         rank, count = process()
         part = slice(rank * total // count, (rank + 1) * total // count)
-        return joined(gathered(draw(part)), self.device)
+        parts = gathered([draw(part)])
+        return joined([rows for (rows,) in parts], self.device)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Generator, Tensor
 
-from tsmc.draws import effective_sample_size, normalise
+from tsmc.draws import normalise
 from tsmc.proposal import Drawn, sample_proposal
 from tsmc.sigma import Sigma
 from twist.mlp import TwistMLP
@@ -44,16 +44,9 @@ class Batch:
         # One batch serves every t, because q(s_{1:t}) is the marginal of q(s_{1:T}).
         return (self.drawn.log_p - self.drawn.log_q).cumsum(-1) + self.drawn.log_psi
 
-    def ess(self) -> float:
-        """The effective sample size of the positive weights."""
-        return effective_sample_size(self.log_positive()).item()
 
 def draw_batch(
-    sigma: Sigma,
-    twist: TwistMLP | None,
-    size: int,
-    generator: Generator,
-    part: slice = slice(None),
+    sigma: Sigma, twist: TwistMLP | None, size: int, generator: Generator, part: slice = slice(None)
 ) -> Batch:
     """K = size sequences from the current q and their phi, or a part of these rows."""
     drawn = sample_proposal(sigma.model, twist, size, generator, part)

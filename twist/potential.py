@@ -10,15 +10,13 @@ depends on its text alone. It may have attributes:
     prefix    a function of the same form of unfinished texts that returns log f_t, N numbers
     hints     a list of words, of which a text with phi > 0 is likely to hold one (`beyond/`)
 
-`--potential` names a factor:
+`--potential` names a factor; ~8 before the colon puts -8 in place of -inf:
 
-    toxicity, nontoxicity   beta log p(toxic | s), or of not toxic (`eval/scorers.py`)
-    keyword:WORD            0 where the continuation has the word, else -inf
-    without:WORD            0 where the continuation lacks the word, else -inf; has a prefix part
-    regex:PATTERN           0 where the continuation matches, else -inf
-    ended                   0 where a token `end` has finished the text, else -inf
-    FILE.py:NAME            a function of your own
-    keyword~8:WORD          -8 in place of -inf; likewise without~8, regex~8, ended~8
+    toxicity, nontoxicity         beta log p(toxic | s), or of not toxic (`eval/world.py`)
+    keyword:WORD, without:WORD    0 where the continuation has the word, or lacks it, else -inf
+    regex:PATTERN                 0 where the continuation matches, else -inf
+    ended                         0 where a token `end` has finished the text, else -inf
+    FILE.py:NAME                  a function of your own
 
 N texts, t or T tokens, P tokens of the prompt.
 """
@@ -27,56 +25,51 @@ import math
 import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tinystories.decoder import End
+
 
 class TextPotential:
     """log phi of continuations (eq. 2): a product of factors, evaluated once for equal texts."""
 
     def __init__(
-        self,
-        factors: Sequence[Callable[[list], Any]],
-        decode: Callable[[list[list[int]]], list[str]],
-        prompt: Tensor,
-        end: tuple[int, ...] = (),
+        self, factors: list[Any], decode: Callable[..., list[str]], prompt: Tensor, end: End = ()
     ):
         """`decode` makes texts of rows of tokens; `prompt` [P] precedes every continuation.
 
         What follows the first token of `end` does not belong to a text, nor does that token.
         """
-        self.factors = list(factors)
+        self.factors = factors
         self.decode = decode
         self.prompt = prompt.tolist()
         self.end = set(end)
-
-    @property
-    def has_prefix(self) -> bool:
-        return any(hasattr(factor, "prefix") for factor in self.factors)
+        self.has_prefix = any(hasattr(factor, "prefix") for factor in factors)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """log phi [N] float64 of tokens [N, T]; ValueError for NaN and infinity."""
-        return self.product(tokens, self.factors)
+        return self.total(tokens, [(factor, factor) for factor in self.factors])
 
     def log_prefix(self, tokens: Tensor) -> Tensor:
         """log f_t [N] float64 of beginnings tokens [N, t], the sum of the prefix parts."""
-        return self.product(tokens, [one for one in self.factors if hasattr(one, "prefix")], True)
+        parts = [(one, one.prefix) for one in self.factors if hasattr(one, "prefix")]
+        return self.total(tokens, parts)
 
-    def product(self, tokens: Tensor, factors: list, is_prefix: bool = False) -> Tensor:
-        """The sum [N] of what factors, or their prefix parts, make of tokens [N, t]."""
+    def total(self, tokens: Tensor, functions: list[tuple[Any, Callable]]) -> Tensor:
+        """The sum [N] of functions, each with its factor, of what the factor reads of tokens."""
         texts = self.texts(tokens)
         start = len(self.decode([self.prompt])[0])
         continuations = [text[start:] for text in texts]
-        finished = [not self.end.isdisjoint(row) for row in tokens.tolist()]
-        views: dict[str, list] = {"texts": texts, "continuations": continuations}
-        views["finished"] = list(zip(continuations, finished, strict=True))
+        is_finished = [not self.end.isdisjoint(row) for row in tokens.tolist()]
+        finished = list(zip(continuations, is_finished, strict=True))
+        views = {"texts": texts, "continuations": continuations, "finished": finished}
         total = torch.zeros(len(texts), dtype=torch.float64)
-        for factor in factors:
-            function = factor.prefix if is_prefix else factor
+        for factor, function in functions:
             total = total + each_once(function, views[getattr(factor, "reads", "texts")])
         return total.to(tokens.device)
 
@@ -94,13 +87,11 @@ def each_once(function: Callable[[list], Any], texts: list) -> Tensor:
     not return a number below infinity for each."""
     number = {text: index for index, text in enumerate(dict.fromkeys(texts))}
     values = torch.as_tensor(function(list(number))).detach().cpu()
-    name = getattr(function, "__name__", "the potential")
-    if values.shape != (len(number),) or values.dtype == torch.bool or values.is_complex():
-        raise ValueError(f"{name} must return log phi, one number for each of {len(number)} texts")
-    values = values.double()
-    if not bool((values < torch.inf).all()):
-        raise ValueError(f"{name} is NaN or infinite; log phi must be a number below infinity")
-    return values[torch.tensor([number[text] for text in texts], dtype=torch.long)]
+    is_real = values.dtype != torch.bool and not values.is_complex()
+    if values.shape != (len(number),) or not is_real or not bool((values < torch.inf).all()):
+        name = getattr(function, "__name__", "the potential")
+        raise ValueError(f"{name} must return log phi, a number below infinity for each text")
+    return values.double()[[number[text] for text in texts]]
 
 
 def search(pattern: str, if_found: float, if_not: float) -> Any:
@@ -115,8 +106,7 @@ def search(pattern: str, if_found: float, if_not: float) -> Any:
 
 
 def factor_of(spec: str) -> Any:
-    """The factor that --potential names, but for those of the classifier; ValueError where it is
-    not understood."""
+    """The factor that --potential names; ValueError where it is not understood."""
     head, _, argument = spec.partition(":")
     name, tilde, number = head.partition("~")
     miss = -float(number) if tilde else -math.inf
@@ -124,7 +114,9 @@ def factor_of(spec: str) -> Any:
     begins = rf"(?i)(?<!\w){re.escape(argument)}"
     if name.endswith(".py"):
         sys.path.insert(0, str(Path(name).absolute().parent))  # for modules beside the file
-        return runpy.run_path(name)[argument]
+        defined = runpy.run_path(name)
+        if callable(defined.get(argument)):
+            return defined[argument]
     if name == "keyword" and argument.strip():
         factor = search(rf"{begins}(?!\w)", 0.0, miss)
         factor.hints = [argument]

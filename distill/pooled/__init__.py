@@ -1,1 +1,0 @@
-"""The pooled learner and its parts: adapter, surrogate, pool, texts held out, forced draws."""

@@ -16,7 +16,6 @@ that are learned, U updates, n rows of a batch, T tokens.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,12 +107,11 @@ class Paper:
         # From psi = 1: the last twist was fitted to another p, whose states were others.
         psi = TwistMLP(model.width, model.vocab_size, generator)
         optimizer = torch.optim.Adam(psi.parameters(), lr=options.ctl_learning_rate, fused=True)
-        size = options.ctl_batch_size
-        draw = partial(draw_batch, self.sigma(model), psi, size, generator)
+        sigma = self.sigma(model)
         for update in progress(range(options.ctl_updates), "twist learning", m):
             falling = 1 - 0.9 * update / options.ctl_updates
             optimizer.param_groups[0]["lr"] = options.ctl_learning_rate * falling
-            batch = self.streams.share(size, draw)
+            batch = draw_batch(sigma, psi, options.ctl_batch_size, generator)
             ess = effective_sample_size(batch.log_positive()).item()
             self.note(twist_ess=ess)
             if ess > 0:  # otherwise phi is zero on the whole batch, which teaches nothing

@@ -12,19 +12,15 @@ GRPO, group relative policy optimisation (eq. 10):
     where pi and p^(0) are those of s_t^(n) given its past
 
 Where the paper departs from Rafailov et al. 2023 (DPO) and Shao et al. 2024 (GRPO):
- 1. DPO's pairs are made online, out of samples of p^(0), and the reward's order decides who is
-    preferred; there they are a fixed, labelled set. GRPO's batch is one group of one prompt.
- 2. AdamW at a constant rate, one update for each batch, so GRPO has no older policy to clip by.
- 3. GRPO is held to p^(0) throughout; there, in the iterated form, the policy replaces it at times.
+ 1. DPO's pairs are made of new samples of p^(0), ordered by reward; there they are labelled data.
+ 2. One prompt, and one update for each batch, so GRPO has no older policy to clip by.
 What the paper leaves open:
- 4. The i-th best of the top half meets the i-th best of the bottom half; of an odd number of
-    samples the middle one is left out. Equal rewards, -inf among them, keep the order of the batch.
- 5. r is log phi rather than phi, which is near zero on almost every sample. std is that of the
-    population; A = 0 where all rewards are equal. Beside a reward of -inf the differences between
-    finite rewards vanish: A becomes that of the indicator of phi > 0.
- 6. The gradient of GRPO's penalty takes the samples as given, as the formula says. Its mean over
-    samples of the policy is the gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)),
-    which is what the term's value estimates.
+ 3. The i-th best of the top half meets the i-th best of the bottom half; of an odd number of
+    samples the middle one is left out. Equal rewards keep the order of the batch.
+ 4. r is log phi rather than phi, which is near zero on almost all samples. A = 0 where all rewards
+    are equal; beside a reward of -inf A becomes that of the indicator of phi > 0.
+ 5. The gradient of GRPO's penalty takes the samples as given. Its mean over samples of pi is the
+    gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)), which its value estimates.
 
 N sequences, M = floor(N / 2) pairs, T tokens; sg stops the gradient.
 """
@@ -51,7 +47,7 @@ def preference_pairs(reward: Tensor) -> Tensor:
     """Indices [M, 2] of the preferred and the other sample of every pair, from rewards [N]."""
     order = reward.argsort(descending=True, stable=True)
     half = len(order) // 2
-    return torch.stack([order[:half], order[len(order) - half :]], 1)
+    return torch.stack([order[:half], order[-half:]], 1)
 
 
 def dpo_loss(log_pi: Tensor, log_ref: Tensor, strength: float) -> Tensor:
@@ -94,7 +90,8 @@ class Policy(Paper):
 
     def learn_twist(self, model: Conditional, m: int) -> Pair:
         """The policy of generation m, trained from `model`."""
-        options, generator = self.options, self.streams.stream("fine-tuning", m)
+        options = self.options
+        generator = self.streams.stream("fine-tuning", m)
         is_lora = options.student == "lora"
         student = Student(model.network, options.learning_rate, is_lora, generator)
         policy = self.base.with_network(student.network)

@@ -145,7 +145,7 @@ def check_4() -> None:
         return prefix_cost([f"{text}." for text in texts])  # the end finishes the last word
 
     say(prefix_cost([" A little, unhappy"]) == [-1.0], "the last word may go on")
-    options = Options(length=40, device="cpu")
+    options = Options(length=40, resampling="systematic", device="cpu")
     world, found = load_sampling_world(options), []
     cost.reads = "continuations"
     for with_prefix in (False, True):

@@ -7,7 +7,7 @@
 3. psi = sigma(s_{1:t}) / p(s_{1:t}), psi* over Z, with its level: a classifier's logit has no free
    constant. CTL does not change where all log psi_t grow by a number that depends on t.
 4. f_T = 1, and in the product of the weights every other f_t cancels. With -inf a beginning dies,
-   whose continuations have phi > 0: sigma loses them, and check_potential refuses it.
+   whose continuations have phi > 0: sigma loses them, and nothing tells.
 5. w_t = p psi / (q psi before), whatever q is. Z-hat is right on average for any q, but its runs
    and the words that psi learns from are worth less: that is what ESS counts.
 """
@@ -22,8 +22,8 @@ from tsmc.draws import invert, normalise, uniforms
 
 
 def opposite(letters):
-    place = tiny.T - 1 - len(letters)
-    return letters[place] if place < len(letters) else tiny.V
+    i = tiny.T - 1 - len(letters)
+    return letters[i] if i < len(letters) else tiny.V
 
 
 def stratified(weights, generator):
@@ -31,10 +31,11 @@ def stratified(weights, generator):
     return invert(weights, points / weights.shape[1])
 
 
-def twist_loss(psi, batch):
+def twist_loss(psi, batch, model):
+    drawn = batch.drawn
     positive = normalise(batch.log_positive())[:, None]  # [K, 1]
-    negative = normalise((batch.log_p - batch.log_q).cumsum(1).T).T  # [K, T]
-    logits = batch.log_psi_of(psi)  # [K, T]
+    negative = normalise((drawn.log_p - drawn.log_q).cumsum(1).T).T  # [K, T]
+    logits = psi.of_tokens(drawn.hidden, drawn.tokens)  # [K, T]
     return -(positive * F.logsigmoid(logits) + negative * F.logsigmoid(-logits)).sum()
 
 

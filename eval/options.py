@@ -1,7 +1,6 @@
 """The options of a job: a field `ctl_updates` of Options becomes `--ctl-updates`.
 
-A learner may have `defaults` of its own. One with further options has a class `Options`, which is
-a subclass of this one.
+A learner may have `defaults` of its own, and a subclass of this class with further options.
 """
 
 import argparse
@@ -44,9 +43,8 @@ class Options:
     learner: str = option("paper", "how to learn")
     potential: tuple[str, ...] = option(
         ("toxicity",),
-        "phi: toxicity, nontoxicity, keyword:WORD, regex:PATTERN, without:WORD (~C before the "
-        "colon: a miss costs C nats), ended (the text ends before T) or FILE.py:NAME, a function "
-        "of texts; repeated: a product",
+        "phi: toxicity, nontoxicity, keyword:WORD, without:WORD, regex:PATTERN (~C before the "
+        "colon: a miss costs C nats), ended, or FILE.py:NAME; repeated: a product",
     )
     beta: float = option(10.0, "strength of the classifier: phi = p(toxic | s)^beta")
     prompt: str = option("Once upon a time, there was a", "s_0, with which stories begin")
@@ -136,8 +134,7 @@ def read_options(
 ) -> tuple[Any, type, Path | None]:
     """The options of a command line, the class of the learner, and the folder to resume, if any.
 
-    `learners` has "module:Class" by name, and a module is imported once its learner is asked for.
-    With --resume the options are those of the job, and only --generations may be given anew.
+    `learners` has "module:Class" by name; a module is imported once its learner is asked for.
     """
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     first.add_argument("--resume", metavar="JOB", type=Path, help="continue this job")

@@ -133,10 +133,6 @@ def report(drawn: Weighted, count: int, seed: int) -> str:
     estimates = f"log Z {evidence.value:.2f} ± {evidence.half_width():.2f}"
     ess = drawn.population.ess.mean().item()
     lines = [f"{estimates}   ESS {ess:.1f}   all texts are worth {drawn.ess:.1f} samples"]
-    if set(drawn.scores["log_phi"].tolist()) <= {0.0, -math.inf}:  # texts pass, or do not
-        limits = (evidence.value + sign * evidence.half_width() for sign in (0, 1, -1))
-        one, low, high = (f"{float(f'{math.exp(-limit):.3g}'):,.10g}" for limit in limits)
-        lines.append(f"About 1 in {one} texts of the model passes the test ({low} to {high})")
     lines.append(" share  log phi  toxicity  text")
     for row in drawn.samples(count, seed):
         toxicity = f"{row['toxicity']:8.3f}" if "toxicity" in row else " " * 8

@@ -3,7 +3,7 @@
     sigma(s) = p^(0)(s) phi(s) / Z_sigma (eq. 2),   drawn by rejection (`tsmc/rejection.py`)
 
 Exact samples are kept as tokens [N, T] with log phi [N], and with all that sigma depends on: the
-options, and a hash of the networks and of a user's file. Samples of another sigma are never used.
+options, and a hash of the weights and of a user's file. Samples of another sigma are never used.
 N texts, T tokens, D width of an embedding.
 """
 
@@ -35,7 +35,7 @@ from twist.potential import TextPotential, each_once, factor_of
 SHIPPED = POCKET / "target"
 SAMPLES = "samples.safetensors"
 CLASSIFIED = {"toxicity", "nontoxicity"}  # factors that read the classifier
-HASHED = (".json", ".txt", ".model", ".safetensors", ".bin", ".py")
+HASHED = (".safetensors", ".bin", ".py")  # of the files of a checkpoint, and a user's
 
 
 @dataclass

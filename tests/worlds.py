@@ -9,7 +9,7 @@ then exact expectations, and the sampler's code has produced every term.
 import contextlib
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -23,6 +23,7 @@ from distill.pair import Pair
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig, GPTNeoModel
 from tsmc.draws import multinomial, systematic
 from tsmc.exact import TableModel, TableTwist, Target, Tree
+from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Rule
 from tsmc.sigma import Sigma
 
@@ -211,6 +212,16 @@ def bias(model, twist, log_phi, base=None, scheme=multinomial, ess_threshold=1.0
     measure = torch.zeros_like(target.log_sigma[-1]).index_add(0, numbers, shares)
     error = (measure - target.log_sigma[-1].exp()).abs().max().item()
     return max(error, abs(evidence.sum().item() - 1))
+
+
+def seen(sigma: Sigma) -> Callable[[Tensor], Tensor]:
+    """phi^(m) (eq. 8) as a function of tokens [N, T] alone, 0 where p^(m) is."""
+
+    def log_phi(tokens: Tensor) -> Tensor:
+        log_p = sequence_log_probs(sigma.model, tokens)
+        return torch.where(log_p > -INF, sigma.log_potential(tokens, log_p), -INF)
+
+    return log_phi
 
 
 @torch.no_grad()

@@ -6,16 +6,15 @@
     decoder.append(tokens, ancestors)    row n continues row ancestors[n] with tokens[n]
 
 `Conditional` is the one interface of a language model. Each kind says how tokens are read (`cache`,
-`read`) and how hidden states become logits (`logits`): a GPT-Neo (`gpt_neo.py`), a network of
-`transformers` (`any_model.py`), a table of numbers (`tsmc/exact.py`).
+`read`) and how hidden states become logits (`logits`): a GPT-Neo (`gpt_neo.py`), or any network of
+`transformers` (`any_model.py`).
 
 That a text is finished is a property of p. After an `end` the first of the `end` tokens follows
 with probability one, so log p is 0 there, and nothing else needs to know about ends. The hidden
-state of a finished text stays the one that its end was drawn from, with a mark in a last column.
+state of a finished text stays the one that its end was drawn from, with a mark in a further column.
 
 Rows of equal texts share their hidden state, as all rows do at first, and the copies that
-resampling makes. N rows, S shared states, D width, V vocabulary, P tokens of the prompt, T of a
-continuation.
+resampling makes. N rows, S shared states, D width, V vocabulary, P tokens of a prompt, T of a text.
 """
 
 import abc
@@ -119,7 +118,7 @@ class Conditional(abc.ABC):
         """
         self.prompt = prompt
         self.length = length
-        self.width = width + bool(end)  # D, with the mark of a finished text
+        self.width = width  # D, without the mark of a finished text
         self.vocab_size = vocab_size
         self.end = end
 
@@ -135,21 +134,19 @@ class Conditional(abc.ABC):
 
     @abc.abstractmethod
     def read(self, ids: Tensor, cache: Any) -> Tensor:
-        """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them.
-
-        These states and those that `logits` reads are without the mark of a finished text.
-        """
+        """States [N, T, D] of tokens ids [N, T] behind what the cache holds; it then holds them."""
 
     @abc.abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V], float32 or wider, of unfinished texts' states [..., D]."""
+        """Next-token logits [..., V], float32 or wider, of states [..., D] without a mark."""
 
     def is_end(self, tokens: Tensor) -> Tensor:
         """Which of the tokens finish a text, a truth value for each."""
         return torch.isin(tokens, torch.tensor(self.end, device=tokens.device))
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] of hidden states [..., D], of finished texts as well."""
+        """Next-token logits [..., V] of hidden states [..., D], of finished texts as well: log p of
+        the first end is then 0, and that of all other tokens -inf."""
         if not self.end:
             return self.logits(hidden)
         logits = self.logits(hidden[..., :-1])

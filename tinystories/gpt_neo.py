@@ -163,7 +163,7 @@ class GPTNeo(nn.Module):
         self.transformer = Transformer(config)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of the next token [..., V], float32 or wider, of states [..., D]."""
+        """Logits [..., V], float32 or wider, of states [..., D]."""
         return at_least_float32(F.linear(hidden, self.transformer.wte.weight))
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tinystories.decoder import Conditional, row_slices
 from tsmc.proposal import WIDEST, Twist
 
-LIMIT = 2**21  # sequences
+LIMIT = 2**21  # sequences that are enumerated
 
 
 def all_sequences(vocab_size: int, length: int, device: torch.device | None = None) -> Tensor:
@@ -42,10 +42,9 @@ class Tree:
 
     @torch.no_grad()
     def __init__(self, model: Conditional):
-        """Evaluate `model` after every prefix; ValueError where V^T exceeds two million."""
+        """Evaluate `model` after every prefix."""
         self.vocab_size, self.length = model.vocab_size, model.length
-        if self.vocab_size**self.length > LIMIT:
-            raise ValueError(f"{self.vocab_size}^{self.length} sequences cannot be enumerated")
+        assert self.vocab_size**self.length <= LIMIT, "too many sequences to enumerate"
         self.log_p: list[Tensor] = []  # T of [V^t, V], t = 0..T-1
         self.hidden: list[Tensor] = []  # T of [V^t, D]
         for t in range(1, self.length + 1):
@@ -78,7 +77,6 @@ class Target:
     """sigma (eq. 2) and its marginals (eq. 3), in lists over t = 0..T with [V^t] entries each."""
 
     def __init__(self, model: Conditional, log_phi: Callable[[Tensor], Tensor]):
-        """ValueError where the potential is zero everywhere or NaN somewhere: there is no sigma."""
         self.tree = Tree(model)
         self.log_p = self.tree.prefix_log_q()
         log_phi_all = log_phi(self.tree.sequences())  # [V^T]
@@ -86,8 +84,7 @@ class Target:
         for log_p in reversed(self.tree.log_p):
             self.log_psi.insert(0, (log_p + self.log_psi[0].view_as(log_p)).logsumexp(-1))
         self.log_z = self.log_psi[0].item()
-        if not -torch.inf < self.log_z < torch.inf:
-            raise ValueError("phi is zero on every sequence or NaN on some: sigma does not exist")
+        assert -torch.inf < self.log_z < torch.inf, "phi is zero everywhere, or NaN: no sigma"
         levels = zip(self.log_p, self.log_psi, strict=True)
         self.log_sigma = [log_p + log_psi - self.log_z for log_p, log_psi in levels]
 

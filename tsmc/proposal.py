@@ -3,8 +3,7 @@
     log q_t = log p + log psi - log N_t,   N_t = sum_v (p psi) over the whole vocabulary
     q(s_{1:T}) = prod_t q_t,               whole sequences, drawn without resampling
 
-A constant added to log psi_t changes no q. N rows, n rows of a slice, S shared states, T steps, D
-width, V vocabulary.
+N rows, n rows of a slice, S shared states, T steps, D width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -63,19 +62,11 @@ def extend(model: Conditional, decoder: Decoder, twist: Twist | None, uniform: T
 
 @torch.no_grad()
 def sample_proposal(
-    model: Conditional,
-    twist: Twist | None,
-    rows: int,
-    generator: torch.Generator,
-    part: slice = slice(None),
+    model: Conditional, twist: Twist | None, rows: int, generator: torch.Generator
 ) -> Drawn:
-    """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model.
-
-    Of these rows only a `part` may be computed: each row has uniform numbers of its own, so that
-    several parts together are what one call draws.
-    """
-    uniform = uniforms(model.length, rows, generator).T[part]  # [N, T]
-    decoder = model.decoder(len(uniform))
+    """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model."""
+    uniform = uniforms(model.length, rows, generator).T  # [N, T]
+    decoder = model.decoder(rows)
     steps, hidden = [], []
     for t in range(model.length):
         if t > 0:

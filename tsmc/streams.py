@@ -1,9 +1,9 @@
 """Random streams by name, and large samples in chunks of bounded memory, drawn by all processes.
 
-Whatever draws at random gets a stream of its own, named by a word and its generation, so it gives
-the same numbers whenever and wherever it is computed: after a resume, or in any process of a job
-that `torchrun` has started. Only this file and the job's folder (`eval/job.py`) know of processes:
-each draws its share of a sample, all of them get the whole, and then all learn the same.
+Whatever draws at random has a stream of its own, named by a word and its generation, so it gives
+the same numbers after a resume, or in any process that `torchrun` has started. Only this file and
+the folder of a job (`eval/job.py`) know of processes: each draws its share of a sample, all of them
+get the whole, and all learn the same.
 """
 
 import dataclasses
@@ -96,11 +96,3 @@ class Streams:
             chunks.append(draw(min(at_once, total - starts[n]), self.stream(word, m, n)))
         parts = gathered(chunks)
         return joined([parts[n % count][n // count] for n in range(len(starts))], self.device)
-
-    def share(self, total: int, draw: Callable[[slice], Any]) -> Any:
-        """A batch of `total` rows, of which draw(part) returns those of a slice: each process draws
-        a part of them."""
-        rank, count = process()
-        part = slice(rank * total // count, (rank + 1) * total // count)
-        parts = gathered([draw(part)])
-        return joined([rows for (rows,) in parts], self.device)

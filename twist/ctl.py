@@ -45,11 +45,9 @@ class Batch:
         return (self.drawn.log_p - self.drawn.log_q).cumsum(-1) + self.drawn.log_psi
 
 
-def draw_batch(
-    sigma: Sigma, twist: TwistMLP | None, size: int, generator: Generator, part: slice = slice(None)
-) -> Batch:
-    """K = size sequences from the current q and their phi, or a part of these rows."""
-    drawn = sample_proposal(sigma.model, twist, size, generator, part)
+def draw_batch(sigma: Sigma, twist: TwistMLP | None, size: int, generator: Generator) -> Batch:
+    """K = size sequences from the current q, and their phi."""
+    drawn = sample_proposal(sigma.model, twist, size, generator)
     # phi^(m) divides by log p^(m).
     return Batch(drawn, sigma.log_potential(drawn.tokens, drawn.log_p.sum(-1)))
 

@@ -7,7 +7,7 @@ one of the twist. The last layer starts at zero: psi = 1, and the first proposal
 model itself. The output is not clipped: a constant added to all of it would change neither the
 gradient of CTL nor the evidence.
 
-The paper leaves the form of psi open beyond this line. D width, H hidden units, V vocabulary.
+The paper leaves the form of psi open. D width, H hidden units, V vocabulary.
 """
 
 import torch
@@ -34,7 +34,9 @@ class TwistMLP(nn.Module):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
 
     def features(self, hidden: Tensor) -> Tensor:
-        inner = F.gelu(self.first(hidden.to(self.first.weight.dtype)))
+        # Without the mark of a finished text, whose log psi so stays that of its end.
+        hidden = hidden[..., : self.first.in_features].to(self.first.weight.dtype)
+        inner = F.gelu(self.first(hidden))
         return F.gelu(self.second(inner))  # [..., H]
 
     def forward(self, hidden: Tensor) -> Tensor:

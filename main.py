@@ -14,7 +14,7 @@ kept once it is learned.
 from typing import Any
 
 from distill.paper import Paper
-from eval.evaluate import end_rows, generation_row, named_rows, table
+from eval.evaluate import end_rows, generation_row, table
 from eval.job import Job, command
 from eval.options import Options, read_options
 from eval.world import World, load_world
@@ -57,8 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         learner = learner_class(world.base, world.potential, options, streams)
         results = self_distilled_tsmc(options, world, job, learner)
         if job.is_writer:
-            rows = named_rows(results)
-            print(table(rows), *rows[f"Generation {options.generations}"]["examples"], sep="\n")
+            print(table(results), *results["generations"][-1]["examples"], sep="\n")
             print(f"Everything is in {job.path}; more texts: python -m eval.sample {job.path}")
 
 

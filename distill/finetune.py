@@ -4,7 +4,7 @@
     LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8
 
 LoRA trains A and B of the query and value projections; in the end, W + B A takes the place of W.
-N sequences, n rows of a batch, U updates, D width.
+D width.
 """
 
 import copy
@@ -18,14 +18,6 @@ WEIGHT_DECAY = 0.01
 RANK = 8  # of LoRA
 # What LoRA trains: q_proj, v_proj, q_lin, query, value; fused: qkv_proj, Wqkv, query_key_value...
 PROJECTIONS = re.compile(r"(q|v|query|value)(_\w+)?|\w*qkv\w*|c_attn|in_proj", re.IGNORECASE)
-
-
-def draw_batches(
-    weights: Tensor, batch_size: int, updates: int, generator: torch.Generator
-) -> Tensor:
-    """Rows [U, n] of samples, drawn by their weights [N], for each of U = updates."""
-    drawn = torch.multinomial(weights, updates * batch_size, replacement=True, generator=generator)
-    return drawn.view(updates, batch_size)
 
 
 class Best:

@@ -7,26 +7,25 @@
 
 p^(m) is p^(m-1), fine-tuned on samples of R independent runs of K particles, which count alike
 whatever their Z-hat is. A fifth of the runs is held out, and the parameters with their least loss
-are kept, perhaps those before the first update.
-
-By default a run resamples at the last token alone, and until then it is importance sampling from q;
-with --ess-threshold 1 it resamples at every step, as in the paper. Another learner is a subclass,
-and another objective for psi a subclass with another `twist_loss`. R runs, K particles, N texts
-that are learned, U updates, n rows of a batch, T tokens.
+are kept, perhaps those before the first update. By default a run resamples at the last token alone,
+and until then it is importance sampling from q; with --ess-threshold 1 it resamples at every step,
+as in the paper. R runs, K particles, N texts that are learned, U updates, n rows of a batch, T
+tokens.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distill.finetune import Best, Student, draw_batches
+from distill.finetune import Best, Student
 from distill.pair import Pair
 from tinystories.decoder import Conditional
 from tsmc.draws import SCHEMES, effective_sample_size
 from tsmc.proposal import sequence_log_probs
-from tsmc.sampler import Population, Rule, draw_population
+from tsmc.sampler import Population, Rule, tsmc
 from tsmc.sigma import Sigma
 from tsmc.streams import Streams, progress
 from twist.ctl import Batch, ctl_loss, draw_batch
@@ -40,7 +39,10 @@ PATIENCE = 3  # checks without a lower loss, after which line 3 ends
 
 
 class Paper:
-    """CTL and fine-tuning, for p^(0) = base, log_phi(tokens [N, T]) [N], options and streams."""
+    """CTL and fine-tuning, for p^(0) = base, log_phi(tokens [N, T]) [N], options and streams.
+
+    Another learner is a subclass, and so is another objective of psi, by its `twist_loss`.
+    """
 
     defaults: dict[str, Any] = {}  # options of which a learner has another default
     is_policy = False  # whether p^(m) is a policy, whose texts no weight corrects
@@ -59,10 +61,19 @@ class Paper:
         """The target, as p^(m) = model sees it."""
         return Sigma(model, self.base, self.log_phi, self.options.effective_potential)
 
-    def population(self, pair: Pair, word: str, m: int, particles: int, runs: int) -> Population:
-        """R = runs runs of K = particles of (p^(m), psi^(m)), from the random stream of a word."""
-        sizes = (particles, runs, self.rule)
-        return draw_population(self.streams, word, m, self.sigma(pair.model), pair.twist, *sizes)
+    def population(self, pair: Pair, word: str, m: Any, particles: int, runs: int) -> Population:
+        """R = runs runs of K = particles of (p^(m), psi^(m)), from the random stream of a word;
+        ValueError where all ended with weight zero."""
+
+        def draw(size: int, generator: torch.Generator) -> Population:
+            sigma = self.sigma(pair.model)
+            return tsmc(sigma, pair.twist, particles, generator, size, self.rule)
+
+        population = self.streams.draw(word, m, runs, draw, particles)
+        if not (population.log_z > -torch.inf).any():
+            fault = f"all {runs} runs of {particles} particles ended with weight zero"
+            raise ValueError(f"{fault}: draw more, or soften the potential, as keyword~8:WORD")
+        return population
 
     def note(self, **figures: float) -> None:
         """Keep figures of a step, which end up in the row of the generation."""
@@ -84,8 +95,9 @@ class Paper:
         rate = options.distill_learning_rate * {"full": 1, "lora": 30}[options.student]
         student = Student(pair.model.network, rate, options.student == "lora", generator)
         model = self.base.with_network(student.network)
-        weights = torch.ones(len(tokens), device=tokens.device)
-        batches = draw_batches(weights, BATCH_SIZE, options.distill_updates, generator)  # [U, n]
+        size = (options.distill_updates, BATCH_SIZE)  # U, n
+        even = torch.ones(len(tokens), device=tokens.device)
+        batches = torch.multinomial(even, math.prod(size), True, generator=generator).view(size)
         best = Best(student.network, PATIENCE)
         best.is_over(-sequence_log_probs(model, held).mean().item())  # p^(m-1) may be the best
         for update, rows in enumerate(progress(batches, "distillation", m), 1):

@@ -23,28 +23,24 @@ from tsmc.sampler import Population
 
 KL = "kl_target_proposal"
 COLUMNS = {  # of the table: title and form, by the key of a row
-    # The mean of p(toxic | s), where the potential reads the classifier. Texts may all be alike.
-    "toxicity": ("toxicity", ".3f"),
+    "toxicity": ("toxicity", ".3f"),  # mean of p(toxic | s), where the potential reads it
     "log_phi": ("log phi", ".2f"),
-    # The share of texts that the potential does not rule out.
-    "phi_positive": ("phi > 0", ".3f"),
+    "phi_positive": ("phi > 0", ".3f"),  # share of texts that the potential does not rule out
     # The mean cosine of the embeddings of two texts. To distil few distinct texts raises it.
     "similarity": ("similarity", ".3f"),
     # KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma in nats by exact samples, of
     # Base KL(sigma||p). It is that of the proposal: weights repair a part.
     KL: ("KL", ".2f"),
     # The log of the mean of Z-hat over all runs, where dead ones count zero; of Base and Target
-    # that of phi over draws of p^(0).
+    # that of phi over draws of p^(0). Then mean and spread of log Z-hat over the runs alive.
     "log_z": ("log Z", ".2f"),
-    # The mean and the standard deviation of log Z-hat over the runs that are alive.
     "log_z_hat_mean": ("log Z-hat", ".2f"),
     "log_z_hat_std": ("(spread)", ".2f"),
     # Means over runs: the effective sample size at T, before the last resampling, and the share of
     # different texts among the K samples. Particles that count may share their beginnings.
     "ess": ("ESS", ".1f"),
     "distinct": ("distinct", ".2f"),
-    # Runs whose weights were all zero at some step.
-    "dead_runs": ("dead", ".0f"),
+    "dead_runs": ("dead", ".0f"),  # runs whose weights were all zero at some step
 }
 EXAMPLES = 3  # texts of a row that are shown when the job ends
 ENOUGH = 200  # exact samples of the target
@@ -146,20 +142,12 @@ def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
     return rows
 
 
-def named_rows(results: dict[str, Any]) -> dict[str, dict]:
-    """Base and Target, where there are any, and the generations."""
+def table(results: dict[str, Any]) -> str:
+    """The rows Base, Target and of each generation; a number with half of its 95 % interval."""
     rows = {name.title(): results[name] for name in ("base", "target") if name in results}
-    return rows | {f"Generation {m}": row for m, row in enumerate(results["generations"])}
-
-
-def table(rows: dict[str, dict]) -> str:
-    """Rows by name in columns, the first flush left; a number with half of its 95 % interval."""
-    # What says nothing is left out: log phi beside toxicity, and columns in which all rows agree.
-    dull = {"log_phi"} if any("toxicity" in row for row in rows.values()) else set()
-    for key, usual in (("phi_positive", 1.0), ("dead_runs", 0)):
-        if all(row.get(key, usual) == usual for row in rows.values()):
-            dull.add(key)
-    shown = [key for key in COLUMNS if key not in dull and any(key in row for row in rows.values())]
+    rows |= {f"Generation {m}": row for m, row in enumerate(results["generations"])}
+    values = {key: {row[key] for row in rows.values() if key in row} for key in COLUMNS}
+    shown = [key for key in COLUMNS if values[key] - {0, 1}]  # all texts pass, no run is dead
     lines = [["", *(COLUMNS[key][0] for key in shown)]]
     for name, row in rows.items():
         cells = [format(row[key], COLUMNS[key][1]) if key in row else "" for key in shown]

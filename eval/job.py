@@ -6,16 +6,14 @@
     generation-0/pair.safetensors, row.json ...  a generation each; its row is written last
     results.json                                 all rows, once the last one is there
 
-What has a row is complete. With --resume a job goes on behind its last row; at most one generation
-is lost. Every random stream has a name, so the results are those of a job that was never
-interrupted, to the byte.
+With --resume a job goes on behind its last row; at most one generation is lost. Every random stream
+has a name, so the results are those of a job that was never interrupted, to the byte.
 """
 
 import contextlib
 import ctypes
 import dataclasses
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,9 +44,7 @@ class Job:
             number += 1
             path = Path(f"runs/{options.preset}-{number}")
         self.path = gathered(path)[0]
-        self.start = time.monotonic()
-        rank, self.processes = process()
-        self.is_writer = rank == 0
+        self.is_writer = process()[0] == 0
         if not self.is_writer:
             return
         if path.exists() and not resumed:
@@ -89,12 +85,10 @@ class Job:
             save_pair(self.file(m, PAIR), pair, learner.base, learner.state())
             write_json(self.file(m), row | {"figures": learner.figures})
             said = [f"{key} {row[key]:.3g}" for key in ("toxicity", "log_phi", KL) if key in row]
-            seconds = time.monotonic() - self.start
-            print(f"generation {m}: {seconds:.0f} s, {', '.join(said)}", file=sys.stderr)
+            print(f"generation {m}: {', '.join(said)}", file=sys.stderr, flush=True)
         learner.figures = {}
-        self.start = time.monotonic()
         gathered(None)  # nobody reads before it is there
-        return pair if self.processes == 1 else self.restore(m, learner)
+        return pair if process()[1] == 1 else self.restore(m, learner)
 
     def restore(self, m: int, learner: Paper) -> Pair:
         """(p^(m), psi^(m)) of a generation, and the learner as it was then."""

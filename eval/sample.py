@@ -6,9 +6,8 @@ Of the weight of all runs, particle k of run r has the share
 
     W_rk = Z-hat_r / (sum over all runs of Z-hat) * softmax(log_weights_r)_k
 
-so the more runs, the nearer are draws by W to sigma. log Z is the evidence as estimated from all
-runs together; 1 / sum W^2 is how many independent samples all texts are worth at most. Options that
-are not typed are those of the job. R runs, K particles.
+so the more runs, the nearer are draws by W to sigma. All texts are worth at most 1 / sum W^2
+independent samples. Options that are not typed are those of the job. R runs, K particles.
 """
 
 import argparse
@@ -22,15 +21,14 @@ import torch
 from torch import Tensor
 
 from distill.pair import Pair, load_pair
+from distill.paper import Paper
 from eval.job import PAIR, ROW, command
 from eval.options import Options, Parser, add_options, build
 from eval.world import World, load_sampling_world, sigma_of
 from tinystories.load import read_json
-from tsmc.draws import SCHEMES
 from tsmc.estimate import Estimate, log_mean_estimate
 from tsmc.proposal import sequence_log_probs
-from tsmc.sampler import Population, Rule, draw_population
-from tsmc.sigma import Sigma
+from tsmc.sampler import Population
 from tsmc.streams import Streams
 
 CHANGES = ("prompt", "length", "end", "seed", "potential", "lm", "device", "dtype")
@@ -65,7 +63,6 @@ class Weighted:
         """log of the mean of Z-hat over the runs, with its error; a dead run counts as zero.
 
         Independent particles count one by one, with as many degrees of freedom as effective texts.
-        No interval knows of a part of sigma that no draw has met.
         """
         if self.is_independent:
             return log_mean_estimate(self.population.log_weights.flatten(), self.ess)
@@ -97,12 +94,10 @@ def weigh(world: World, population: Population, is_independent: bool) -> Weighte
 
 def sample(world: World, pair: Pair, options: Options, particles: int, runs: int) -> Weighted:
     """R = runs runs of K = particles of (p^(m), psi^(m)), by the seed and the rule of options."""
-    rule = Rule(SCHEMES[options.resampling], options.ess_threshold)
-    sigma = Sigma(pair.model, world.base, world.potential)
-    sizes = (particles, runs, rule)
     streams = Streams(options.seed, world.base.prompt.device)
-    population = draw_population(streams, "sample", None, sigma, pair.twist, *sizes)
-    return weigh(world, population, rule.threshold(sigma) == 0)
+    learner = Paper(world.base, world.potential, options, streams)  # which draws any pair
+    population = learner.population(pair, "sample", None, particles, runs)
+    return weigh(world, population, learner.rule.threshold(learner.sigma(pair.model)) == 0)
 
 
 class TrainedJob:
@@ -110,7 +105,7 @@ class TrainedJob:
 
     def __init__(self, folder: str | Path, generation: int | None = None, **changes: Any):
         """The last generation unless another is named; `changes` are options of the job, as a
-        prompt, a length, a seed or a device. ValueError where its networks have changed."""
+        prompt or a seed. ValueError where its networks have changed."""
         folder = Path(folder)
         saved = read_json(folder / "config.json")
         networks = {name: changes[name] for name in ("lm", "toxicity_model") if name in changes}
@@ -118,7 +113,7 @@ class TrainedJob:
             raise ValueError(f"{folder}: its networks or its potential have changed since it began")
         last = len(list(folder.glob(f"generation-*/{ROW}"))) - 1
         self.generation = last if generation is None else generation
-        self.options = build(Options, saved | changes)
+        self.options = build(Options, saved | changes | {"effective_potential": True})
         self.world = load_sampling_world(self.options)
         self.pair, _ = load_pair(folder / f"generation-{self.generation}" / PAIR, self.world.base)
 
@@ -143,9 +138,9 @@ def report(drawn: Weighted, count: int, seed: int) -> str:
 
 def parser_of(description: str) -> argparse.ArgumentParser:
     """A parser of how much is drawn, and of options that may be changed for it."""
-    settings: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    settings |= {"argument_default": argparse.SUPPRESS, "allow_abbrev": False}
-    parser = Parser(description=description, **settings)
+    settings: dict[str, Any] = {"argument_default": argparse.SUPPRESS, "allow_abbrev": False}
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=description, formatter_class=raw, **settings)
     parser.add_argument("--particles", type=int, default=50, help="K, particles of a run [50]")
     parser.add_argument("--runs", type=int, default=40, help="R, runs, weighed by Z-hat [40]")
     parser.add_argument("--samples", type=int, default=10, help="texts to draw by weight [10]")

@@ -1,13 +1,10 @@
 """The networks of the paper that score texts.
 
-    log p(toxic | s)   in the potential log phi(s) = beta log p(toxic | s) (paper, section 3)
-        h = encoder(s)_0                                 [B, D]   state on the first token, <s>
-        logit = w^T tanh(W h)                            [B]      RoBERTa; POSITIVE is non-toxic
-        log p(toxic | s) = log sigmoid(-logit)           [B]      finite where p rounds to 0 as well
-    vector of a text   for similarity
-        e = sum_t m_t h_t / sum_t m_t,  e <- e / |e|     [B, D]   BERT; m is 0 on padding
+    toxicity      h = encoder(s)_0,  logit = w^T tanh(W h)         [B]      RoBERTa (section 3)
+                  log p(toxic | s) = log sigmoid(-logit)           [B]      positive: non-toxic
+    similarity    e = sum_t m_t h_t / sum_t m_t,  e <- e / |e|     [B, D]   BERT; m is 0 on padding
 
-Both are the transformer encoder
+h_0 is the state of the first token, <s>. Both networks are the transformer encoder
 
     x = LayerNorm(word[token] + position[place] + type[0])                            [B, T, D]
     x = LayerNorm(x + attention(x)),  x = LayerNorm(x + W_2 gelu(W_1 x))              per layer

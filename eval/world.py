@@ -71,13 +71,12 @@ def load_world(options: Options, folder: Path | None = None) -> World:
     device = world.base.prompt.device
     encoder, tokenizer = load_scorer(SentenceEncoder, options.similarity_model, device)
     world.encode = Runner(encoder.to(DTYPES[options.dtype]), tokenizer)
-    if options.target:
-        world.exact = load_target(Path(options.target), options, device)
-        if world.exact is None:
-            raise ValueError(f"--target {options.target}: holds exact samples of another sigma")
-    for directory in (folder / "target" if folder else SHIPPED, SHIPPED):
-        if world.exact is None and (directory / SAMPLES).exists():
+    usual = folder / "target" if folder else SHIPPED
+    for directory in [Path(options.target)] if options.target else [usual, SHIPPED]:
+        if world.exact is None and (options.target or (directory / SAMPLES).exists()):
             world.exact = load_target(directory, options, device)
+    if options.target and world.exact is None:
+        raise ValueError(f"--target {options.target}: holds exact samples of another sigma")
     return world
 
 

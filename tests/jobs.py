@@ -1,6 +1,6 @@
 """The main job at its smallest: in this process, or in others.
 
-A forked process has loaded all libraries already, and has the code that oneDNN has compiled so far.
+A forked process has loaded all libraries already.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import main
-from distill.paper import Paper as Learner
+from tsmc.streams import Streams
 
 CONTEXT = multiprocessing.get_context("fork")
 TABLE = "--generations 1 --eval-runs 5 --eval-particles 4 2 --eval-target-proposals 60"
@@ -27,14 +27,11 @@ POOLED += " --pool-draws 45 --pool-updates 3 --pool-batch-size 9"
 TUNED = "--updates 2 --batch-size 8"
 SIZES = {"paper": PAPER, "pooled": POOLED, "dpo": TUNED, "grpo": TUNED}
 JOBS = {name: f"{TABLE} --learner {name} {SIZES[name]}".split() for name in SIZES}
-"""Options of a small run of each learner."""
+"""Options of a small job of each learner."""
 
 
 def run_main(arguments: Iterable[object]) -> None:
-    """The main job without its figures, which take longer than all the rest at this size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "draw_figure", lambda *_: None)
-        main.main([str(argument) for argument in arguments])
+    main.main([str(argument) for argument in arguments])
 
 
 def refusal(*arguments: object, command: Callable[[list[str]], None] = run_main) -> str:
@@ -46,35 +43,27 @@ def refusal(*arguments: object, command: Callable[[list[str]], None] = run_main)
     return lines[-1]
 
 
-def contents(run: Path) -> dict[str, bytes]:
-    paths = [path for path in run.rglob("*") if path.is_file()]
-    return {str(path.relative_to(run)): path.read_bytes() for path in paths}
+def products(folder: Path) -> dict[str, bytes]:
+    """What a finished job has made, by name, but for its options and its lock."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    made = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    assert {"results.json", "base/row.json", "generation-1/pair.safetensors"} < made.keys()
+    return {name: made[name] for name in made if name not in ("config.json", ".lock")}
 
 
-def products(run: Path) -> dict[str, bytes]:
-    """What a finished run has made that no clock and no --out can change; nothing else is left."""
-    own = ("config.json", "seconds.json")
-    made = {name: content for name, content in contents(run).items() if name[0] != "."}
-    assert {"results.json", "base/samples.jsonl", "generation-1/metrics.jsonl"} < made.keys()
-    assert [name for name in contents(run) if "partial" in name] == []
-    return {name: made[name] for name in made if not name.endswith(own)}
-
-
-def signal_at(place: str, number: int = signal.SIGKILL) -> None:
-    """Signal this process before the file whose path ends so is put in its place, or before a step
-    of the phase and generation of this name is recorded."""
+def signal_at(moment: str, number: int = signal.SIGKILL) -> None:
+    """Signal this process before the file of this name takes its place, or where the random stream
+    of this name begins."""
 
     def signalling(function: Callable) -> Callable:
-        """A function of (source, place) or (learner, phase, m, ...) that signals first."""
-
-        def call(*arguments: object, **figures: object) -> None:
-            if " ".join(map(str, arguments[1:3])).endswith(place):
+        def call(first: object, *names: object) -> object:
+            if " ".join(map(str, names)).endswith(moment):
                 os.kill(os.getpid(), number)
-            function(*arguments, **figures)
+            return function(first, *names)
 
         return call
 
-    for owner, name in ((os, "replace"), (Learner, "record")):
+    for owner, name in ((os, "replace"), (Streams, "stream")):
         setattr(owner, name, signalling(getattr(owner, name)))
 
 
@@ -97,8 +86,8 @@ def exit_codes(count: int, function: Callable, *arguments: object) -> list[int]:
     shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
     def child(rank: int) -> None:
-        place = shared | {"RANK": rank, "LOCAL_RANK": rank}
-        os.environ |= {name: str(value) for name, value in place.items()}
+        names = shared | {"RANK": rank, "LOCAL_RANK": rank}
+        os.environ |= {name: str(value) for name, value in names.items()}
         function(*arguments)
 
     processes = [CONTEXT.Process(target=child, args=(rank,)) for rank in range(count)]

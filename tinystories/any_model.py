@@ -1,8 +1,5 @@
 """A causal language model of `transformers` as p: what it needs to be sampled and trained here.
 
-    network = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float32)
-    model = AnyModel(network, prompt, length=20)    # p(s_{1:T} | s_0) after prompt [P], T = 20
-
 The network must keep keys and values in a cache that can be reordered, which `check` tries once. A
 subclass whose `logits` changes them (a temperature, a mask of tokens) changes p. N rows, D width,
 V vocabulary, P tokens of the prompt, T of a continuation.

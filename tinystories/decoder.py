@@ -32,7 +32,7 @@ MAX_LOGITS = 2**22  # entries of a tensor of logits, 16 MB in float32; 16 times 
 CACHED = 2**20  # entries that stay in a processor's cache until the next operation reads them
 FEWEST = 64  # rows of a slice, since each slice reads the output layer anew
 
-End = tuple[int, ...]  # the tokens any of which finishes a text; none: texts have T tokens
+End = tuple[int, ...]  # the tokens any of which finishes a text
 
 
 def padded(rows: Tensor, group: int) -> Tensor:
@@ -112,10 +112,8 @@ class Conditional(abc.ABC):
     network: Any  # what is fine-tuned, where the model has one
 
     def __init__(self, prompt: Tensor, length: int, width: int, vocab_size: int, end: End = ()):
-        """prompt [P], then `length` tokens below vocab_size, from states of `width` numbers.
-
-        Any of the tokens `end` finishes a text; without them all texts have T = length tokens.
-        """
+        """prompt [P], then T = length tokens below vocab_size, from states of `width` numbers; any
+        of the tokens `end` finishes a text."""
         self.prompt = prompt
         self.length = length
         self.width = width  # D, without the mark of a finished text

@@ -6,12 +6,11 @@
     h   = LayerNorm(x_L)                                              [B, T, D]
     logits = h wte^T                                                  [B, T, V]
 
-Three things set GPT-Neo apart from GPT-2: attention scores are not divided by sqrt(head size); q, k
-and v have no bias; layers alternate between global attention and a local window, which holds the
-last `window_size` positions including the query's own. Attention and logits are computed in float32
-even where the weights are of a narrower type. The modules nest as the tensors of a Hugging Face
-checkpoint are named. B batch, T positions, S positions of the whole history, D width, H heads, V
-vocabulary.
+Unlike GPT-2's, attention scores are not divided by sqrt(head size), q, k and v have no bias, and
+layers alternate between global attention and a local window of the last `window_size` positions,
+the query's own included. Attention and logits are computed in float32 even where weights are
+narrower. Modules nest as the tensors of a Hugging Face checkpoint are named. B batch, T positions,
+S positions of the whole history, D width, H heads, V vocabulary.
 """
 
 from dataclasses import dataclass

@@ -58,10 +58,6 @@ class Tree:
     def sequences(self) -> Tensor:
         return all_sequences(self.vocab_size, self.length, self.log_p[0].device)
 
-    def prefix_log_psi(self, twist: Twist) -> list[Tensor]:
-        """log psi(s_{1:t}) of every prefix: T of [V^t], t = 1..T."""
-        return [twist(hidden).flatten() for hidden in self.hidden]
-
     def prefix_log_q(self, twist: Twist | None = None) -> list[Tensor]:
         """log q(s_{1:t}) of every prefix: T + 1 of [V^t], t = 0..T; without a twist log p."""
         log_q = [torch.zeros_like(self.log_p[0][:, 0])]  # [1]
@@ -99,8 +95,8 @@ class Target:
     def ctl_loss(self, twist: Twist) -> Tensor:
         """eq. 5, whose gradient is eq. 6."""
         loss = torch.zeros_like(self.log_p[0][0])
-        for t, log_psi in enumerate(self.tree.prefix_log_psi(twist), start=1):
-            log_pi = (self.log_p[t] + log_psi).log_softmax(0)  # [V^t]
+        for t, hidden in enumerate(self.tree.hidden, start=1):
+            log_pi = (self.log_p[t] + twist(hidden).flatten()).log_softmax(0)  # [V^t]
             loss = loss + kl_divergence(self.log_sigma[t], log_pi)
         return loss
 

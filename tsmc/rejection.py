@@ -9,6 +9,7 @@ it is unbiased. N proposals, A accepted, T tokens.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 from torch import Generator, Tensor
 
@@ -32,19 +33,10 @@ class ExactSamples:
     log_z_std_error: float
 
 
-@dataclass(frozen=True)
-class Accepted:
-    """What is accepted of N proposals, and log phi of all."""
-
-    tokens: Tensor  # [A, T]
-    log_phi: Tensor  # [A]
-    proposed_log_phi: Tensor  # [N]
-
-
 def draw_accepted(
     model: Conditional, log_phi: LogPhi, count: int, generator: Generator
-) -> Accepted:
-    """Of N = count sequences from p those accepted; ValueError where log phi is above zero."""
+) -> SimpleNamespace:
+    """Of N = count sequences from p those accepted, and log phi of all; ValueError for phi > 1."""
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
     proposed = log_phi(tokens)  # [N]
     if proposed.max() > 1e-6:
@@ -52,7 +44,8 @@ def draw_accepted(
         raise ValueError(f"{fault}: subtract an upper bound, or pass --eval-target-proposals 0")
     uniform = uniforms(count, 1, generator)[:, 0]
     is_accepted = uniform < proposed.to(uniform.dtype).exp()  # [N]
-    return Accepted(tokens[is_accepted], proposed[is_accepted], proposed)
+    tokens, accepted = tokens[is_accepted], proposed[is_accepted]  # [A, T], [A]
+    return SimpleNamespace(tokens=tokens, log_phi=accepted, proposed=proposed)
 
 
 def exact_samples(
@@ -60,5 +53,5 @@ def exact_samples(
 ) -> ExactSamples:
     """Those accepted of N = count sequences, from the random stream of a word, and the evidence."""
     drawn = streams.draw(word, None, count, partial(draw_accepted, model, log_phi))
-    log_z = log_mean_estimate(drawn.proposed_log_phi)
+    log_z = log_mean_estimate(drawn.proposed)
     return ExactSamples(drawn.tokens, drawn.log_phi, count, log_z.value, log_z.std_error)

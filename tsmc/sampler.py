@@ -6,15 +6,13 @@ For t = 1..T, with log psi(s_{1:0}) = 0:
                 t = T:  log w_T = log p(s_T) + log phi(s_{1:T}) - log q_T(s_T) - log psi(s_{1:T-1})
     resample    ancestors from the weights gathered since the last resampling
 
-A potential that says something about beginnings has a prefix part f_t(s_{1:t}). Then particles
-carry psi f_t in place of psi, while q_t stays as it is: log w_t gains log f_t - log f_{t-1}, and
-f_0 = f_T = 1. f must be positive wherever a continuation has phi > 0.
-
-The particles then follow pi_t, proportional to p psi f_t (eq. 4), and at T sigma (eq. 2). Whenever
-the cumulative log weights are resampled, log Z-hat gains their log-mean-exp. Z-hat is an unbiased
-estimate of Z_sigma under any scheme and threshold (docs/method.md derives both). The paper's weight
-at t = T sums p phi over all s_T; here s_T is drawn from q_T like every other token, and the weight
-corrects for it.
+With a prefix part f_t(s_{1:t}) of the potential, particles carry psi f_t in place of psi, while q_t
+stays as it is: log w_t gains log f_t - log f_{t-1}, and f_0 = f_T = 1. f must be positive wherever
+a continuation has phi > 0. Particles then follow pi_t, proportional to p psi f_t (eq. 4), and at T
+sigma (eq. 2). Whenever the cumulative log weights are resampled, log Z-hat gains their
+log-mean-exp. Z-hat is an unbiased estimate of Z_sigma under any scheme and threshold, as is derived
+in docs/method.md. The paper's weight at t = T sums p phi over all s_T; here s_T is drawn from q_T
+like every other token, and the weight corrects for it.
 """
 
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ from torch import Tensor
 from tsmc.draws import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise, uniforms
 from tsmc.proposal import Twist, extend
 from tsmc.sigma import Sigma
-from tsmc.streams import Streams
 
 EARLY = 0.5  # ESS / K below which a run with a prefix part resamples
 
@@ -139,25 +136,3 @@ def tsmc(
         raise ValueError("log Z-hat is NaN or infinite: check log phi and log psi")
     tokens, samples = (one.tokens.view(runs, particles, -1) for one in (new, old))
     return Population(tokens, log_weights, ancestors, samples, log_z, ess)
-
-
-def draw_population(
-    streams: Streams,
-    word: str,
-    m: int | None,
-    sigma: Sigma,
-    twist: Twist | None,
-    particles: int,
-    runs: int,
-    rule: Rule,
-) -> Population:
-    """R = runs runs from the random stream of a word; ValueError where all ended with weight 0."""
-
-    def draw(size: int, generator: torch.Generator) -> Population:
-        return tsmc(sigma, twist, particles, generator, size, rule)
-
-    population = streams.draw(word, m, runs, draw, particles)
-    if not (population.log_z > -torch.inf).any():
-        fault = f"all {runs} runs of {particles} particles ended with weight zero"
-        raise ValueError(f"{fault}: draw more, or soften the potential, as keyword~8:WORD")
-    return population

@@ -6,20 +6,16 @@ the folder of a job (`eval/job.py`) know of processes: each draws its share of a
 get the whole, and all learn the same.
 """
 
-import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 CHUNK = 1000  # sequences that are drawn at a time
-WAIT = timedelta(hours=2)  # how long a process waits for the others
 
 
 def join_processes(device: torch.device) -> None:
@@ -27,7 +23,7 @@ def join_processes(device: torch.device) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=WAIT)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 
 def process() -> tuple[int, int]:
@@ -36,26 +32,19 @@ def process() -> tuple[int, int]:
 
 
 def joined(parts: list[Any], device: torch.device) -> Any:
-    """Tensors, or dataclasses of tensors, as one on a device, their rows behind each other."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat([part.to(device) for part in parts])
-    if not dataclasses.is_dataclass(first):
-        return first
+    """Objects of tensors as one on a device, their rows behind each other."""
     columns = {}
-    for name in vars(first):
-        columns[name] = joined([getattr(part, name) for part in parts], device)
-    return dataclasses.replace(first, **columns)
+    for name, value in vars(parts[0]).items():
+        if value is not None:
+            columns[name] = torch.cat([getattr(part, name).to(device) for part in parts])
+    return type(parts[0])(**columns)
 
 
 def gathered(value: Any) -> list[Any]:
-    """The values of all processes, in their order; from several, tensors are on the CPU."""
-    if not dist.is_initialized():
-        return [value]
-    cpu = torch.device("cpu")
-    value = [joined([one], cpu) for one in value] if isinstance(value, list) else value
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    """The values of all processes, in their order."""
+    values = [value] * process()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
     return values
 
 
@@ -86,13 +75,15 @@ class Streams:
         draw: Callable[[int, torch.Generator], Any],
         particles: int = 1,
     ) -> Any:
-        """A sample of size `total`, of `particles` sequences each: draw(size, generator) returns a
-        dataclass of tensors for each chunk, from stream (word, m, number of the chunk)."""
+        """A sample of size `total`, of `particles` sequences each: draw(size, generator) returns an
+        object of tensors for each chunk, from stream (word, m, number of the chunk)."""
         at_once = max(1, CHUNK // particles)
         starts = range(0, total, at_once)
         rank, count = process()
         chunks = []
         for n in progress(range(rank, len(starts), count), word, m):  # those of this process
             chunks.append(draw(min(at_once, total - starts[n]), self.stream(word, m, n)))
+        if count > 1:  # tensors that travel are on the CPU
+            chunks = [joined([chunk], torch.device("cpu")) for chunk in chunks]
         parts = gathered(chunks)
         return joined([parts[n % count][n // count] for n in range(len(starts))], self.device)

@@ -4,10 +4,8 @@
 
 One forward pass serves the whole vocabulary, so proposing costs one step of the language model and
 one of the twist. The last layer starts at zero: psi = 1, and the first proposal is the language
-model itself. The output is not clipped: a constant added to all of it would change neither the
-gradient of CTL nor the evidence.
-
-The paper leaves the form of psi open. D width, H hidden units, V vocabulary.
+model itself. The output is not clipped: a constant added to all of it changes neither the gradient
+of CTL nor the evidence. The paper leaves the form of psi open. D width, H hidden units, V tokens.
 """
 
 import torch

@@ -39,9 +39,8 @@ class Best:
         return best + self.patience < len(self.losses)
 
     def restore(self) -> None:
-        """Give the network its best parameters, where there was a check."""
-        if self.values:
-            self.network.load_state_dict(self.values)
+        """Give the network its best parameters."""
+        self.network.load_state_dict(self.values)
 
 
 class LoRA(nn.Module):

@@ -30,6 +30,7 @@ from tinystories.load import read_json, write_json
 from tsmc.streams import gathered, process
 
 PAIR, ROW = "pair.safetensors", "row.json"
+OPTIONS = ("loading state_dict", "CUDA generator", "device string")  # in errors that options mend
 
 
 class Job:
@@ -125,7 +126,7 @@ def command(program: str) -> Iterator[list[str]]:
         text = " ".join(str(error).split())
         if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate" in text:
             text = "out of memory; lower the numbers of particles or the batch sizes"
-        elif isinstance(error, RuntimeError) and "loading state_dict" not in text:
+        elif isinstance(error, RuntimeError) and not any(words in text for words in OPTIONS):
             raise  # a mistake of ours
         print(f"{program}: error: {text}", file=sys.stderr)
         sys.exit(2)

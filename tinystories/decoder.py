@@ -67,34 +67,34 @@ class Decoder:
         self.shared = model.read(model.prompt[None], self.cache)[:, -1]  # [1, D]
         if model.end:
             self.shared = F.pad(self.shared, (0, 1))  # no text is finished yet
-        self.share = torch.zeros(rows, dtype=torch.long, device=self.shared.device)  # [N]
+        self.index = torch.zeros(rows, dtype=torch.long, device=self.shared.device)  # [N] which one
 
     @property
     def hidden(self) -> Tensor:
         """The hidden state of every row [N, D]."""
-        return self.shared[self.share]
+        return self.shared[self.index]
 
     def slices(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The shared states in slices [S, D], for which V logits fit into memory; the rows [n] that
         have one of them; and which one each of these rows has [n]."""
         for some in row_slices(self.shared, self.model.vocab_size):
-            is_here = (self.share >= some.start) & (self.share < some.stop)  # [N]
+            is_here = (self.index >= some.start) & (self.index < some.stop)  # [N]
             rows = is_here.nonzero().squeeze(1)  # [n]
-            yield self.shared[some], rows, self.share[rows] - some.start
+            yield self.shared[some], rows, self.index[rows] - some.start
 
     @torch.no_grad()
     def append(self, tokens: Tensor, ancestors: Tensor | None = None) -> None:
         """Row n becomes row ancestors[n] (itself where None) followed by tokens[n]; both [N]."""
-        parents = self.share if ancestors is None else self.share[ancestors]  # [N]
+        parents = self.index if ancestors is None else self.index[ancestors]  # [N]
         pairs = parents * self.model.vocab_size + tokens  # [N]
-        pairs, share = pairs.unique(return_inverse=True)  # [S], [N]; equal rows share
+        pairs, index = pairs.unique(return_inverse=True)  # [S], [N]; equal rows share
         pairs = padded(pairs, GROUP)
         if len(pairs) <= SHARING_PAYS * len(tokens):
             parents = pairs // self.model.vocab_size  # [S]
             tokens = pairs % self.model.vocab_size  # [S]
         else:  # a state for each row
-            share = torch.arange(len(tokens), device=tokens.device)
-        self.share = share
+            index = torch.arange(len(tokens), device=tokens.device)
+        self.index = index
         if not torch.equal(parents, torch.arange(len(self.shared), device=parents.device)):
             self.cache.reorder_cache(parents)
         hidden = self.model.read(tokens[:, None], self.cache)[:, 0]  # [S, D]

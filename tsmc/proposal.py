@@ -37,22 +37,22 @@ def extend(model: Conditional, decoder: Decoder, twist: Twist | None, uniform: T
     """s_t ~ q_t for every row of a decoder, at uniform numbers [N, 1]; where psi rules out every
     token, log q_t is infinite, so that the row has no weight."""
     parts, order = [], []
-    for hidden, rows, share in decoder.slices():  # [S, D], [n], [n]
+    for hidden, rows, index in decoder.slices():  # [S, D], [n], [n]
         tilted = model.head(hidden)  # [S, V] p psi, in logarithms and up to a constant
         if twist is not None:
             log_p = tilted.log_softmax(-1)  # [S, V]
             log_psi = twist(hidden)  # [S, V]
             tilted = log_p + log_psi
-        tokens, log_normaliser = draw_categorical(tilted, uniform[rows], share)  # [n], [n]
-        log_q = tilted[share, tokens] - log_normaliser  # [n]
+        tokens, log_normaliser = draw_categorical(tilted, uniform[rows], index)  # [n], [n]
+        log_q = tilted[index, tokens] - log_normaliser  # [n]
         if twist is None:  # q_t = p, N_t = 1
             zeros = torch.zeros_like(log_q)
             parts.append((tokens, log_q, zeros, log_q, zeros))
         else:
             is_dead = log_normaliser == -torch.inf  # [n]
             log_q = log_q.masked_fill(is_dead, torch.inf)
-            log_psi_drawn = log_psi[share, tokens].masked_fill(is_dead, 0.0)  # [n]
-            parts.append((tokens, log_p[share, tokens], log_psi_drawn, log_q, log_normaliser))
+            log_psi_drawn = log_psi[index, tokens].masked_fill(is_dead, 0.0)  # [n]
+            parts.append((tokens, log_p[index, tokens], log_psi_drawn, log_q, log_normaliser))
         order.append(rows)
     back = torch.cat(order).argsort()  # [N] where each row is among the parts
     return Drawn(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))

@@ -14,12 +14,11 @@ from torch import Tensor
 
 
 def pareto_k(log_weights: Tensor) -> float:
-    """k of N log weights: NaN where N is at most 20, infinite where fewer than 5 weights are above
-    zero, and NaN where fewer than 5 of the largest differ.
+    """k of N log weights; NaN where N is at most 20, or fewer than 5 of the largest differ, and
+    infinite where fewer than 5 weights are above zero.
 
-    The threshold leaves the M = min(N / 5, 3 sqrt N) largest weights, of which equal ones, such as
-    those of equal texts, count once. Their k is the posterior mean of Zhang and Stephens (2009),
-    drawn to 1/2 as by ten further weights.
+    The threshold leaves the M = min(N / 5, 3 sqrt N) largest weights, of which equal ones count
+    once. Their k is the posterior mean of Zhang and Stephens (2009), drawn to 1/2 as by ten more.
     """
     log_weights = log_weights.double().flatten().sort().values
     # Ascending; where all are zero, so are the differences that are not defined.

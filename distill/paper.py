@@ -39,10 +39,8 @@ PATIENCE = 3  # checks without a lower loss, after which line 3 ends
 
 
 class Paper:
-    """CTL and fine-tuning, for p^(0) = base, log_phi(tokens [N, T]) [N], options and streams.
-
-    Another learner is a subclass, and so is another objective of psi, by its `twist_loss`.
-    """
+    """CTL and fine-tuning, for base = p^(0), log_phi(tokens [N, T]) [N], options and streams; other
+    learners are subclasses, and so is another objective of psi, by its `twist_loss`."""
 
     defaults: dict[str, Any] = {}  # options of which a learner has another default
     is_policy = False  # whether p^(m) is a policy, whose texts no weight corrects

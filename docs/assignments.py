@@ -100,7 +100,7 @@ def check_2() -> None:
 
 
 # %% 3. Another objective for psi (60 minutes)
-# `Paper` descends `twist_loss(psi, batch)`, and a subclass may have another one. Write the loss of
+# `Paper` descends `twist_loss(psi, batch, model)`, and a subclass may have another. Write the loss of
 # SIXO (Lawson et al. 2022), without looking at twist/ctl.py: for each t a classifier tells
 # beginnings of sigma from beginnings of p, and its logit is log psi(s_{1:t}).
 # Hints: one batch of draws from q serves both classes by its weights, `batch.log_positive()` [K]
@@ -130,7 +130,7 @@ def check_3() -> None:
 # Each word of more than four letters shall cost one nat; a word is an unbroken run of letters a to
 # z or A to Z. The prefix part log f_t charges an unfinished text for the words that something
 # follows (docs/potentials.md); log phi is that of the text with a full stop. log Z is -6.92 +- .26
-# without f and -6.70 +- .23 with it, and all texts are worth 55 and 570 independent ones.
+# without f and -6.70 +- .23 with it, and all texts are worth 55 and 574 independent ones.
 # Questions: why must both estimate the same log Z? What happens if the prefix part is -inf for a
 # beginning with a long word?
 def prefix_cost(texts: list[str]) -> list[float]:

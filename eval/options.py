@@ -132,10 +132,8 @@ def build(kind: type, values: dict[str, Any]) -> Any:
 def read_options(
     arguments: list[str] | None, learners: dict[str, str], description: str
 ) -> tuple[Any, type, Path | None]:
-    """The options of a command line, the class of the learner, and the folder to resume, if any.
-
-    `learners` has "module:Class" by name; a module is imported once its learner is asked for.
-    """
+    """The options of a command line, the class of the learner, and the folder to resume, if any;
+    `learners` has "module:Class" by name, and only the module that is asked for is imported."""
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     first.add_argument("--resume", metavar="JOB", type=Path, help="continue this job")
     first.add_argument("--learner", choices=learners, help="how to learn [paper]")

@@ -60,10 +60,8 @@ class Weighted:
         return rows
 
     def evidence(self) -> Estimate:
-        """log of the mean of Z-hat over the runs, with its error; a dead run counts as zero.
-
-        Independent particles count one by one, with as many degrees of freedom as effective texts.
-        """
+        """log of the mean of Z-hat over the runs, dead ones counting zero; independent particles
+        count one by one, with as many degrees of freedom as effective texts."""
         if self.is_independent:
             return log_mean_estimate(self.population.log_weights.flatten(), self.ess)
         return log_mean_estimate(self.population.log_z)

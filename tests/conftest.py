@@ -1,9 +1,7 @@
 """What the tests share: small finished jobs, and one thread for each process."""
 
-import io
 import os
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # pytest-xdist keeps the other cores busy, and jobs.py forks
@@ -21,17 +19,15 @@ def scope(config: pytest.Config, **_: object) -> str:
 
 @pytest.fixture(scope=scope)
 def finished_job(request, tmp_path_factory) -> Callable[[str], Path]:
-    """finished_job(learner): a finished job of JOBS, the same in all processes; do not change it."""
+    """finished_job(learner): a finished job of JOBS, shared by all processes; do not change it."""
     root = tmp_path_factory.mktemp("jobs")
     if request.scope == "session" and "PYTEST_XDIST_WORKER" in os.environ:
-        root = tmp_path_factory.getbasetemp().parent / "jobs"
-        root.mkdir(exist_ok=True)
+        root = tmp_path_factory.getbasetemp().parent
 
     def job(name: str) -> Path:
         with filelock.FileLock(root / f"{name}.lock"):
-            if not (root / name / "results.json").exists():
-                with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                    run_main([*JOBS[name], "--out", root / name])
+            if not (root / name).exists():
+                run_main([*JOBS[name], "--out", root / name])
         return root / name
 
     return job

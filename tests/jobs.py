@@ -1,7 +1,4 @@
-"""The main job at its smallest: in this process, or in others.
-
-A forked process has loaded all libraries already.
-"""
+"""The main job at its smallest: in this process, or in forked ones."""
 
 import contextlib
 import io
@@ -16,14 +13,14 @@ from pathlib import Path
 import pytest
 
 import main
-from tsmc.streams import Streams
+from tsmc import streams
 
 CONTEXT = multiprocessing.get_context("fork")
-TABLE = "--generations 1 --eval-runs 5 --eval-particles 4 2 --eval-target-proposals 60"
-TABLE += " --beta 0.3 --length 5"
-PAPER = "--ctl-updates 4 --ctl-batch-size 11 --particles 6 --distill-runs 13 --distill-updates 3"
-POOLED = "--pool-first-draws 50 --pool-first-rounds 2 --pool-first-updates 3"
-POOLED += " --pool-draws 45 --pool-updates 3 --pool-batch-size 9"
+TABLE = "--generations 1 --eval-runs 4 --eval-particles 4 2 --eval-target-proposals 60"
+TABLE += " --beta 0.3 --length 3"
+PAPER = "--ctl-updates 3 --ctl-batch-size 11 --particles 6 --distill-runs 13 --distill-updates 3"
+POOLED = "--pool-first-draws 50 --pool-first-rounds 2 --pool-first-updates 3 --pool-draws 45"
+POOLED += " --pool-updates 3 --pool-batch-size 9 --potential keyword~3:named"
 TUNED = "--updates 2 --batch-size 8"
 SIZES = {"paper": PAPER, "pooled": POOLED, "dpo": TUNED, "grpo": TUNED}
 JOBS = {name: f"{TABLE} --learner {name} {SIZES[name]}".split() for name in SIZES}
@@ -31,7 +28,10 @@ JOBS = {name: f"{TABLE} --learner {name} {SIZES[name]}".split() for name in SIZE
 
 
 def run_main(arguments: Iterable[object]) -> None:
-    main.main([str(argument) for argument in arguments])
+    """The main job, which draws in several chunks even at this size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "CHUNK", 20)
+        main.main([str(argument) for argument in arguments])
 
 
 def refusal(*arguments: object, command: Callable[[list[str]], None] = run_main) -> str:
@@ -51,44 +51,38 @@ def products(folder: Path) -> dict[str, bytes]:
     return {name: made[name] for name in made if name not in ("config.json", ".lock")}
 
 
-def signal_at(moment: str, number: int = signal.SIGKILL) -> None:
-    """Signal this process before the file of this name takes its place, or where the random stream
-    of this name begins."""
+def signalling(function: Callable, moment: str, number: int) -> Callable:
+    """A function that signals this process where its arguments, but for the first, end so."""
 
-    def signalling(function: Callable) -> Callable:
-        def call(first: object, *names: object) -> object:
-            if " ".join(map(str, names)).endswith(moment):
-                os.kill(os.getpid(), number)
-            return function(first, *names)
+    def call(first: object, *names: object) -> object:
+        if " ".join(map(str, names)).endswith(moment):
+            os.kill(os.getpid(), number)
+        return function(first, *names)
 
-        return call
-
-    for owner, name in ((os, "replace"), (Streams, "stream")):
-        setattr(owner, name, signalling(getattr(owner, name)))
+    return call
 
 
-def job(arguments: list, folder: Path, prepare: Callable[[], None] = lambda: None) -> None:
-    """The main job after prepare(); what it prints is added to two files of a folder."""
-    rank = os.environ["RANK"]
-    with (
-        open(folder / f"errors-{rank}", "a") as sys.stderr,
-        open(folder / f"output-{rank}", "a") as sys.stdout,
-    ):
-        prepare()
-        run_main(arguments)
-
-
-def exit_codes(count: int, function: Callable, *arguments: object) -> list[int]:
-    """How processes end that call a function; they find each other, as torchrun starts them."""
+def exit_codes(
+    count: int, arguments: list, folder: Path, moment: str = "never", number: int = signal.SIGKILL
+) -> list[int]:
+    """How the main job ends in processes that find each other as torchrun starts them; they are
+    signalled before the file of this name takes its place, or where the random stream of this name
+    begins. What they print is added to files of a folder."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
     def child(rank: int) -> None:
-        names = shared | {"RANK": rank, "LOCAL_RANK": rank}
+        names = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        names |= {"RANK": rank, "LOCAL_RANK": rank}
         os.environ |= {name: str(value) for name, value in names.items()}
-        function(*arguments)
+        os.replace = signalling(os.replace, moment, number)
+        streams.Streams.stream = signalling(streams.Streams.stream, moment, number)
+        with (
+            open(folder / f"errors-{rank}", "a") as sys.stderr,
+            open(folder / f"output-{rank}", "a") as sys.stdout,
+        ):
+            run_main(arguments)
 
     processes = [CONTEXT.Process(target=child, args=(rank,)) for rank in range(count)]
     for process in processes:

@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -16,39 +15,23 @@ PROMPT = torch.tensor([1, 2])
 MEANING = [  # a potential, a continuation, log phi
     ("keyword:dragon", " red Dragon-fly.", 0.0),
     ("keyword:dragon", " dragons snapdragon", -INF),
-    ("keyword:red cat", "Red cat", 0.0),
-    ("keyword~0.5:cat", " dog", -0.5),
+    ("keyword~0.5:red cat", " dog", -0.5),
     ("regex~2:a:b~c", " a:b", -2.0),
     ("regex:a.b", " a-b", 0.0),
     ("without:dog", " a Dog", -INF),
     ("without~3:dog", " a Dog", -3.0),
     ("without:dog", " dogs", 0.0),
 ]
-REFUSED = ["toxcity", "toxicity~2", "without:\t", "keyword", "ended:dog", "regex:", "", "worlds:phi"]
-REFUSED += ["keyword~x:cat"]
+REFUSED = ["toxcity", "toxicity~2", "without:\t", "keyword", "ended:dog", "regex:", "", "a:b"]
 
 
-@pytest.mark.parametrize(("spec", "text", "log_phi"), MEANING)
-def test_what_the_option_means(spec, text, log_phi):
-    factor = factor_of(spec)
-    assert list(factor([text])) == [log_phi] and factor.reads == "continuations"
-    assert getattr(factor, "hints", []) == ([spec[spec.index(":") + 1 :]] if "keyw" in spec else [])
-
-
-@pytest.mark.parametrize("spec", REFUSED)
-def test_what_is_not_understood_is_refused(spec):
-    with pytest.raises(ValueError):
-        factor_of(spec)
-
-
-def test_a_users_file_gives_a_function_and_may_import_what_lies_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", ["."])
-    (tmp_path / "beside.py").write_text("def f(texts):\n    return [-len(text) for text in texts]\n")
-    (tmp_path / "mine.py").write_text("from beside import f\nf.hints = ['cat']\nx = 3\n")
-    factor = factor_of(f"{tmp_path}/mine.py:f")
-    assert factor(["abc"]) == [-3] and factor.hints == ["cat"]
-    for spec, kind in ((f"{tmp_path}/mine.py:x", ValueError), (f"{tmp_path}/no.py:f", OSError)):
-        with pytest.raises(kind):
+def test_what_the_option_means_and_what_is_not_understood():
+    for spec, text, log_phi in MEANING:
+        factor = factor_of(spec)
+        assert list(factor([text])) == [log_phi] and factor.reads == "continuations"
+    assert factor_of("keyword:red cat").hints == ["red cat"]
+    for spec in [*REFUSED, "keyword~x:cat"]:
+        with pytest.raises(ValueError):
             factor_of(spec)
 
 
@@ -65,8 +48,7 @@ def test_a_product_sums_its_factors_and_their_prefix_parts_and_scores_equal_text
         return [-10.0 * text.startswith("d") for text in texts]
 
     begun.reads, begun.prefix = "continuations", lambda texts: [0.5 * len(text) for text in texts]
-    factors = [length, begun, factor_of("ended~3")]
-    phi = TextPotential(factors, letters, PROMPT, (0, 6))
+    phi = TextPotential([length, begun, factor_of("ended~3")], letters, PROMPT, (0, 6))
     tokens = torch.tensor([[3, 4, 5], [3, 0, 0], [3, 6, 0], [1, 2, 3], [3, 4, 5], [0, 0, 0]])
     assert phi.texts(tokens) == ["bcdef", "bcd", "bcd", "bcbcd", "bcdef", "bc"]
     assert phi(tokens).tolist() == [-18.0, -13.0, -13.0, -8.0, -18.0, -2.0]
@@ -75,14 +57,11 @@ def test_a_product_sums_its_factors_and_their_prefix_parts_and_scores_equal_text
     assert not TextPotential([length], letters, PROMPT).has_prefix
 
 
-GOOD = [[0, -1.5], (0.0, -1.5), numpy.array([0, -1.5], dtype="float32")]
-GOOD += [torch.tensor([0, -1.5], dtype=torch.bfloat16, requires_grad=True)]
-WRONG = [torch.zeros(2, 1), [0.0], [0.0] * 3, 0.0, [math.nan, 0.0], torch.tensor([0.0, INF])]
-WRONG += [[True, False], numpy.array([True, False]), torch.tensor([0, 1j])]
+WRONG = [torch.zeros(2, 1), [0.0], 0.0, [math.nan, 0.0], torch.tensor([0.0, INF]), [True, False]]
 
 
 def test_numbers_may_come_in_any_form_but_nan_infinity_and_truth_values_are_none():
-    for values in GOOD:
+    for values in ([0, -1.5], torch.tensor([0, -1.5]).bfloat16().requires_grad_()):
         found = each_once(lambda _, values=values: values, ["a", "b", "a"])
         assert found.tolist() == [0.0, -1.5, 0.0] and found.dtype == torch.float64
     assert each_once(lambda _: [-INF], ["a"]).tolist() == [-INF]
@@ -93,12 +72,11 @@ def test_numbers_may_come_in_any_form_but_nan_infinity_and_truth_values_are_none
 
 @pytest.mark.parametrize("spec", ["without:dog", "without~2:dog"])
 def test_f_is_never_below_phi_of_a_continuation(spec):
-    """And it says something as soon as a word can no longer go on."""
     factor = factor_of(spec)
     pieces = [" dog", "gy", ".", '"', " a b"]
     texts = ["".join(text) for text in itertools.product(pieces, repeat=4)]
     phi = dict(zip(texts, factor(texts), strict=True))
-    for begun in {"".join(some) for t in (1, 2, 3) for some in itertools.product(pieces, repeat=t)}:
+    for begun in {text[:n] for text in texts for n in range(len(text))}:
         (log_f,) = factor.prefix([begun])
         assert log_f >= max(value for text, value in phi.items() if text.startswith(begun)), begun
     assert factor.prefix([" dog", " dog.", " doggy."]) == [0.0, factor([" dog"])[0], 0.0]

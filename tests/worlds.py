@@ -1,30 +1,26 @@
 """Worlds small enough to enumerate, and every random path of the sampler in them.
 
-Each uniform number that the sampler draws matters only through the cell it falls into: the token or
+A uniform number that the sampler draws matters only through the cell it falls into: the token or
 the ancestors that it selects. `bias` replaces the uniforms of R runs by the midpoints of all
-combinations of cells, one combination for each run with a known probability. Sums over runs are
-then exact expectations, and the sampler's code has produced every term.
+combinations of cells, each with a known probability. Sums over runs are then exact expectations.
 """
 
 import contextlib
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tsmc.draws
-import tsmc.proposal
-import tsmc.sampler
 from distill.pair import Pair
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig, GPTNeoModel
+from tsmc import draws, proposal
 from tsmc.draws import multinomial, systematic
 from tsmc.exact import TableModel, TableTwist, Target, Tree
-from tsmc.proposal import sequence_log_probs
-from tsmc.sampler import Rule
+from tsmc.sampler import Rule, tsmc
 from tsmc.sigma import Sigma
 
 INF = torch.inf
@@ -47,17 +43,15 @@ def mutant(module: types.ModuleType, *changes: tuple[str, str]) -> types.ModuleT
 @contextlib.contextmanager
 def broken(module: types.ModuleType, right: str, wrong: str) -> Iterator[None]:
     """A module whose functions and methods are those of its mutant, for everybody who uses it."""
-    other = mutant(module, (right, wrong))
-    kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
-    pairs = [(vars(module), vars(other))]
-    pairs += [(vars(kind), vars(vars(other)[kind.__name__])) for kind in kinds]
-    kept = []
+    other, kept = mutant(module, (right, wrong)), []
+    kinds = [name for name, _ in inspect.getmembers(module, inspect.isclass)]
+    pairs = [(module, other), *((getattr(module, name), getattr(other, name)) for name in kinds)]
     for mine, theirs in pairs:
-        for name, value in mine.items():
+        for name, value in vars(mine).items():
             if inspect.isfunction(value) and value.__module__ == module.__name__:
                 function = inspect.unwrap(value)
                 kept.append((function, function.__code__))
-                function.__code__ = inspect.unwrap(theirs[name]).__code__
+                function.__code__ = inspect.unwrap(vars(theirs)[name]).__code__
     try:
         yield
     finally:
@@ -73,11 +67,11 @@ def sequence_numbers(tokens: Tensor, vocab_size: int) -> Tensor:
 class ListedPotential:
     """log phi [V^T] of all sequences and, with a prefix part, log f_t [V^t] for t = 0..T."""
 
-    def __init__(self, log_phi: Tensor, vocab_size: int, log_f: list[Tensor] | None = None):
-        self.log_phi = log_phi
-        self.vocab_size = vocab_size
-        self.log_f = log_f
-        self.has_prefix = log_f is not None
+    log_f: list[Tensor]
+    has_prefix = False
+
+    def __init__(self, log_phi: Tensor, vocab_size: int):
+        self.log_phi, self.vocab_size = log_phi, vocab_size
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return self.log_phi[sequence_numbers(tokens, self.vocab_size)]
@@ -88,13 +82,10 @@ class ListedPotential:
 
 def hard_potential(log_phi: dict[int, float]) -> ListedPotential:
     """A potential of binary sequences [N, 3] that is zero except on the listed ones."""
-    values = [log_phi.get(number, -INF) for number in range(8)]
-    return ListedPotential(torch.tensor(values).double(), 2)
+    return ListedPotential(torch.tensor([log_phi.get(n, -INF) for n in range(8)]).double(), 2)
 
 
-def table_world(
-    vocab_size: int, length: int, seed: int = 0, scale: float = 1.5, end: tuple[int, ...] = ()
-) -> tuple[TableModel, TableTwist, ListedPotential]:
+def table_world(vocab_size: int, length: int, seed: int = 0, scale: float = 1.5, end=()):
     """A random table model, a random table twist and a random potential in [0, 1], all float64."""
     source = generator(seed)
     table = TableModel.random(vocab_size, length, source).table
@@ -114,13 +105,11 @@ def tiny_gpt_neo(vocab_size: int, seed: int = 0, **changes) -> GPTNeo:
     shape = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 16}
     shape |= {"attention_layers": ("global", "local"), "window_size": 2}
     shape |= {"max_position_embeddings": 32}
-    model = GPTNeo(GPTNeoConfig(vocab_size=vocab_size, **(shape | changes)))
-    source = generator(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.5 if parameter.ndim > 1 else 0.1
-            is_norm = "ln" in name and "weight" in name
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=source) + is_norm)
+    model, source = GPTNeo(GPTNeoConfig(vocab_size, **(shape | changes))), generator(seed)
+    for name, parameter in model.named_parameters():
+        scale = 0.5 if parameter.ndim > 1 else 0.1
+        is_norm = "ln" in name and "weight" in name
+        parameter.data = scale * torch.randn(parameter.shape, generator=source) + is_norm
     return model.eval()
 
 
@@ -136,16 +125,15 @@ def tiny_conditional(seed: int, end: tuple[int, ...] = ()) -> GPTNeoModel:
 
 def rare_potential(tokens: Tensor) -> Tensor:
     """log phi [N] = 8 log sigmoid(sum of a number for each token), small under random texts."""
-    scores = torch.linspace(-3, 2, 7)
-    return 8 * F.logsigmoid(scores[tokens].sum(1))
+    return 8 * F.logsigmoid(torch.linspace(-3, 2, 7)[tokens].sum(1))
 
 
-def gpt_neo_world(vocab_size: int, length: int, seed: int = 0, end: tuple[int, ...] = ()):
+def gpt_neo_world(vocab_size: int, length: int, seed: int = 0, end=()):
     """A tiny GPT-Neo after a prompt, a linear twist and a random potential, all float64."""
     network = tiny_gpt_neo(vocab_size, seed).double()
     model = GPTNeoModel(network, torch.tensor([1, 0, 1]), length, end)
-    weight = torch.randn(model.width, vocab_size, dtype=torch.float64, generator=generator(seed))
-    return model, lambda hidden: hidden @ weight, table_world(vocab_size, length, seed)[2]
+    weight = torch.randn(8, vocab_size, dtype=torch.float64, generator=generator(seed))
+    return model, lambda hidden: hidden[..., :8] @ weight, table_world(vocab_size, length, seed)[2]
 
 
 class Paths:
@@ -158,9 +146,7 @@ class Paths:
 
     def choose(self, breakpoints: Tensor) -> Tensor:
         """The next uniforms [R, n]: midpoints of the cells between sorted breakpoints [R, n, m]."""
-        border = torch.zeros(*breakpoints.shape[:2], 1, dtype=torch.float64)
-        inner = breakpoints.double().clamp(0, 1)
-        edges = torch.cat([border, inner, border + 1], -1)  # [R, n, m + 2]
+        edges = F.pad(F.pad(breakpoints.double().clamp(0, 1), (1, 0)), (0, 1), value=1.0)
         columns = []
         for edge in edges.unbind(1):  # [R, m + 2]
             cell = (self.number // self.stride % (edge.shape[1] - 1))[:, None]  # [R, 1]
@@ -172,37 +158,32 @@ class Paths:
 
 
 def bias(model, twist, log_phi, base=None, scheme=multinomial, ess_threshold=1.0) -> float:
-    """The larger of two errors, both relative to Z_sigma, of the sampler with K = 2 particles.
-
-    That of E[Z-hat] = Z_sigma, and the largest of E[Z-hat * share of samples that equal s] =
-    Z_sigma sigma(s) over all sequences s. The target is p^(0) phi with p^(0) = base, by default the
-    model itself.
-    """
+    """The larger of two errors, both relative to Z_sigma, of the sampler with K = 2 particles: that
+    of E[Z-hat] = Z_sigma, and the largest of E[Z-hat * share of samples that equal s] = Z_sigma
+    sigma(s) over all s. The target is p^(0) phi with p^(0) = base, by default the model itself."""
     base = base or model
     target = Target(base, log_phi)
     cells = {multinomial: 4, systematic: 3}[scheme]  # of the ancestors of two particles
     runs = (model.vocab_size**2 * cells) ** model.length
-    paths, draw = Paths(runs), tsmc.draws.draw_categorical
+    paths, draw = Paths(runs), draws.draw_categorical
 
-    def draw_everywhere(logits: Tensor, given: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        inner = logits[place].double().softmax(-1).cumsum(-1)[:, :-1]  # where the token changes
+    def draw_everywhere(logits: Tensor, _: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        inner = logits[index].double().softmax(-1).cumsum(-1)[:, :-1]  # where the token changes
         uniform = paths.choose(inner.view(runs, -1, inner.shape[-1]))  # from [R, K, V - 1]
-        return draw(logits, uniform.view(-1, 1), place)
+        return draw(logits, uniform.view(-1, 1), index)
 
     def resample_everywhere(weights: Tensor, source: torch.Generator) -> Tensor:
-        cumulative = weights.cumsum(-1)[:, None]  # [R, 1, K]
-        inner = cumulative[..., :-1] / cumulative[..., -1:]  # [R, 1, 1]
-        if scheme is multinomial:
-            breakpoints = inner.expand(-1, 2, -1)  # of two numbers
-        else:
+        inner = (weights[:, :1] / weights.sum(1, keepdim=True))[:, None]  # [R, 1, 1]
+        breakpoints = inner.expand(-1, 2, -1)  # of two numbers
+        if scheme is systematic:
             breakpoints = torch.cat([2 * inner - 1, 2 * inner], -1)  # of one number
         points = paths.choose(breakpoints)
-        with mock.patch.object(tsmc.draws, "uniforms", lambda *_: points):
+        with mock.patch.object(draws, "uniforms", lambda *_: points):
             return scheme(weights, source)
 
-    with mock.patch.object(tsmc.proposal, "draw_categorical", draw_everywhere):
-        sigma, rule = Sigma(model, base, log_phi), Rule(resample_everywhere, ess_threshold)
-        population = tsmc.sampler.tsmc(sigma, twist, 2, generator(0), runs, rule)
+    with mock.patch.object(proposal, "draw_categorical", draw_everywhere):
+        rule = Rule(resample_everywhere, ess_threshold)
+        population = tsmc(Sigma(model, base, log_phi), twist, 2, generator(0), runs, rule)
     assert runs % paths.stride == 0
     chances = paths.chances * paths.stride / runs  # [R], unused combinations are counted once
     assert abs(chances.sum().item() - 1) < 1e-12
@@ -212,16 +193,6 @@ def bias(model, twist, log_phi, base=None, scheme=multinomial, ess_threshold=1.0
     measure = torch.zeros_like(target.log_sigma[-1]).index_add(0, numbers, shares)
     error = (measure - target.log_sigma[-1].exp()).abs().max().item()
     return max(error, abs(evidence.sum().item() - 1))
-
-
-def seen(sigma: Sigma) -> Callable[[Tensor], Tensor]:
-    """phi^(m) (eq. 8) as a function of tokens [N, T] alone, 0 where p^(m) is."""
-
-    def log_phi(tokens: Tensor) -> Tensor:
-        log_p = sequence_log_probs(sigma.model, tokens)
-        return torch.where(log_p > -INF, sigma.log_potential(tokens, log_p), -INF)
-
-    return log_phi
 
 
 @torch.no_grad()

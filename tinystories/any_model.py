@@ -41,10 +41,8 @@ class AnyModel(Conditional):
     def __init__(
         self, network: Any, prompt: Tensor, length: int, end: End = (), vocab_size: int = 0
     ):
-        """prompt [P], then T = length tokens; ValueError for a network that does not fit.
-
-        Tokens from `vocab_size` on, as `len(tokenizer)`, are never drawn; 0: all may be.
-        """
+        """prompt [P], then T = length tokens below vocab_size, such as len(tokenizer), or any where
+        that is 0; ValueError for a network that does not fit."""
         self.network = network.eval()
         config = network.config.get_text_config()
         check_positions(prompt, length, getattr(config, "max_position_embeddings", None) or 2**63)
@@ -88,7 +86,7 @@ class AnyModel(Conditional):
         tokens = self.prompt.expand(2, -1)  # [2, P + t]
         steps = []  # t states [2, D]
         decoder = model.decoder(2)
-        likely = self.logits(decoder.hidden)[0].argsort(descending=True)  # [V]
+        likely = model.logits(decoder.hidden)[0].argsort(descending=True)  # [V]
         texts = likely[torch.arange(2 * self.length) % self.vocab_size].view(-1, 2)  # [T, 2]
         for nexts in texts:
             steps = [hidden.flip(0) for hidden in [*steps, decoder.hidden]]
@@ -101,7 +99,7 @@ class AnyModel(Conditional):
         eps = max(torch.finfo(wanted.dtype).eps, 2**-23)
         tolerance = eps**0.5 * wanted.masked_fill(wanted == -torch.inf, 0.0).abs().max().item()
         for hidden in (torch.stack(steps, 1), model.hidden(tokens[:, start:])):  # [2, T, D]
-            logits = AnyModel.logits(self, hidden)  # without what a subclass makes of them
+            logits = AnyModel.logits(model, hidden)  # without what a subclass makes of them
             gaps = (logits - wanted).masked_fill(logits == wanted, 0.0)  # where both are -inf
             if not gaps.square().mean().sqrt().item() <= tolerance < torch.inf:
                 raise ValueError("with a cache the network has other logits than its own forward")

@@ -53,10 +53,8 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 class KeyValueCache:
-    """Keys and values of what has been read, in each layer in two parts [B, H, S, D/H].
-
-    The first is the prompt, read at batch 1, which any number of rows share; then comes the rest.
-    """
+    """Keys and values [B, H, S, D/H] of what has been read, in each layer in two parts: the prompt,
+    which is read at batch 1 and shared by any number of rows, and the rest."""
 
     def __init__(self):
         self.layers: list[list[Part]] = []
@@ -175,10 +173,8 @@ class GPTNeoModel(Conditional):
     def __init__(
         self, network: GPTNeo, prompt: Tensor, length: int, end: End = (), vocab_size: int = 0
     ):
-        """prompt [P], then T = length tokens; ValueError where they exceed the network's positions.
-
-        Tokens from `vocab_size` on, which a tokenizer may lack, are never drawn; 0: all may be.
-        """
+        """prompt [P], then T = length tokens below vocab_size, or any where that is 0; ValueError
+        where they exceed the network's positions."""
         config = network.config
         check_positions(prompt, length, config.max_position_embeddings)
         super().__init__(prompt, length, config.hidden_size, vocab_size or config.vocab_size, end)

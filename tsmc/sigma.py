@@ -35,9 +35,7 @@ class Sigma:
 
     @property
     def log_prefix(self) -> Callable[[Tensor], Tensor] | None:
-        """log f_t [N] of beginnings tokens [N, t], t < T; None where no prefix part guides.
-
-        It guides p^(0) alone: another p^(m) has learned what f says, which would count twice.
-        """
+        """log f_t [N] of beginnings tokens [N, t], t < T, or None. It guides p^(0) alone: another
+        p^(m) has learned what f says, which would count twice."""
         has_prefix = self.model is self.base and getattr(self.log_phi, "has_prefix", False)
         return self.log_phi.log_prefix if has_prefix else None

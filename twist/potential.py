@@ -77,7 +77,8 @@ class TextPotential:
         for row in tokens.tolist():
             ends = [t for t, token in enumerate(row) if token in self.end]
             rows.append(self.prompt + (row[: ends[0]] if ends else row))
-        return self.decode(rows)
+        # The tokens may give only a part of a text's last character.
+        return [text.rstrip("\ufffd") for text in self.decode(rows)]
 
 
 def each_once(function: Callable[[list], Any], texts: list) -> Tensor:

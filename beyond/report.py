@@ -1,0 +1,152 @@
+"""The tables and figures of docs/results.md, from the records that `study.py` keeps.
+
+A table of a page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is
+"NAME M", generation M of the runs NAME, or "A → B", the change from A to B within each seed, and a
+column has a title of COLUMNS. Behind <!-- table sad- --> the runs are sad-NAME. A number, and a
+point of a figure, is the mean over seeds with its 95 % interval (Student's t).
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no screen
+from matplotlib.figure import Figure
+
+from eval import evaluate
+from tinystories.load import read_json
+from tsmc.estimate import Estimate, mean_estimate
+
+COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study shows
+    "kl_target_model": ("KL(sigma, p^(m))", ".2f"),  # without its twist
+    # KL(sigma||law of a sample) of runs that resample at T alone: what weights repair is in it.
+    "kl_samples": ("KL of samples", ".2f"),
+    "kl_fresh": ("KL, fresh", ".2f"),  # by other exact samples, drawn after all tuning
+    "weighted_score": ("score, weighted", ".3f"),  # mean over runs of K, weighted to sigma
+    # Of what line 3 learns from: different texts, and (until 0.20) different first five tokens.
+    "distinct_texts": ("distinct texts distilled", ",.0f"),
+    "beginnings": ("beginnings distilled", ",.0f"),
+    "scores": ("scores", ",.0f"),  # texts that phi has scored up to here
+    "worth": ("effective texts per score", ".3f"),  # 1 / sum W^2 over R K
+    "core_seconds": ("core seconds", ",.0f"),  # of the whole job
+    "acceptance_rate": ("acceptance rate", ".3%"),  # of rejection
+}
+TITLES = {title: (key, form) for key, (title, form) in COLUMNS.items()}
+LEVELS = {"Base": ":", "Target": "--"}  # horizontal lines
+LEARNERS = ("paper", "every-step", "pooled")
+TRADED = ("paper", "pooled", "dpo-full", "grpo-lora", "rl")
+SIGMAS = {"beta = 0": "paper Base", "beta = 1": "beta-1 Target", "beta = 10": "paper Target"}
+Rows = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
+Lines = dict[str, list[tuple]]  # by name the points: x or its key, the name of a row, the key of y
+
+
+def read_records(folder: Path) -> Rows:
+    """The rows "NAME M", "NAME Base", "NAME Target" and "p best of 50" of all records."""
+    rows: Rows = {}
+    for record in map(read_json, sorted(folder.glob("*.json"))):
+        name = record["name"]
+        found = {f"{name} {m}": row for m, row in enumerate(record["generations"])}
+        for row in found.values():
+            row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
+        for m, by_rule in enumerate(record.get("rules", [])):
+            found[f"{name} {m}"] |= {rule: numbers["score"] for rule, numbers in by_rule.items()}
+        found[f"{name} Base"] = record["base"] | {"acceptance_rate": 1.0}  # the target of beta = 0
+        if target := record.get("target"):
+            found[f"{name} Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
+        for title, counts in record.get("histograms", {}).items():
+            shares = {f"share {n}": count / sum(counts) for n, count in enumerate(counts)}
+            found[f"{name} {title}"] |= shares
+        if "best_of" in record:  # by version 0.20: of texts of p, whatever the job has learned
+            found[f"{'sad-' if 'sad-' in name else ''}p best of 50"] = record["best_of"]
+        for title, row in found.items():
+            rows.setdefault(title, {})[record["seed"]] = row
+    return rows
+
+
+def mean_of(rows: Rows, title: str, key: str) -> Estimate | None:
+    """The mean over seeds of a number of a row; for "A → B" of what it changes by from A to B; None
+    where a row lacks it."""
+    before, _, after = title.partition(" → ")
+    old, new = rows.get(before, {}), rows.get(after or before, {})
+    pairs = [(old[seed].get(key), new[seed].get(key)) for seed in old.keys() & new.keys()]
+    if not pairs or any(None in pair for pair in pairs):
+        return None
+    values = [b - a if after else a for a, b in pairs]
+    return mean_estimate(torch.tensor(values, dtype=torch.float64))
+
+
+def fill(page: str, rows: Rows) -> str:
+    """The page, the numbers of its tables made anew; those of a row without runs are left out."""
+    for block in re.finditer(r"<!-- table (\w+-)? ?-->\n(.*?)<!-- end -->", page, re.DOTALL):
+        head, rule, *old = block[2].splitlines()
+        titles = [title.strip() for title in head.split("|")[2:-1]]
+        lines = [head, rule]
+        for name in [line.split("|")[1].strip() for line in old]:
+            cells = [name]
+            row = " → ".join((block[1] or "") + part for part in name.split(" → "))
+            for title in titles:
+                key, form = TITLES.get(title, (title, ".3f"))
+                mean = mean_of(rows, row, key)
+                cells.append(format(mean.value, form) if mean else "")
+                if mean and 1e-12 < mean.std_error < math.inf:  # not of one seed, nor all equal
+                    cells[-1] += f" ± {format(mean.half_width(), form)}"
+            lines.append(f"| {' | '.join(cells)} |")
+        page = page.replace(block[2], "".join(f"{line}\n" for line in lines))
+    return page
+
+
+def draw(rows: Rows, panels: dict[str, Lines], path: Path, **settings: Any) -> None:
+    """A figure: the lines of each panel by its title, and settings of all axes."""
+    figure = Figure(figsize=(7.5, 3.7), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, lines) in zip(grid, panels.items(), strict=True):
+        for marker, (name, points) in enumerate(lines.items()):
+            known = []  # x, y and half of the interval of y, which is infinite of one seed
+            for x, row, key in points:
+                if mean := mean_of(rows, row, key):
+                    x = mean_of(rows, row, x).value if isinstance(x, str) else x
+                    known.append((x, mean.value, mean.half_width()))
+            if name in LEVELS and known:
+                axes.axhline(known[0][1], label=name, color="black", linestyle=LEVELS[name])
+            elif known:
+                look = {"marker": "os^DvPX"[marker % 7], "capsize": 3, "label": name}
+                axes.errorbar(*zip(*known, strict=True), **look)
+        axes.set(title=title, **settings)
+        axes.grid(alpha=0.3)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=150)
+
+
+def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
+    """Both tasks by generation, the scores of `paper` by rule of resampling, and the paper's Fig. 1
+    to 3, the second by the number K of particles."""
+    by_rule: dict[str, Lines] = {}
+    by_generation = {"xlabel": "generation", "xticks": range(3)}
+    for task, score, title in (("", "toxicity", "toxicity"), ("sad-", "log_phi", "log phi")):
+        panels: dict[str, Lines] = {}
+        for panel, key in ((title, score), ("KL", evaluate.KL)):
+            lines: Lines = {name: [(0, f"{task}paper {name}", key)] for name in LEVELS}
+            for name in LEARNERS:
+                lines[name] = [(m, f"{task}{name} {m}", key) for m in range(3)]
+            panels[panel] = lines
+        draw(rows, panels, folder / f"{task}generations.png", **by_generation)
+        by_rule[title] = {"Target": panels[title]["Target"]}
+        for rule in rules:
+            by_rule[title][rule] = [(m, f"{task}paper {m}", rule) for m in range(3)]
+    draw(rows, by_rule, folder / "rules.png", **by_generation)
+    lines = {name: [("similarity", f"{name} {m}", "toxicity") for m in range(3)] for name in TRADED}
+    for name, row in (("p", "paper Base"), ("sigma", "paper Target")):
+        lines[name] = [("similarity", row, "toxicity")]
+    draw(rows, {"toxicity": lines}, folder / "trade-off.png", xlabel="similarity")
+    lines = {"Target": [(0, "paper Target", "toxicity")]}
+    for name in [f"{learner} {m}" for m in range(3) for learner in ("paper", "pooled")]:
+        lines[name] = [(size, name, f"K = {size}") for size in (20, 50, 100, 1000)]
+    draw(rows, {"toxicity": lines}, folder / "particles.png", xlabel="particles", xscale="log")
+    lines = {}
+    for name, row in SIGMAS.items():
+        lines[name] = [((n + 0.5) / 20, row, f"share {n}") for n in range(20)]
+    settings = {"xlabel": "toxicity", "yscale": "log"}
+    draw(rows, {"share of texts": lines}, folder / "histograms.png", **settings)

@@ -1,0 +1,196 @@
+"""The jobs of docs/results.md: `main.py` by several options and seeds.
+
+    python -m beyond.study --only paper pooled    makes the jobs of these names that are not kept
+    python -m beyond.study --report               fills README.md and docs/results.md, draws figures
+
+A job NAME-SEED is made or resumed in runs/study. Its rows, what is measured beside them, command
+and commit are kept in docs/results/runs/NAME-SEED.json. N exact samples, R runs of K particles.
+"""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from beyond.report import draw_study, fill, read_records
+from distill.pair import Pair
+from eval.job import command
+from eval.options import Parser
+from eval.sample import TrainedJob, Weighted, sample
+from eval.world import SAMPLES, load_target
+from tinystories.load import read_json, write, write_json
+from tsmc.draws import log_mean_exp, normalise
+from tsmc.proposal import proposal_log_probs, sequence_log_probs
+
+FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
+ONCE = "--generations 0 --ctl-batch-size 500"  # the scores of `paper` 2 in generation 0
+SIZES = "--eval-particles 50 20 100 1000"
+RULE = "--ess-threshold 1 --ctl-updates 140 --ctl-learning-rate 3e-4"  # the paper's, and its steps
+RULE += " --distill-updates 80 --distill-learning-rate 3e-5"
+SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
+SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
+QUESTION = "--lm smollm2 --potential docs/question.py:log_phi"
+RUNS = {  # options and seeds
+    "paper": (SIZES, FIVE),
+    "pooled": (f"--learner pooled {SIZES}", FIVE),
+    "rule": (f"{RULE} --distill-runs 300", FIVE),
+    "rule-50": (f"{RULE} --distill-runs 40", FIVE),  # with the scores of `paper`
+    "every-step": ("--ess-threshold 1", FIVE),
+    "no-twist": ("--ctl-updates 1 --ctl-learning-rate 0", FIVE),  # psi = 1
+    "more-twist": (ONCE, FIVE),
+    "dpg": ("--learner dpg", THREE),
+    "dpg-alone": (f"--learner dpg {ONCE}", FIVE),
+    "lora": ("--student lora", THREE),
+    "no-effective-potential": ("--no-effective-potential", THREE),
+    "no-surrogate": ("--learner pooled --no-surrogate", THREE),
+    "dpo-full": ("--learner dpo", THREE),
+    "dpo-lora": ("--learner dpo --student lora --learning-rate 1e-3", THREE),
+    "grpo-full": ("--learner grpo", THREE),
+    "grpo-lora": ("--learner grpo --student lora --learning-rate 3.2e-3", THREE),
+    "rl": ("--learner rl", THREE),
+    "dpo-ten": ("--learner dpo --batch-size 1280", (91,)),  # ten times the scores
+    "grpo-ten": ("--learner grpo --batch-size 1280", (91,)),
+    "beta-1": ("--learner pooled --generations 0 --beta 1", (91,)),
+    "sad-paper": (SAD, THREE),
+    "sad-more-twist": (f"{ONCE} {SAD}", THREE),
+    "sad-dpg-alone": (f"--learner dpg {ONCE} {SAD}", THREE),
+    "sad-pooled": (f"--learner pooled {SAD}", THREE),
+    "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
+    "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
+    "smollm2-paper": (SMOL, FIVE),
+    "smollm2-pooled": (f"--learner pooled {SMOL}", FIVE),
+    "question-paper": (QUESTION, THREE),
+    "question-pooled": (f"--learner pooled {QUESTION}", THREE),
+}
+RULES = {  # of resampling, under which the pairs of RULED are measured
+    "multinomial, every step": ("multinomial", 1.0),
+    "systematic, every step": ("systematic", 1.0),
+    "ESS < K/2": ("systematic", 0.5),
+    "ESS < K/4": ("systematic", 0.25),
+    "end alone": ("systematic", 0.0),
+}
+RULED = ("paper", "sad-paper")
+COUNTED, BINS = ("paper", "beta-1"), 20  # of these the toxicity of p and sigma is counted
+AGAIN = ("paper", "pooled")  # these have a second KL, by the exact samples FRESH
+FRESH = Path("docs/results/fresh")  # of the first task, drawn after all tuning
+KEPT = Path("docs/results/runs")
+PLACES = ("out", "lm", "toxicity_model", "similarity_model", "target", "device")  # not kept
+PAGES = (Path("docs/results.md"), Path("README.md"))
+
+
+def make(name: str) -> bool:
+    """Begin or resume a job NAME-SEED, and keep its numbers; whether it ended well."""
+    kind, _, seed = name.rpartition("-")
+    path = Path("runs/study") / name
+    arguments = [*RUNS[kind][0].split(), "--seed", seed, "--out", str(path)]
+    if is_begun := (path / "config.json").exists():
+        arguments = ["--resume", str(path)]
+    process = subprocess.Popen([sys.executable, "main.py", *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    print(f"{name}: {'failed' if status else 'done'}", flush=True)
+    if status == 0:
+        results = measured(path, kind)
+        if not is_begun:  # else only a part of the time is known
+            results["generations"][-1]["core_seconds"] = usage.ru_utime + usage.ru_stime
+        results |= {"name": kind, "seed": int(seed), "command": RUNS[kind][0]}
+        describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+        results["commit"] = subprocess.check_output(describe, text=True).strip()
+        write_json(KEPT / f"{name}.json", results)
+    return status == 0
+
+
+def measured(job: Path, kind: str) -> dict:
+    """The rows of a finished job, and what the study shows beside them."""
+    results, saved = read_json(job / "results.json"), read_json(job / "config.json")
+    results["options"] = {key: saved[key] for key in saved if key not in PLACES}
+    for m, row in enumerate(results["generations"]):
+        if distinct := row.pop("figures").get("distinct_texts"):
+            row["distinct_texts"] = distinct[-1]
+        trained = TrainedJob(job, m)
+        world, options = trained.world, trained.options
+        sizes = (options.eval_particles[0], options.eval_runs)  # K, R
+        drawn = trained.sample(*sizes)
+        row["worth"] = drawn.ess / len(drawn.texts)
+        shares = normalise(drawn.population.log_weights.cpu().double())  # [R, K]
+        row["weighted_score"] = (shares * scores_of(drawn)).nansum(1).mean().item()  # no 0 * inf
+        if drawn.is_independent and (job / "target" / SAMPLES).exists():
+            row["kl_samples"] = kl_by(job / "target", trained, drawn)
+        if kind in AGAIN:
+            row["kl_fresh"] = kl_by(FRESH, trained)
+        if kind in RULED:
+            by_rule = {}
+            for rule, (scheme, threshold) in RULES.items():
+                changed = dataclasses.replace(options, resampling=scheme, ess_threshold=threshold)
+                drawn = sample(world, trained.pair, changed, *sizes)
+                scores = scores_of(drawn).gather(1, drawn.population.ancestors.cpu())
+                by_rule[rule] = {"score": scores.mean().item()}
+            results.setdefault("rules", []).append(by_rule)
+    trained.pair = Pair(world.base, None)  # of row Base
+    if kind in AGAIN:
+        results["base"]["kl_fresh"] = kl_by(FRESH, trained)
+    if kind in COUNTED:
+        exact = load_target(job / "target", options, world.base.prompt.device)
+        toxicity = {"Base": scores_of(trained.sample(*sizes))}  # of 2,000 texts of p
+        toxicity["Target"] = (exact.log_phi / options.beta).exp()
+        counts = {name: one.cpu().histc(BINS, 0, 1).tolist() for name, one in toxicity.items()}
+        results["histograms"] = counts
+    return results
+
+
+def scores_of(drawn: Weighted) -> Tensor:
+    """The toxicity [R, K] where phi reads it, else log phi."""
+    return drawn.scores.get("toxicity", drawn.scores["log_phi"]).view_as(drawn.shares)
+
+
+def kl_by(directory: Path, trained: TrainedJob, drawn: Weighted | None = None) -> float:
+    """KL(sigma||q) by the exact samples of a directory; with R runs of K drawn from q, of the law
+    of a sample of such a run, by what it is over q:
+
+        law(s) = E[sum_k 1(s_k = s) W_k] = K q(s) E[w(s) / (w(s) + w_2 + ... + w_K)]
+
+    The mean over runs makes KL(sigma||law) a little too large in expectation (Jensen's inequality).
+    """
+    world = trained.world
+    world.exact = load_target(directory, trained.options, world.base.prompt.device)
+    tokens = world.exact.tokens  # [N, T]
+    _, log_q = proposal_log_probs(trained.pair.model, trained.pair.twist, tokens)  # [N]
+    if drawn is None:
+        return world.kl(log_q).value
+    log_w = sequence_log_probs(world.base, tokens) + world.exact.log_phi - log_q  # [N]
+    log_weights = drawn.population.log_weights.double()  # [R, K]
+    others = log_weights[:, 1:].logsumexp(1)  # [R]
+    log_shares = -F.softplus(others - log_w.double()[:, None])  # [N, R], 0 where q(s) = 0
+    log_law = log_q + math.log(log_weights.shape[1]) + log_mean_exp(log_shares)
+    return world.kl(log_law).value
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make what is missing, several at a time, or the report; Ctrl-C ends all of it."""
+    with command("beyond.study"):
+        parser = Parser("python -m beyond.study", description=__doc__.splitlines()[0])
+        parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="names")
+        parser.add_argument("--jobs", type=int, default=2, help="jobs at a time, a thread each")
+        parser.add_argument("--report", action="store_true", help="fill the tables, make no job")
+        args = parser.parse_args(arguments)
+        if args.report:
+            rows = read_records(KEPT)
+            for page in PAGES:
+                write(page, fill(page.read_text(encoding="utf-8"), rows).encode())
+            draw_study(rows, PAGES[0].with_suffix(""), list(RULES))
+            return
+        os.environ["OMP_NUM_THREADS"] = "1"
+        names = [f"{name}-{seed}" for name in args.only for seed in RUNS[name][1]]
+        missing = [name for name in names if not (KEPT / f"{name}.json").exists()]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            if not all(list(pool.map(make, missing))):
+                raise ValueError("some jobs failed, see above; mend them and start again")
+
+
+if __name__ == "__main__":
+    main()

@@ -73,7 +73,7 @@ class Paper:
             raise ValueError(f"{fault}: draw more, or soften the potential, as keyword~8:WORD")
         return population
 
-    def note(self, **figures: float) -> None:
+    def note(self, **figures: Any) -> None:
         """Keep figures of a step, which end up in the row of the generation."""
         for name, value in figures.items():
             self.figures.setdefault(name, []).append(float(value))

@@ -81,12 +81,6 @@ def population_row(population: Population) -> dict[str, float]:
     }
 
 
-def kl_row(world: World, log_q: Tensor) -> dict[str, float]:
-    """The column KL and its interval, from log q [N] of the exact samples."""
-    kl = world.kl(log_q)
-    return {KL: kl.value, f"{KL}_half_width": kl.half_width()}
-
-
 def generation_row(
     options: Options, world: World, learner: Paper, pair: Pair, m: int
 ) -> dict[str, Any]:
@@ -103,7 +97,8 @@ def generation_row(
         row |= population_row(population)
     if world.exact is not None:
         log_p, log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)  # [N], [N]
-        row |= kl_row(world, log_q)
+        kl = world.kl(log_q)
+        row |= {KL: kl.value, f"{KL}_half_width": kl.half_width()}
         row["kl_target_model"] = world.kl(log_p).value  # of the model without its twist
     row |= texts_row(world, tokens, options.seed)
     if others and not learner.is_policy:  # Fig. 2: equally many particles in runs of each K
@@ -135,7 +130,8 @@ def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
     rows["base"] |= {"log_z": log_z.value, "log_z_half_width": log_z.half_width()}
     if world.exact is not None:
         exact = world.exact
-        rows["base"] |= kl_row(world, sequence_log_probs(world.base, exact.tokens))
+        kl = world.kl(sequence_log_probs(world.base, exact.tokens))
+        rows["base"] |= {KL: kl.value, f"{KL}_half_width": kl.half_width()}
         rows["target"] = texts_row(world, exact.tokens, options.seed)
         half_width = 1.96 * exact.log_z_std_error
         rows["target"] |= {"log_z": exact.log_z, "log_z_half_width": half_width}

@@ -26,7 +26,7 @@ def load_any(directory: Path, device: str | torch.device) -> tuple[Any, Tokenize
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what it warns of is refused below
     settings: dict[str, Any] = {"local_files_only": True, "dtype": torch.float32}
-    load = transformers.AutoModelForCausalLM.from_pretrained
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
     network, found = load(directory, output_loading_info=True, **settings)
     for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, found[trouble])):
@@ -52,7 +52,10 @@ class AnyModel(Conditional):
         # What transformers calls `past_key_values` is `cache` from 5.24 on.
         is_new = "cache" in inspect.signature(self.body.forward).parameters
         self.cache_name = "cache" if is_new else "past_key_values"
-        self.check()
+        try:
+            self.check()
+        except Exception as error:  # of a network that nobody here has seen
+            raise ValueError(f"the network cannot continue the prompt: {error}") from error
 
     @property
     def body(self) -> Any:

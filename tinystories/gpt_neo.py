@@ -88,8 +88,10 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads = config.num_heads
         self.window = config.window_size if is_local else config.max_position_embeddings
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            self.add_module(name, nn.Linear(width, width, bias=name == "out_proj"))
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.out_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, cache: KeyValueCache) -> Tensor:
         """[B, T, D] -> [B, T, D] of the new positions, behind what the cache holds."""

@@ -108,9 +108,10 @@ def gpt_neo_from_json(raw: dict[str, Any]) -> GPTNeo:
     for kinds, count in raw["attention_types"]:  # [[["global", "local"], 2], ...]
         layers += kinds * count
     names = {one.name for one in dataclasses.fields(GPTNeoConfig)}
-    values = {name: raw[name] for name in names if raw.get(name) is not None}
-    defaults = {"intermediate_size": 4 * raw["hidden_size"]}
-    return GPTNeo(GPTNeoConfig(**(defaults | values | {"attention_layers": tuple(layers)})))
+    values: dict[str, Any] = {"intermediate_size": 4 * raw["hidden_size"]}
+    values |= {name: raw[name] for name in names if raw.get(name) is not None}
+    values["attention_layers"] = tuple(layers)
+    return GPTNeo(GPTNeoConfig(**values))
 
 
 def load_model(

@@ -73,8 +73,8 @@ def sample_proposal(
             hidden.append(decoder.hidden)
         steps.append(extend(model, decoder, twist, uniform[:, t, None]))
     names = ("tokens", "log_p", "log_psi", "log_q", "log_normaliser")
-    columns = [torch.stack([getattr(step, name) for step in steps], 1) for name in names]
-    return Drawn(*columns, torch.stack(hidden, 1) if hidden else None)
+    columns = {name: torch.stack([getattr(step, name) for step in steps], 1) for name in names}
+    return Drawn(**columns, hidden=torch.stack(hidden, 1) if hidden else None)
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ def tsmc(
     """R = runs independent runs of K = particles sequences of p = sigma.model; ValueError for NaN
     or infinite weights."""
     model = sigma.model
-    threshold = rule.threshold(sigma)
+    threshold, log_prefix = rule.threshold(sigma), sigma.log_prefix
     decoder = model.decoder(runs * particles)  # writes N texts token by token
     # In the type of the logits, which may be narrower than what the potential returns.
     zeros = model.head(decoder.hidden[:1]).new_zeros(runs * particles)  # [N]
@@ -110,8 +110,8 @@ def tsmc(
         else:
             # p psi / q_t is the normaliser, whichever token was drawn.
             log_w = step.log_normaliser - old.log_psi
-        if sigma.log_prefix and not is_last:
-            log_f = sigma.log_prefix(new.tokens)  # [N]
+        if log_prefix and not is_last:
+            log_f = log_prefix(new.tokens)  # [N]
             log_w = log_w + log_f
             # A particle with f = 0 has no weight from here on; -inf would give NaN in step t + 1.
             new.log_psi = step.log_psi + log_f.masked_fill(log_f == -torch.inf, 0.0)

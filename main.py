@@ -7,8 +7,7 @@
 
 The target never changes: sigma(s_{1:T}) is proportional to p^(0)(s_{1:T}) phi(s_{1:T}) (eq. 2), and
 p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). This is the loop of docs/tiny.py, with
-networks in place of tables; `distill/paper.py` has lines 1, 3 and 4. A generation is measured and
-kept once it is learned.
+networks in place of tables; `distill/paper.py` has lines 1, 3 and 4.
 """
 
 from typing import Any

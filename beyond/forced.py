@@ -1,4 +1,4 @@
-"""Forced draws: texts of p that hold a given word at a position by chance, with their density.
+"""Forced draws: texts of p that hold a word at a position by chance, with their density.
 
     python -m beyond.forced --potential keyword:dragon --samples 3
 
@@ -18,7 +18,9 @@ mixture, so E[1/N sum w u] = sum_s p(s) phi(s) u(s) for all u:
 N texts, n rows, T tokens, I pieces, M placements (i, u), S shared states, V vocabulary.
 """
 
+import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from eval.job import command
 from eval.options import Options, build
 from eval.sample import Weighted, parser_of, report
 from eval.world import World, load_sampling_world
-from tinystories.decoder import Conditional
+from tinystories.decoder import Conditional, Decoder
 from tinystories.load import checkpoint_directory, read_tokenizer
 from tsmc import draws
 from tsmc.sampler import Population
@@ -51,7 +53,7 @@ def draw_texts(
     """
     tokens = torch.empty_like(prescribed)
     log_p, log_q = torch.empty_like(uniform), torch.empty_like(uniform)
-    decoder = base.decoder(len(uniform))
+    decoder = Decoder(base, len(uniform))
     for t in range(base.length):
         if t > 0:
             decoder.append(tokens[:, t - 1])
@@ -130,16 +132,10 @@ class Forced:
         return torch.stack(terms, 1).logsumexp(1)
 
 
-def single_runs(world: World, forced: Forced, count: int, generator: Generator) -> Population:
-    """N = count forced draws with their weights, as N runs of one particle."""
-    tokens, log_ratio = forced.draw(count, generator)  # [N, T], [N]
-    log_w = world.potential(tokens) - log_ratio  # [N]
-    tokens, log_weights = tokens[:, None], log_w[:, None]  # [N, 1, T], [N, 1]
-    ancestors, ess = (
-        log_weights.new_zeros(count, 1).long(),
-        draws.effective_sample_size(log_weights),
-    )
-    return Population(tokens, log_weights, ancestors, tokens, log_w, ess)
+def draw_weighted(world: World, forced: Forced, count: int, generator: Generator) -> Any:
+    """N = count forced draws, tokens [N, T], with their log_weights [N], log p phi / q."""
+    tokens, log_ratio = forced.draw(count, generator)
+    return SimpleNamespace(tokens=tokens, log_weights=world.potential(tokens) - log_ratio)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -153,16 +149,22 @@ def main(arguments: list[str] | None = None) -> None:
         streams = Streams(options.seed, world.base.prompt.device)
         pieces = pieces_of(world.potential, options.lm)
         forced = Forced(world.base, pieces, streams.stream("hints"))
-        population = streams.draw("forced draws", None, size, partial(single_runs, world, forced))
-        if not (population.log_z > -torch.inf).any():
-            raise ValueError(
-                "all forced draws have weight zero; draw more, or soften the potential"
-            )
-        tokens = population.samples[:, 0]  # [N, T]
+        drawn = streams.draw("forced draws", None, size, partial(draw_weighted, world, forced))
+        tokens, log_weights = drawn.tokens, drawn.log_weights[None]  # [N, T], [1, N] of one run
+        log_z, ess = draws.log_mean_exp(log_weights), draws.effective_sample_size(log_weights)
+        if not log_z > -torch.inf:
+            raise ValueError("all forced draws have weight zero; draw more, or soften phi")
+        ancestors = draws.systematic(draws.normalise(log_weights), streams.stream("resampling"))
+        population = Population(tokens[None], log_weights, ancestors, tokens[ancestors], log_z, ess)
         texts = world.potential.texts(tokens)
         drawn = Weighted(texts, world.score(tokens, texts), population.shares(), population, True)
         print(report(drawn, count, options.seed))
-        k = pareto_k(population.log_weights)
+        if set(drawn.scores["log_phi"].tolist()) <= {0.0, -torch.inf}:  # texts pass, or do not
+            evidence = drawn.evidence()
+            limits = [evidence.value + sign * evidence.half_width() for sign in (0, 1, -1)]
+            one, low, high = (f"{math.exp(-limit):,.0f}" for limit in limits)
+            print(f"About 1 in {one} texts of the model passes the test (95 %: {low} to {high})")
+        k = pareto_k(log_weights)
         # Where most texts count alike, a few weights that differ say nothing of a tail.
         is_heavy = drawn.ess < size / 2 and k > 0.7  # nor where it is NaN
         warning = ": estimates may be further off than their errors say; draw more, or train"

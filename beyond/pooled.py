@@ -18,7 +18,7 @@ The output layer is not trained, so what is learned about one token serves those
 embeddings as well. g are scores of the tokens by a surrogate of phi. Under w the pool is a sample
 of sigma, whichever proposals drew it: none depends on its own draws, so E[w_i] = Z_sigma. While
 proposals are poor, a few texts have all the weight; c, which truncates it (Ionides, 2008), is the
-largest number under which the ESS of W reaches a given one. A fit that goes on for long learns the
+largest number under which the ESS of W is large enough. A fit that goes on for long learns the
 heavy texts by heart: so each generation fits an adapter anew, a share of the texts is held out, and
 the q with their least loss is kept. The objective is that of distributional policy gradients
 (Parshakova et al., 2019), the ladder that of adaptive SMC samplers (Jasra et al., 2011).
@@ -255,7 +255,7 @@ class Pooled(Paper):
 
     Options = PooledOptions
     defaults = {"resampling": "systematic"}  # noqa: RUF012
-    pool: Pool | None = None  # all draws so far
+    pool: Any = None  # a Pool of all draws so far
 
     def draw(self, q: Conditional | Forced, word: str, m: int, count: int) -> None:
         """`count` sequences of q join the pool with their weights."""

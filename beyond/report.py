@@ -68,12 +68,12 @@ def read_records(folder: Path) -> Rows:
 def mean_of(rows: Rows, title: str, key: str) -> Estimate | None:
     """The mean over seeds of a number of a row; for "A → B" of what it changes by from A to B; None
     where a row lacks it."""
-    before, _, after = title.partition(" → ")
-    old, new = rows.get(before, {}), rows.get(after or before, {})
+    first, _, second = title.partition(" → ")
+    old, new = rows.get(first, {}), rows.get(second or first, {})
     pairs = [(old[seed].get(key), new[seed].get(key)) for seed in old.keys() & new.keys()]
     if not pairs or any(None in pair for pair in pairs):
         return None
-    values = [b - a if after else a for a, b in pairs]
+    values = [b - a if second else a for a, b in pairs]
     return mean_estimate(torch.tensor(values, dtype=torch.float64))
 
 

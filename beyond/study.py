@@ -80,7 +80,7 @@ COUNTED, BINS = ("paper", "beta-1"), 20  # of these the toxicity of p and sigma 
 AGAIN = ("paper", "pooled")  # these have a second KL, by the exact samples FRESH
 FRESH = Path("docs/results/fresh")  # of the first task, drawn after all tuning
 KEPT = Path("docs/results/runs")
-PLACES = ("out", "lm", "toxicity_model", "similarity_model", "target", "device")  # not kept
+LOCAL = ("out", "lm", "toxicity_model", "similarity_model", "target", "device")  # not kept
 PAGES = (Path("docs/results.md"), Path("README.md"))
 
 
@@ -108,7 +108,7 @@ def make(name: str) -> bool:
 def measured(job: Path, kind: str) -> dict:
     """The rows of a finished job, and what the study shows beside them."""
     results, saved = read_json(job / "results.json"), read_json(job / "config.json")
-    results["options"] = {key: saved[key] for key in saved if key not in PLACES}
+    results["options"] = {key: saved[key] for key in saved if key not in LOCAL}
     for m, row in enumerate(results["generations"]):
         if distinct := row.pop("figures").get("distinct_texts"):
             row["distinct_texts"] = distinct[-1]

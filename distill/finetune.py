@@ -3,8 +3,7 @@
     AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01 of matrices only
     LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8
 
-LoRA trains A and B of the query and value projections; in the end, W + B A takes the place of W.
-D width.
+LoRA trains A and B of the query and value projections, and W + B A replaces W. D width.
 """
 
 import copy
@@ -58,8 +57,7 @@ class LoRA(nn.Module):
 
 
 def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Module]:
-    """Freeze the network and put LoRA on its query and value projections; returns these layers.
-    ValueError where it has none by any of their usual names."""
+    """Freeze the network and put LoRA on its query and value projections; returns these layers."""
     network.requires_grad_(False)
     added = []
     for name, layer in list(network.named_modules()):

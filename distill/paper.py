@@ -9,8 +9,7 @@ p^(m) is p^(m-1), fine-tuned on samples of R independent runs of K particles, wh
 whatever their Z-hat is. A fifth of the runs is held out, and the parameters with their least loss
 are kept, perhaps those before the first update. By default a run resamples at the last token alone,
 and until then it is importance sampling from q; with --ess-threshold 1 it resamples at every step,
-as in the paper. R runs, K particles, N texts that are learned, U updates, n rows of a batch, T
-tokens.
+as in the paper. R runs, K particles, N texts, U updates, n rows of a batch, T tokens.
 """
 
 import math

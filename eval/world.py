@@ -35,7 +35,6 @@ from twist.potential import TextPotential, each_once, factor_of
 SHIPPED = POCKET / "target"
 SAMPLES = "samples.safetensors"
 CLASSIFIED = {"toxicity", "nontoxicity"}  # factors that read the classifier
-HASHED = (".safetensors", ".bin", ".py")  # of the files of a checkpoint, and a user's
 
 
 @dataclass
@@ -126,7 +125,7 @@ def sigma_of(options: Options) -> dict[str, Any]:
             potential[n] = spec.rpartition("/")[2]
     digest = hashlib.sha256()
     for file in files:
-        if file.suffix in HASHED:
+        if file.suffix in (".safetensors", ".bin", ".py"):
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
     sigma = {name: getattr(options, name) for name in names}

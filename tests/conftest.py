@@ -12,8 +12,7 @@ import pytest
 from jobs import JOBS, run_main
 
 
-def scope(config: pytest.Config, **_: object) -> str:
-    """Jobs are made once, or for each shift of the seeds."""
+def scope(config: pytest.Config, **_: object) -> str:  # jobs are made once, or for each shift
     return "function" if config.pluginmanager.has_plugin("tests.margins") else "session"
 
 

@@ -23,8 +23,7 @@ POOLED = "--pool-first-draws 50 --pool-first-rounds 2 --pool-first-updates 3 --p
 POOLED += " --pool-updates 3 --pool-batch-size 9 --potential keyword~3:named"
 TUNED = "--updates 2 --batch-size 8"
 SIZES = {"paper": PAPER, "pooled": POOLED, "dpo": TUNED, "grpo": TUNED}
-JOBS = {name: f"{TABLE} --learner {name} {SIZES[name]}".split() for name in SIZES}
-"""Options of a small job of each learner."""
+JOBS = {name: f"{TABLE} --learner {name} {sizes}".split() for name, sizes in SIZES.items()}
 
 
 def run_main(arguments: Iterable[object]) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from eval import scorers
 from eval.options import POCKET
 from eval.scorers import Runner, SentenceEncoder, ToxicityClassifier, load_scorer
-from tinystories.any_model import AnyModel
 from tinystories.load import gpt_neo_from_json, load_network, read_json
 
 LIMIT = 40  # tokens that the scorers have room for
@@ -41,7 +40,6 @@ TINY |= {"intermediate_size": 16, "num_key_value_heads": 1, "max_position_embedd
 TINY |= {"bos_token_id": 0, "eos_token_id": None}
 TEXTS = [
     "Once upon a time, there was a small dog who liked to bark at the moon every night.",
-    "No.",
     " The  Cat's hat, café 猫!\n a <mask>",
     "",
     "the moon " * 200,  # which is cut off
@@ -69,11 +67,6 @@ def tiny(kind: str, **changes) -> nn.Module:
     return network
 
 
-def any_model(kind: str, length: int = 4, end: tuple[int, ...] = (), **changes) -> AnyModel:
-    """A tiny network after a prompt."""
-    return AnyModel(tiny(kind, **changes), PROMPT, length, end)
-
-
 def write(path: Path, role: str, network: nn.Module | None = None, **changes) -> nn.Module:
     """Save a network, by default a random one of a role, and the shipped tokenizer of the role."""
     if network is None:
@@ -93,7 +86,7 @@ def assert_close(actual: Tensor, wanted: Tensor) -> None:
 
 
 @torch.no_grad()
-def assert_same(role: str, path: Path, network: nn.Module, limit: int = LIMIT) -> None:
+def assert_same(role: str, path: Path, network: nn.Module) -> None:
     """What is loaded gives what a network of transformers gives: logits of tokens, or whatever a
     scorer makes of texts, in batches of any size."""
     model, tokenizer = LOAD[role](path)
@@ -103,7 +96,7 @@ def assert_same(role: str, path: Path, network: nn.Module, limit: int = LIMIT) -
         assert_close(model(ids), network(ids).logits)
         return
     theirs = transformers.AutoTokenizer.from_pretrained(path)
-    options = {"padding": True, "truncation": True, "max_length": limit, "return_tensors": "pt"}
+    options = {"padding": True, "truncation": True, "max_length": LIMIT, "return_tensors": "pt"}
     inputs = theirs(TEXTS, return_token_type_ids=False, **options)
     output = network(**inputs)
     if role == "toxicity":

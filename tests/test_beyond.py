@@ -35,8 +35,7 @@ TARGET = Target(BASE, rare_potential)
 def test_the_core_never_imports_what_is_beyond():
     for folder in ("tinystories", "tsmc", "twist", "distill", "eval"):
         for path in (ROOT / folder).glob("*.py"):
-            code = path.read_text(encoding="utf-8")
-            assert not re.search(r"^ *(from|import) (beyond|main)\b", code, re.MULTILINE), path
+            assert not re.search(r"(?m)^ *(from|import) (beyond|main)\b", path.read_text()), path
     named = [line for line in (ROOT / "main.py").read_text().splitlines() if "beyond" in line]
     assert all(re.match(r'    "\w+": "beyond\.\w+:\w+",$|LEARNERS = ', line) for line in named)
 
@@ -78,15 +77,13 @@ def test_weights_are_truncated_as_little_as_the_ess_allows():
     torch.testing.assert_close(ratios, ratios[:1].expand_as(ratios))
     some = torch.tensor([0.0, -5.0, -INF, -INF]).double()
     assert pooled.truncated(some, 1.0).tolist() == [0.5, 0.5, 0.0, 0.0]
-    with pytest.raises(ValueError, match="none of the 4 texts drawn has phi > 0"):
-        pooled.truncated(some - INF, 1.0)
 
 
 def test_tempered_weights_have_the_largest_power_that_the_ess_allows():
     """Where every sequence occurs once with weight p phi, they are p phi^b; no dead one counts."""
     model, _, potential = table_world(3, 3, seed=1, scale=2.0)
     log_p, log_phi = Target(model, potential).log_p[-1], potential.log_phi
-    powers = torch.as_tensor(pooled.POWERS).tolist()
+    powers = list(pooled.POWERS)
     enough = [b for b in powers if 1 / (log_p + b * log_phi).softmax(0).square().sum() >= 0.5 * 27]
     for dead in (torch.empty(0), torch.full((100,), -INF)):
         both = [torch.cat([one, dead.double()]) for one in (log_p + log_phi, log_phi)]
@@ -105,13 +102,9 @@ def test_the_adapter_moves_what_the_head_of_p_reads_and_texts_share_their_prefix
     moved = q.network(hidden)
     wanted = BASE.logits(hidden + moved[:, :8]) + moved[:, 8:] * scores
     torch.testing.assert_close(q.logits(hidden), wanted)
-    again = Adapted.load(BASE, q.network.state_dict())
-    assert torch.equal(log_q(Pair(again, None)), log_q(Pair(q, None)))
     tokens = sample_proposal(BASE, None, 9, generator(1)).tokens
-    texts, rows, weights = Texts(BASE, tokens), torch.tensor([8, 1, 1, 5]), torch.arange(9.0)
-    torch.testing.assert_close(texts.log_q(q, rows), q.log_probs(tokens[rows]))
-    wanted = -(weights @ q.log_probs(tokens).sum(1)) / weights.sum()
-    assert texts.mean_loss(q, weights) == pytest.approx(wanted.item(), rel=1e-5)
+    rows = torch.tensor([8, 1, 1, 5])
+    torch.testing.assert_close(Texts(BASE, tokens).log_q(q, rows), q.log_probs(tokens[rows]))
 
 
 def test_texts_held_out_are_learned_in_no_copy():
@@ -151,8 +144,7 @@ WORLDS = {  # pieces, the ends
 @pytest.mark.learned
 @pytest.mark.parametrize("name", WORLDS)
 def test_forced_draws_have_their_density_and_hold_a_piece(name):
-    """Plain and forced draws are p and q by their frequencies, of up to 243 texts: q(s) is the mean
-    over placements of the chance that a draw becomes s."""
+    """By frequencies; q(s) is the mean over placements of the chance that a draw becomes s."""
     pieces, end = WORLDS[name]
     model, draws = random_model(5, end), forced.Forced(random_model(5, end), pieces, generator(0))
     tree = Tree(model)
@@ -226,7 +218,6 @@ PAGE = """<!-- table -->
 | --- | --- | --- | --- | --- |
 | paper 1 | old | old | old | |
 | paper 0 → paper 1 | | | | |
-| paper Base | | | | |
 | rl 0 | old | | | |
 <!-- end -->
 """
@@ -249,9 +240,9 @@ def test_a_study_measures_jobs_and_fills_its_tables(tmp_path, monkeypatch, finis
         last |= {"toxicity": toxicity, "kl_fresh": 2.0}
         write_json(tmp_path / f"paper-{seed}.json", record | {"seed": seed})
     rows = report.read_records(tmp_path)
-    *_, one, change, base, missing, _ = report.fill(PAGE, rows).splitlines()
+    *_, one, change, missing, _ = report.fill(PAGE, rows).splitlines()
     assert one == "| paper 1 | 0.550 ± 0.635 | 2.00 | 0.250 |  |"
     assert change.startswith("| paper 0 → paper 1 | 0.300 ± 0.635 | -0.50 | ")
-    assert base.endswith(" | 100.000% |") and missing == "| rl 0 |  |  |  |  |"
+    assert missing == "| rl 0 |  |  |  |  |"
     report.draw_study(rows, tmp_path, ["end alone"])
     assert len(list(tmp_path.glob("*.png"))) == 6

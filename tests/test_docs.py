@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tables import TableModel, TableTwist
 from worlds import ListedPotential, bias, generator, mutant, random_model, table_world
 
 import docs.tiny
@@ -19,7 +20,7 @@ from beyond import forced
 from docs import any_model, assignments, solutions
 from eval.options import Options, read_options
 from eval.sample import sample
-from tsmc.exact import TableModel, TableTwist, Target
+from tsmc.exact import Target
 from tsmc.sigma import Sigma
 from twist.ctl import draw_batch
 from twist.potential import TextPotential
@@ -51,7 +52,7 @@ def test_examples_run_and_attributes_are_there(finished_job, tmp_path, monkeypat
     attributes = re.findall(r"`(drawn|population)\.(\w+)", PAGES[ROOT / "docs/api.md"])
     assert attributes and all(hasattr(names[name], part) for name, part in attributes)
     world, _, potential = table_world(3, 3, end=(1,))  # the page's objective is zero at psi*
-    psi = TableTwist(Target(world, potential).optimal_log_psi().detach())
+    psi = TableTwist.optimal(Target(world, potential))
     batch = draw_batch(Sigma(world, world, potential), psi, 50, generator(0))
     assert names["SoftValues"].twist_loss(None, psi, batch, world).item() < 1e-20
     small = {"ctl_updates": 2, "distill_runs": 3, "distill_updates": 2, "particles": 10}

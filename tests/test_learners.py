@@ -8,6 +8,7 @@ import torch
 import worlds
 from networks import tiny
 from safetensors.torch import load_file, save_file
+from tables import TableModel, TableTwist
 from worlds import INF, generator, log_q, rare_potential, table_world, tiny_conditional
 
 import distill.paper
@@ -16,7 +17,7 @@ from distill.pair import Pair, load_pair, save_pair
 from distill.paper import CHECKED, PATIENCE, Paper
 from distill.policy import DPO, GRPO, advantages, dpo_loss, grpo_loss, preference_pairs
 from eval.options import Options
-from tsmc.exact import TableModel, TableTwist, Target
+from tsmc.exact import Target
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Population
 from tsmc.sigma import Sigma
@@ -35,19 +36,18 @@ def gradient(sigma, twist, batch_size, source) -> torch.Tensor:
 @pytest.mark.parametrize("end", [(), (1,)], ids=["", "texts end"])
 @pytest.mark.parametrize("m", [0, 1])
 def test_mean_gradient_of_many_batches_is_the_enumerated_one(m, end):
-    """Batches of 2000 leave a bias of self-normalised weights far below the standard error."""
     base, twist, potential = table_world(3, 3, seed=1, scale=0.8, end=end)
     model = TableModel(TableModel.random(3, 3, generator(9)).table, 3, end) if m > 0 else base
     sigma, source = Sigma(model, base, potential), generator(2)
 
-    def log_phi(tokens: torch.Tensor) -> torch.Tensor:
-        """phi^(m), 0 where p^(m) is."""
+    def log_phi(tokens: torch.Tensor) -> torch.Tensor:  # phi^(m), 0 where p^(m) is
         log_p = sequence_log_probs(model, tokens)
         return torch.where(log_p > -INF, sigma.log_potential(tokens, log_p), -INF)
 
     target = Target(model, log_phi)
     wanted = Target(base, potential).log_sigma[-1]  # the target stays while p changes (eq. 8)
     torch.testing.assert_close(target.log_sigma[-1], wanted)
+    # So large batches leave a bias of self-normalised weights far below the standard error.
     gradients = torch.stack([gradient(sigma, twist, 2000, source) for _ in range(40)])
     (exact,) = torch.autograd.grad(target.ctl_loss(twist), twist.log_psi)
     never = exact == 0  # prefixes that no text has
@@ -56,7 +56,7 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(m, end):
     assert ((mean - exact[~never]) / error).abs().max() < 5  # of at most 39 components
     assert (mean / error).abs().max() > 20  # they can tell the gradient from none
     # At the optimal twist all weights are equal, so positives and negatives cancel one by one.
-    optimal = TableTwist(target.optimal_log_psi().detach())
+    optimal = TableTwist.optimal(target)
     assert gradient(sigma, optimal, 64, generator(0)).abs().max() < 1e-12
     drifting = Sigma(model, base, potential, is_effective=False)
     tokens = target.tree.sequences()

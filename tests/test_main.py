@@ -1,4 +1,4 @@
-"""The main job at a small scale: its rows, learners, options and hints; how commands end."""
+"""The main job at a small scale: its rows, learners, options, samples; how commands end."""
 
 import json
 import math
@@ -8,22 +8,24 @@ import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
 from jobs import JOBS, refusal, run_main
 from safetensors.torch import load_file
-from worlds import INF
+from worlds import INF, letters, table_world
 
-from eval import sample
+from distill.pair import Pair
 from eval.evaluate import KL, mean_pairwise_cosine, population_row, table
 from eval.job import Job, command
 from eval.options import POCKET, Options, read_options
-from eval.sample import TrainedJob
-from eval.world import SAMPLES, load_sampling_world, load_world, sigma_of
+from eval.sample import TrainedJob, report, sample
+from eval.sample import main as sample_main
+from eval.world import SAMPLES, World, load_sampling_world, load_world, sigma_of
 from main import LEARNERS
 from tinystories.load import read_json, write_json
 from tsmc.estimate import Estimate
-from tsmc.proposal import proposal_log_probs
+from tsmc.exact import Target
+from tsmc.proposal import proposal_log_probs, sequence_log_probs
 from tsmc.sampler import Population
+from twist.potential import TextPotential
 
 PROMPT = "Once upon a time, there was a"
 
@@ -45,7 +47,6 @@ def test_the_rows_of_a_job_hold_what_is_promised_and_the_table_shows_it(finished
         assert len(row["examples"]) == 3 and row["examples"][0].startswith(PROMPT)
         assert f" {row[KL]:.2f} ± {row[f'{KL}_half_width']:.2f}  " in text
         assert f" {row['log_z']:.2f} ± {row['log_z_half_width']:.2f}  " in text
-    assert "phi > 0" not in text and "dead" not in text
     policy = read_json(finished_job("dpo") / "results.json")["generations"][1]
     assert policy["scores"] == 32 and "ess" not in policy and "populations" not in policy
 
@@ -104,7 +105,58 @@ def test_potentials_are_multiplied_and_belong_to_the_job(tmp_path, capsys):
     own.write_text(own.read_text().replace("50", "40"))
     sigma_of.cache_clear()
     assert "potential have changed since it began" in refusal("--resume", job)
-    assert "potential have changed since it began" in refusal(job, command=sample.main)
+    assert "potential have changed since it began" in refusal(job, command=sample_main)
+
+
+@pytest.mark.learned
+@pytest.mark.parametrize("ess_threshold", [1.0, 0.0])
+def test_evidence_probabilities_and_samples_agree_with_enumeration(ess_threshold):
+    """Nominal 95 % intervals of log Z and of a probability, in a world of 729 texts, by particles
+    that share first tokens, which their ESS does not know, and by independent ones."""
+    model, twist, potential = table_world(3, 6, scale=0.5)  # a twist that knows nothing
+    target = Target(model, potential)
+    sequences = letters(target.tree.sequences().tolist())
+    log_phi = dict(zip(sequences, potential.log_phi.tolist(), strict=True))
+    phi = TextPotential([lambda texts: [log_phi[one[1:]] for one in texts]], letters, model.prompt)
+    world, drawn, held = World(model, phi, {}, None), [], []
+    exact = [target.log_z, target.log_sigma[1][1].exp().item()]
+    for seed in range(40):
+        options = Options(seed=seed, resampling="systematic", ess_threshold=ess_threshold)
+        drawn.append(sample(world, Pair(model, twist), options, particles=20, runs=8))
+        found = [drawn[-1].evidence(), drawn[-1].probability(lambda text: text[1] == "b")]
+        assert drawn[-1].is_independent == (ess_threshold == 0)
+        pairs = zip(found, exact, strict=True)
+        held.append([abs(x.value - value) < x.half_width() for x, value in pairs])
+    assert (torch.tensor(held).double().mean(0) >= 0.75).all()
+    first, last = drawn[0], drawn[-1]
+    again = sample(world, Pair(model, twist), options, particles=20, runs=8)
+    assert again.texts == last.texts != first.texts
+    rows = last.samples(4000)
+    assert abs(sum(row["text"][1] == "b" for row in rows) / 4000 - found[1].value) < 0.04
+    assert all(row["log_phi"] == pytest.approx(log_phi[row["text"][1:]]) for row in rows)
+    log_p = sequence_log_probs(model, last.population.tokens.flatten(0, 1))
+    torch.testing.assert_close(last.scores["log_p"], log_p)
+    numbers, certain = last.probability(lambda text: 3 * (text[1] == "b")), last.probability(bool)
+    assert numbers.value == pytest.approx(3 * found[1].value)
+    assert certain.value == pytest.approx(1) and certain.half_width() >= 1 / last.ess
+
+
+def test_the_command_prints_what_programs_draw(finished_job, capsys):
+    job, prompt = finished_job("paper"), "The ugly dog said"
+    assert TrainedJob(job).generation == 1
+    soft = TrainedJob(job, potential=("keyword~2:was",)).sample(6, 3)
+    start = len(read_json(job / "config.json")["prompt"])
+    had = [re.search(r"\bwas\b", text[start:]) for text in soft.texts]
+    assert soft.scores["log_phi"].tolist() == [0.0 if has else -2.0 for has in had]
+    changes = {"length": 4, "seed": 1, "dtype": "bfloat16", "ess_threshold": 1.0, "end": (".",)}
+    other = TrainedJob(job, generation=0, prompt=prompt, **changes)
+    assert {one.dtype for one in other.world.base.network.parameters()} == {torch.bfloat16}
+    words = "--generation 0 --length 4 --seed 1 --dtype bfloat16 --ess-threshold 1 --end . --prompt"
+    few = [str(job), "--particles", "6", "--runs", "3"]
+    sample_main([*few, *words.split(), prompt])
+    assert capsys.readouterr().out.endswith(f"{report(other.sample(6, 3), 10, 1)}\n")
+    sample_main([*few, "--potential", "keyword~2:was"])
+    assert capsys.readouterr().out.endswith(f"{report(soft, 10, 0)}\n")
 
 
 def test_exact_samples_are_of_the_shipped_networks_and_of_no_other_sigma():
@@ -123,17 +175,14 @@ def test_exact_samples_are_of_the_shipped_networks_and_of_no_other_sigma():
 BAD = {  # options, and a pattern of the one line
     "--learner pool": "--learner.*invalid choice: 'pool'",
     "--learner dpo --pool-draws 3": "unrecognized arguments: --pool-draws 3; --help shows all",
-    "--generation 2": "unrecognized arguments: --generation 2",
     "runs/pocket": "unrecognized arguments: runs/pocket",
     "--eval-particles 9 0": "--eval-particles is 0; give a number from 1",
     "--resampling best": "--resampling is 'best'; give one of multinomial, systematic",
     "--ess-threshold 1.5": "--ess-threshold is 1.5; give a number from 0 to 1$",
     "--beta nan": "--beta is nan; give a number from 0",
-    "--particles many": "--particles: invalid int value: 'many'",
     "--device gpu": "gpu",
     "--resume none": "none/config.json",
     "--target none": "none",
-    "--similarity-model no/such/place": "no/such/place",
     "--lm no/such/place": "no/such/place",
     "--end END": "--end END",
     "--prompt 'a '": "the prompt ends in a space",
@@ -151,6 +200,15 @@ def test_bad_options_are_refused_before_anything_is_written(tmp_path, monkeypatc
     said = refusal("--out", "job", *shlex.split(line))
     assert re.search(BAD[line], said), said
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+NO_SAMPLES = {"--generation 7": "generation-7", "--beta -1": "--beta is -1.0; give a number from 0"}
+NO_SAMPLES |= {f"--{name} 0": f"--{name}" for name in ("particles", "runs", "samples")}
+
+
+@pytest.mark.parametrize("line", NO_SAMPLES)
+def test_bad_options_of_samples_are_refused(finished_job, line):
+    assert NO_SAMPLES[line] in refusal(finished_job("paper"), *line.split(), command=sample_main)
 
 
 def test_defaults_are_those_of_the_learner_and_the_preset_and_what_is_typed_comes_first(capsys):
@@ -177,7 +235,7 @@ def test_hints_of_a_target_that_nothing_reaches_and_of_an_end_that_nobody_names(
         assert bool(re.search(r"p ends \d+% of its texts, .* give --end '\.'", said)) == is_told
 
 
-def test_dead_runs_count_in_the_evidence_alone_and_the_cosine_is_the_double_loop():
+def test_dead_runs_count_in_the_evidence_alone_and_similarity_is_of_pairs():
     """Three runs of two particles, the last one dead."""
     tokens = torch.tensor([[[0], [1]], [[2], [2]], [[4], [5]]])
     log_z, ess = torch.tensor([3.0, 1.0, 0.0]).log(), torch.tensor([1.6, 1.0, 0.0])
@@ -185,10 +243,8 @@ def test_dead_runs_count_in_the_evidence_alone_and_the_cosine_is_the_double_loop
     assert row["log_z"] == pytest.approx(math.log(4 / 3)) and row["dead_runs"] == 1
     assert row["log_z_hat_mean"] == pytest.approx(math.log(3) / 2)
     assert row["ess"] == pytest.approx(1.3) and row["distinct"] == 0.75
-    vectors = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    unit = F.normalize(vectors.double(), dim=-1)
-    cosines = [unit[i] @ unit[j] for i in range(6) for j in range(6) if i != j]
-    assert mean_pairwise_cosine(vectors) == pytest.approx(sum(cosines).item() / 30, abs=1e-12)
+    vectors = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]])
+    assert mean_pairwise_cosine(vectors) == pytest.approx(2 * 0.5**0.5 / 3)
 
 
 ENDS = [  # an error, the code that a command ends with, its line

@@ -1,18 +1,24 @@
-"""GPT-Neo and networks of `transformers` as p, against their own plain forward, with texts that end
-and without; what is refused. Of tables: test_draws.py."""
+"""GPT-Neo, RoBERTa and BERT against transformers; p of GPT-Neo and of any model of transformers
+against a plain forward of the network, also where texts end; what is refused."""
 
+import json
 import math
+import shutil
 
+import huggingface_hub
 import pytest
 import torch
-from networks import PROMPT, any_model, tiny, write
+import transformers
+from huggingface_hub.utils import filter_repo_objects
+from networks import LOAD, PROMPT, TEXTS, assert_same, tiny, write
 from safetensors.torch import load_file, save_file
 from worlds import INF, generator, tiny_gpt_neo
 
+from eval.options import POCKET, PRESETS
 from tinystories import decoder as decoders
 from tinystories.any_model import AnyModel
 from tinystories.gpt_neo import GPTNeoModel
-from tinystories.load import load_model
+from tinystories.load import checkpoint_directory, load_model, read_tokenizer
 
 V, T = 3, 4
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # some networks compute norms in float32
@@ -30,11 +36,11 @@ MODELS = {  # what a network has that others have not
     "GPT-Neo, past its window": lambda: gpt_neo("global", 1, PROMPT[:1]),
     "GPT-Neo, long prompt": lambda: gpt_neo("local", 4, PROMPT.repeat(3)),
     "GPT-Neo, texts end": lambda: gpt_neo("global", 3, PROMPT, (2, 1)),
-    "opt, narrower states": lambda: any_model("opt", **OPT),
-    "gemma2, capped": lambda: any_model("gemma2", 7, **GEMMA),
-    "granite, divides": lambda: any_model("granite", logits_scaling=3.0),
-    "llama, texts end": lambda: any_model("llama", 8, (1,)),
-    "llama4, a body by another name": lambda: any_model("llama4_text", **LLAMA4),
+    "opt, narrower states": lambda: AnyModel(tiny("opt", **OPT), PROMPT, T),
+    "gemma2, capped": lambda: AnyModel(tiny("gemma2", **GEMMA), PROMPT, 7),
+    "granite, divides": lambda: AnyModel(tiny("granite", logits_scaling=3.0), PROMPT, T),
+    "llama, texts end": lambda: AnyModel(tiny("llama"), PROMPT, 8, (1,)),
+    "llama4, another name": lambda: AnyModel(tiny("llama4_text", **LLAMA4), PROMPT, T),
 }
 
 
@@ -50,7 +56,7 @@ def test_every_step_and_gradient_is_that_of_a_plain_forward(name, share, monkeyp
     certain = torch.full((V,), -INF).double().index_fill(0, torch.tensor([first_end]), 0.0)
     is_plain = isinstance(model, GPTNeoModel)  # whose network returns nothing but logits
     plain = lambda ids: (model.network(ids) if is_plain else model.network(ids).logits)[:, -1]  # noqa: E731
-    decoder, ids = model.decoder(rows), model.prompt.repeat(rows, 1)
+    decoder, ids = decoders.Decoder(model, rows), model.prompt.repeat(rows, 1)
     start, seen = ids.shape[1], []  # P, and the states that each row was drawn from
     for t in range(model.length):
         is_finished = torch.isin(ids[:, start:], torch.tensor(model.end)).any(1)  # [N]
@@ -133,3 +139,91 @@ def test_any_causal_language_model_is_loaded_and_only_with_its_weights(tmp_path)
         save_file(others | extra, path, {"format": "pt"})
         with pytest.raises(ValueError, match=fault):
             load_model(*settings)
+
+
+LAYOUTS = [  # a role, a shape of its network, the suffix of its weights
+    ("lm", {"num_layers": 1, "num_heads": 1, "attention_types": [[["global"], 1]]}, "safetensors"),
+    ("lm", {"num_layers": 4, "attention_types": [[["global", "local"], 2]]}, "bin"),
+    ("lm", {"window_size": 1, "intermediate_size": 23}, "several files"),
+    ("toxicity", {}, "safetensors"),
+    ("toxicity", {"num_hidden_layers": 1, "hidden_size": 32}, "bin"),
+    ("similarity", {"layer_norm_eps": 0.5, "num_attention_heads": 24}, "several files"),
+]
+
+
+@pytest.mark.parametrize(("role", "shape", "suffix"), LAYOUTS)
+def test_networks_are_those_of_transformers(tmp_path, role, shape, suffix):
+    """Beside a mask and a copy of the output layer, as in the paper's language model."""
+    network = write(tmp_path, role, **shape)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    if role == "lm":
+        tensors["transformer.h.0.attn.attention.bias"] = torch.ones(1, 1, 24, 24).tril() > 0
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, path)
+    if suffix != "safetensors":
+        path.unlink()
+    if suffix == "bin":
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    if suffix == "several files":
+        network.save_pretrained(tmp_path, max_shard_size="100KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_same(role, tmp_path, network)
+
+
+BIAS, OUTPUT = "transformer.ln_f.bias", "lm_head.weight"
+DAMAGE = [  # tensors, None where one is missing; the fault
+    ({BIAS: None}, f"Missing key.*{BIAS}"),
+    ({BIAS: torch.ones(23)}, f"size mismatch for {BIAS}"),
+    ({"other": torch.ones(2)}, "Unexpected key.*other"),
+    ({OUTPUT: torch.ones(4096, 24)}, "output layer is not tied"),
+]
+
+
+def test_weights_that_are_not_those_of_the_network_are_refused(tmp_path):
+    write(tmp_path, "lm", vocab_size=4096)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for changes, fault in DAMAGE:
+        others = {name: one for name, one in (tensors | changes).items() if one is not None}
+        save_file(others, tmp_path / "model.safetensors")
+        with pytest.raises((RuntimeError, ValueError), match=f"(?s){fault}"):
+            LOAD["lm"](tmp_path)
+
+
+def test_a_tokenizer_of_older_files_is_that_of_transformers(tmp_path):
+    model = json.loads((POCKET / "lm" / "tokenizer.json").read_text())["model"]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    tokenizer = read_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    for text in [*TEXTS, "one<|endoftext|>two"]:
+        ids = tokenizer.encode(text).ids
+        assert ids == theirs(text)["input_ids"], text
+        assert tokenizer.decode(ids) == theirs.decode(ids, **plain)
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_only_what_is_read_is_fetched_from_the_hub(tmp_path, monkeypatch, weights):
+    """Safetensors are preferred. A directory is itself."""
+    hub, fetched, calls = shutil.copytree(POCKET / "lm", tmp_path / "hub"), tmp_path / "fetched", []
+    fetched.mkdir()
+    (hub / "model.safetensors").rename(hub / weights)
+    for name in ("pytorch_model.bin", "flax_model.msgpack"):
+        (hub / name).touch()
+
+    def snapshot_download(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+        calls.append((repository, revision))
+        names = [file.name for file in hub.iterdir()]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            shutil.copy(hub / name, fetched)
+        return str(fetched)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    name, _, commit = PRESETS["paper"]["lm"].partition("@")
+    assert checkpoint_directory(f"{name}@{commit}") == fetched and set(calls) == {(name, commit)}
+    wanted = {"config.json", weights, "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in fetched.iterdir()} == wanted
+    assert checkpoint_directory(str(hub)) == hub

@@ -17,7 +17,6 @@ MEANING = [  # a potential, a continuation, log phi
     ("keyword:dragon", " dragons snapdragon", -INF),
     ("keyword~0.5:red cat", " dog", -0.5),
     ("regex~2:a:b~c", " a:b", -2.0),
-    ("regex:a.b", " a-b", 0.0),
     ("without:dog", " a Dog", -INF),
     ("without~3:dog", " a Dog", -3.0),
     ("without:dog", " dogs", 0.0),
@@ -64,7 +63,6 @@ def test_numbers_may_come_in_any_form_but_nan_infinity_and_truth_values_are_none
     for values in ([0, -1.5], torch.tensor([0, -1.5]).bfloat16().requires_grad_()):
         found = each_once(lambda _, values=values: values, ["a", "b", "a"])
         assert found.tolist() == [0.0, -1.5, 0.0] and found.dtype == torch.float64
-    assert each_once(lambda _: [-INF], ["a"]).tolist() == [-INF]
     for values in WRONG:
         with pytest.raises(ValueError, match="must return log phi"):
             each_once(lambda _, values=values: values, ["a", "b"])

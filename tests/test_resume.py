@@ -1,5 +1,4 @@
-"""A job that is killed goes on as if nothing had happened, or is refused. Two processes share one
-job; if one is lost, the other ends."""
+"""A job that is killed goes on as if nothing had happened; two processes may share one job."""
 
 import shutil
 import signal

@@ -13,13 +13,14 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from tables import TableModel, TableTwist
 from torch import Tensor
 
 from distill.pair import Pair
 from tinystories.gpt_neo import GPTNeo, GPTNeoConfig, GPTNeoModel
 from tsmc import draws, proposal
 from tsmc.draws import multinomial, systematic
-from tsmc.exact import TableModel, TableTwist, Target, Tree
+from tsmc.exact import Target, Tree
 from tsmc.sampler import Rule, tsmc
 from tsmc.sigma import Sigma
 
@@ -96,7 +97,6 @@ def table_world(vocab_size: int, length: int, seed: int = 0, scale: float = 1.5,
 
 
 def random_model(length: int, end: tuple[int, ...] = ()) -> TableModel:
-    """A random table model of three tokens."""
     return table_world(3, length, end=end)[0]
 
 

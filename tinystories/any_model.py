@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tinystories.decoder import Conditional, End, check_positions
+from tinystories.decoder import Conditional, Decoder, End, check_positions
 from tinystories.gpt_neo import at_least_float32
 
 
@@ -88,7 +88,7 @@ class AnyModel(Conditional):
         model.end = ()  # no text is finished here
         tokens = self.prompt.expand(2, -1)  # [2, P + t]
         steps = []  # t states [2, D]
-        decoder = model.decoder(2)
+        decoder = Decoder(model, 2)
         likely = model.logits(decoder.hidden)[0].argsort(descending=True)  # [V]
         texts = likely[torch.arange(2 * self.length) % self.vocab_size].view(-1, 2)  # [T, 2]
         for nexts in texts:

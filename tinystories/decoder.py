@@ -2,7 +2,7 @@
 
     model = GPTNeoModel(gpt_neo, prompt, length)
     model.log_probs(tokens)              teacher forcing: log p(s_t | s_{0:t-1}) of given texts
-    decoder = model.decoder(rows)        N continuations token by token, which every sampler drives
+    decoder = Decoder(model, rows)       N continuations token by token, which every sampler drives
     decoder.append(tokens, ancestors)    row n continues row ancestors[n] with tokens[n]
 
 `Conditional` is the one interface of a language model. Each kind says how tokens are read (`cache`,
@@ -174,7 +174,3 @@ class Conditional(abc.ABC):
         logits = self.head(self.hidden(tokens))  # [N, T, V]
         losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")  # [N T]
         return -losses.view(tokens.shape)
-
-    def decoder(self, rows: int) -> Decoder:
-        """`rows` continuations, to be written token by token."""
-        return Decoder(self, rows)

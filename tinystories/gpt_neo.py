@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from tinystories.decoder import Conditional, End, check_positions
 
-Part = tuple[Tensor, ...]  # keys and values of some positions, of each row or of all rows
-
 
 def at_least_float32(x: Tensor) -> Tensor:
     """x in float32, or in float64 where it is already that."""
@@ -57,10 +55,10 @@ class KeyValueCache:
     which is read at batch 1 and shared by any number of rows, and the rest."""
 
     def __init__(self):
-        self.layers: list[list[Part]] = []
+        self.layers: list[list[tuple[Tensor, ...]]] = []
         self.length = 0  # S, the positions read so far
 
-    def parts(self, layer: int, keys: Tensor, values: Tensor) -> list[Part]:
+    def parts(self, layer: int, keys: Tensor, values: Tensor) -> list[tuple[Tensor, ...]]:
         """Add new keys and values [B, H, T, D/H] of a layer; returns both parts of its history."""
         if layer == len(self.layers):
             self.layers.append([])

@@ -6,19 +6,13 @@
     CTL loss = sum_t KL(sigma(s_{1:t}) || pi_t(s_{1:t}))                              eq. 5
 
 Quantities of step t are listed over all V^t prefixes s_{1:t} in lexicographic order, so prefix i
-followed by token v is entry i V + v of the next list. Tables can take the place of networks:
-
-    p(v | s_{1:t-1}) = softmax(logits[n])_v,   log psi(s_{1:t-1}, v) = log_psi[n, v]
-
-Row n of a table belongs to prefix n, whose hidden state is that number: the empty prefix is 0, and
-prefix n followed by token v is n V + 1 + v. D width, V vocabulary, N rows, T steps.
+followed by token v is entry i V + v of the next list. D width, V vocabulary, T steps.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinystories.decoder import Conditional, row_slices
 from tsmc.proposal import WIDEST, Twist
@@ -84,10 +78,6 @@ class Target:
         levels = zip(self.log_p, self.log_psi, strict=True)
         self.log_sigma = [log_p + log_psi - self.log_z for log_p, log_psi in levels]
 
-    def optimal_log_psi(self) -> Tensor:
-        """log psi* of every prefix and next token as a table [prefixes, V], for `TableTwist`."""
-        return torch.cat([log_psi.view(-1, self.tree.vocab_size) for log_psi in self.log_psi[1:]])
-
     def kl_to(self, log_q: Tensor) -> float:
         """KL(sigma || q) of a distribution over all sequences, log q [V^T]."""
         return kl_divergence(self.log_sigma[-1], log_q).item()
@@ -99,58 +89,3 @@ class Target:
             log_pi = (self.log_p[t] + twist(hidden).flatten()).log_softmax(0)  # [V^t]
             loss = loss + kl_divergence(self.log_sigma[t], log_pi)
         return loss
-
-
-class TableCache:
-    """The number of every row's prefix."""
-
-    prefixes: Any = None  # [N]; None before the prompt is read
-
-    def reorder_cache(self, parents: Tensor) -> None:
-        self.prefixes = self.prefixes[parents]
-
-
-class TableModel(Conditional):
-    """A language model given by its logits [prefixes, V]; a state [.., 1] is a prefix's number."""
-
-    def __init__(self, table: Tensor, length: int, end: tuple[int, ...] = ()):
-        prompt = torch.zeros(1, dtype=torch.long, device=table.device)  # leads to prefix 0
-        super().__init__(prompt, length, width=1, vocab_size=table.shape[1], end=end)
-        self.table = table
-
-    @classmethod
-    def random(cls, vocab_size: int, length: int, generator: torch.Generator) -> "TableModel":
-        """Logits from the standard normal distribution, in float64."""
-        shape = (sum(vocab_size**t for t in range(length)), vocab_size)
-        return cls(torch.randn(shape, dtype=torch.float64, generator=generator), length)
-
-    def cache(self) -> TableCache:
-        return TableCache()
-
-    def read(self, ids: Tensor, cache: TableCache) -> Tensor:
-        """Numbers [N, T, 1] of the prefixes that end in each of ids [N, T]."""
-        if cache.prefixes is None:  # the prompt
-            cache.prefixes = torch.zeros_like(ids[:, 0])
-            return torch.zeros_like(ids)[..., None].double()
-        numbers = []
-        for column in ids.unbind(1):
-            cache.prefixes = cache.prefixes * self.vocab_size + 1 + column
-            numbers.append(cache.prefixes)
-        return torch.stack(numbers, 1)[..., None].double()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.table[hidden[..., 0].long()]
-
-
-class TableTwist(nn.Module):
-    """A twist with one free parameter for every prefix and next token, log_psi [prefixes, V]."""
-
-    def __init__(self, log_psi: Tensor):
-        super().__init__()
-        self.log_psi = nn.Parameter(log_psi)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.log_psi[hidden[..., 0].long()]
-
-    def of_tokens(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        return self.log_psi[hidden[..., 0].long(), tokens]

@@ -64,7 +64,7 @@ def sample_proposal(
 ) -> Drawn:
     """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model."""
     uniform = uniforms(model.length, rows, generator).T  # [N, T]
-    decoder = model.decoder(rows)
+    decoder = Decoder(model, rows)
     steps, hidden = [], []
     for t in range(model.length):
         if t > 0:

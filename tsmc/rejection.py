@@ -19,8 +19,6 @@ from tsmc.estimate import log_mean_estimate
 from tsmc.proposal import sample_proposal
 from tsmc.streams import Streams
 
-LogPhi = Callable[[Tensor], Tensor]  # tokens [N, T] -> log phi [N]
-
 
 @dataclass(frozen=True)
 class ExactSamples:
@@ -34,9 +32,10 @@ class ExactSamples:
 
 
 def draw_accepted(
-    model: Conditional, log_phi: LogPhi, count: int, generator: Generator
+    model: Conditional, log_phi: Callable, count: int, generator: Generator
 ) -> SimpleNamespace:
-    """Of N = count sequences from p those accepted, and log phi of all; ValueError for phi > 1."""
+    """Of N = count sequences from p those accepted, and log phi(tokens [N, T]) [N] of all;
+    ValueError for phi > 1."""
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
     proposed = log_phi(tokens)  # [N]
     if proposed.max() > 1e-6:
@@ -49,7 +48,7 @@ def draw_accepted(
 
 
 def exact_samples(
-    model: Conditional, log_phi: LogPhi, streams: Streams, word: str, count: int
+    model: Conditional, log_phi: Callable, streams: Streams, word: str, count: int
 ) -> ExactSamples:
     """Those accepted of N = count sequences, from the random stream of a word, and the evidence."""
     drawn = streams.draw(word, None, count, partial(draw_accepted, model, log_phi))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tinystories.decoder import Decoder
 from tsmc.draws import Scheme, effective_sample_size, log_mean_exp, multinomial, normalise, uniforms
 from tsmc.proposal import Twist, extend
 from tsmc.sigma import Sigma
@@ -88,7 +89,7 @@ def tsmc(
     or infinite weights."""
     model = sigma.model
     threshold, log_prefix = rule.threshold(sigma), sigma.log_prefix
-    decoder = model.decoder(runs * particles)  # writes N texts token by token
+    decoder = Decoder(model, runs * particles)  # writes N texts token by token
     # In the type of the logits, which may be narrower than what the potential returns.
     zeros = model.head(decoder.hidden[:1]).new_zeros(runs * particles)  # [N]
     old = Particles(zeros.new_empty(len(zeros), 0, dtype=torch.long), zeros, zeros)

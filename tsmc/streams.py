@@ -2,8 +2,7 @@
 
 Whatever draws at random has a stream of its own, named by a word and its generation, so it gives
 the same numbers after a resume, or in any process that `torchrun` has started. Only this file and
-the folder of a job (`eval/job.py`) know of processes: each draws its share of a sample, all of them
-get the whole, and all learn the same.
+the folder of a job (`eval/job.py`) know of processes: each draws a share, and all get the whole.
 """
 
 import hashlib

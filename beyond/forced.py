@@ -142,8 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line to samples; bad input ends with one line and exit code 2."""
     with command("beyond.forced"):
         typed = vars(parser_of(__doc__).parse_args(arguments))
-        size = typed.pop("particles") * typed.pop("runs")  # N
-        count = typed.pop("samples")
+        size, count = typed.pop("particles") * typed.pop("runs"), typed.pop("samples")  # N and n
         options = build(Options, typed)
         world = load_sampling_world(options)
         streams = Streams(options.seed, world.base.prompt.device)
@@ -161,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(report(drawn, count, options.seed))
         if set(drawn.scores["log_phi"].tolist()) <= {0.0, -torch.inf}:  # texts pass, or do not
             evidence = drawn.evidence()
-            limits = [evidence.value + sign * evidence.half_width() for sign in (0, 1, -1)]
+            limits = (evidence.value + sign * evidence.half_width() for sign in (0, 1, -1))
             one, low, high = (f"{math.exp(-limit):,.0f}" for limit in limits)
             print(f"About 1 in {one} texts of the model passes the test (95 %: {low} to {high})")
         k = pareto_k(log_weights)

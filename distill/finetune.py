@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-WEIGHT_DECAY = 0.01
 RANK = 8  # of LoRA
 # What LoRA trains: q_proj, v_proj, q_lin, query, value; fused: qkv_proj, Wqkv, query_key_value...
 PROJECTIONS = re.compile(r"(q|v|query|value)(_\w+)?|\w*qkv\w*|c_attn|in_proj", re.IGNORECASE)
@@ -86,7 +85,7 @@ class Student:
         matrices = [parameter for parameter in parameters if parameter.ndim > 1]
         vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        settings = {"lr": learning_rate, "weight_decay": WEIGHT_DECAY, "fused": True}
+        settings = {"lr": learning_rate, "weight_decay": 0.01, "fused": True}
         self.optimizer = torch.optim.AdamW(groups, **settings)
 
     def step(self) -> None:

@@ -14,7 +14,7 @@ as in the paper. R runs, K particles, N texts, U updates, n rows of a batch, T t
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Paper:
     """CTL and fine-tuning, for base = p^(0), log_phi(tokens [N, T]) [N], options and streams; other
     learners are subclasses, and so is another objective of psi, by its `twist_loss`."""
 
-    defaults: dict[str, Any] = {}  # options of which a learner has another default
+    defaults: ClassVar[dict[str, Any]] = {}  # options of which a learner has another default
     is_policy = False  # whether p^(m) is a policy, whose texts no weight corrects
 
     def __init__(

@@ -100,8 +100,8 @@ def check_2() -> None:
 
 
 # %% 3. Another objective for psi (60 minutes)
-# `Paper` descends `twist_loss(psi, batch, model)`, and a subclass may have another. Write the loss of
-# SIXO (Lawson et al. 2022), without looking at twist/ctl.py: for each t a classifier tells
+# `Paper` descends `twist_loss(psi, batch, model)`, and a subclass may have another. Write the loss
+# of SIXO (Lawson et al. 2022), without looking at twist/ctl.py: for each t a classifier tells
 # beginnings of sigma from beginnings of p, and its logit is log psi(s_{1:t}).
 # Hints: one batch of draws from q serves both classes by its weights, `batch.log_positive()` [K]
 # and p(s_{1:t}) / q(s_{1:t}) of drawn.log_p and drawn.log_q, both [K, T], where drawn is

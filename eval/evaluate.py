@@ -128,8 +128,7 @@ def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
     log_z = log_mean_estimate(log_phi)
     rows = {"base": texts_row(world, tokens, options.seed)}
     rows["base"] |= {"log_z": log_z.value, "log_z_half_width": log_z.half_width()}
-    if world.exact is not None:
-        exact = world.exact
+    if (exact := world.exact) is not None:
         kl = world.kl(sequence_log_probs(world.base, exact.tokens))
         rows["base"] |= {KL: kl.value, f"{KL}_half_width": kl.half_width()}
         rows["target"] = texts_row(world, exact.tokens, options.seed)

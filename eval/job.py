@@ -13,6 +13,7 @@ has a name, so the results are those of a job that was never interrupted, to the
 import contextlib
 import ctypes
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from tinystories.load import read_json, write_json
 from tsmc.streams import gathered, process
 
 PAIR, ROW = "pair.safetensors", "row.json"
+ERRORS = (ValueError, OSError, re.error, SafetensorError, ImportError, MemoryError, RuntimeError)
 OPTIONS = ("loading state_dict", "CUDA generator", "device string")  # in errors that options mend
 
 
@@ -122,7 +124,7 @@ def command(program: str) -> Iterator[list[str]]:
     except KeyboardInterrupt:
         print("; ".join([f"{program}: interrupted", *remedies]), file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError, SafetensorError, ImportError, MemoryError, RuntimeError) as error:
+    except ERRORS as error:
         text = " ".join(str(error).split())
         if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate" in text:
             text = "out of memory; lower the numbers of particles or the batch sizes"

@@ -123,9 +123,8 @@ class TrainedJob:
 def report(drawn: Weighted, count: int, seed: int) -> str:
     """Estimates, then a line for each of `count` samples."""
     evidence = drawn.evidence()
-    estimates = f"log Z {evidence.value:.2f} ± {evidence.half_width():.2f}"
-    ess = drawn.population.ess.mean().item()
-    lines = [f"{estimates}   ESS {ess:.1f}   all texts are worth {drawn.ess:.1f} samples"]
+    log_z = f"log Z {evidence.value:.2f} ± {evidence.half_width():.2f}"
+    lines = [f"{log_z}   all texts are worth {drawn.ess:.1f} samples"]
     lines.append(" share  log phi  toxicity  text")
     for row in drawn.samples(count, seed):
         toxicity = f"{row['toxicity']:8.3f}" if "toxicity" in row else " " * 8
@@ -155,6 +154,8 @@ def main(arguments: list[str] | None = None) -> None:
         typed = vars(parser.parse_args(arguments))
         sizes = {name: typed.pop(name) for name in ("particles", "runs")}
         count = typed.pop("samples")
+        if min(*sizes.values(), count) < 1:
+            parser.error("--particles, --runs and --samples are at least 1")
         trained = TrainedJob(typed.pop("job"), typed.pop("generation"), **typed)
         print(report(trained.sample(**sizes), count, trained.options.seed))
 

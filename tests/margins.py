@@ -2,8 +2,8 @@
 
     python -m pytest -p tests.margins -m learned --tb=line
 
-runs each of them twenty times, with the seeds of all generators shifted and with logits that differ
-in their last bit, as on another processor, and names what has failed.
+runs each of them twenty times, with other seeds of all generators and with logits that differ in
+their last bit, as on another processor.
 """
 
 import pytest

@@ -2,8 +2,8 @@
 
     p(v | s_{1:t-1}) = softmax(logits[n])_v,   log psi(s_{1:t-1}, v) = log_psi[n, v]
 
-Row n of a table belongs to prefix n, whose hidden state is that number: the empty prefix is 0, and
-prefix n followed by token v is n V + 1 + v. V vocabulary, N rows, T steps.
+Row n belongs to prefix n, whose hidden state is that number: the empty prefix is 0, and prefix n
+followed by token v is n V + 1 + v. V vocabulary, N rows, T steps.
 """
 
 from typing import Any
@@ -11,30 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinystories.decoder import Conditional, End
+from tinystories.decoder import Conditional
 from tsmc.exact import Target
 
 
 class TableCache:
-    """The number of every row's prefix."""
-
-    prefixes: Any = None  # [N]; None before the prompt is read
+    prefixes: Any = None  # the number [N] of every row's prefix; None before the prompt is read
 
     def reorder_cache(self, parents: Tensor) -> None:
         self.prefixes = self.prefixes[parents]
 
 
 class TableModel(Conditional):
-    """A language model by its logits [prefixes, V]; a hidden state [.., 1] is a prefix's number."""
+    """A language model by its logits [prefixes, V]."""
 
-    def __init__(self, table: Tensor, length: int, end: End = ()):
-        prompt = torch.zeros(1, dtype=torch.long, device=table.device)  # leads to prefix 0
-        super().__init__(prompt, length, width=1, vocab_size=table.shape[1], end=end)
+    def __init__(self, table: Tensor, length: int, end: tuple[int, ...] = ()):
+        super().__init__(torch.zeros(1).long(), length, 1, table.shape[1], end)
         self.table = table
 
     @classmethod
     def random(cls, vocab_size: int, length: int, generator: torch.Generator) -> "TableModel":
-        """Logits from the standard normal distribution, in float64."""
         shape = (sum(vocab_size**t for t in range(length)), vocab_size)
         return cls(torch.randn(shape, dtype=torch.float64, generator=generator), length)
 
@@ -43,13 +39,12 @@ class TableModel(Conditional):
 
     def read(self, ids: Tensor, cache: TableCache) -> Tensor:
         """Numbers [N, T, 1] of the prefixes that end in each of ids [N, T]."""
-        if cache.prefixes is None:  # the prompt
-            cache.prefixes = torch.zeros_like(ids[:, 0])
-            return torch.zeros_like(ids)[..., None].double()
         numbers = []
         for column in ids.unbind(1):
-            cache.prefixes = cache.prefixes * self.vocab_size + 1 + column
-            numbers.append(cache.prefixes)
+            is_prompt = cache.prefixes is None  # its one token leads to prefix 0
+            number = 0 * column if is_prompt else cache.prefixes * self.vocab_size + 1 + column
+            cache.prefixes = number
+            numbers.append(number)
         return torch.stack(numbers, 1)[..., None].double()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -65,7 +60,6 @@ class TableTwist(nn.Module):
 
     @classmethod
     def optimal(cls, target: Target) -> "TableTwist":
-        """psi* (eq. 3)."""
         levels = [level.detach().view(-1, target.tree.vocab_size) for level in target.log_psi[1:]]
         return cls(torch.cat(levels))
 

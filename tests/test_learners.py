@@ -1,4 +1,4 @@
-"""The paper's learner in enumerated worlds: CTL, line 3, LoRA; DPO, GRPO; kept pairs."""
+"""The paper's learner in enumerated worlds: CTL, line 3, LoRA; DPO and GRPO."""
 
 import copy
 import math
@@ -7,13 +7,12 @@ import pytest
 import torch
 import worlds
 from networks import tiny
-from safetensors.torch import load_file, save_file
 from tables import TableModel, TableTwist
 from worlds import INF, generator, log_q, rare_potential, table_world, tiny_conditional
 
 import distill.paper
 from distill.finetune import Student
-from distill.pair import Pair, load_pair, save_pair
+from distill.pair import Pair
 from distill.paper import CHECKED, PATIENCE, Paper
 from distill.policy import DPO, GRPO, advantages, dpo_loss, grpo_loss, preference_pairs
 from eval.options import Options
@@ -47,7 +46,6 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(m, end):
     target = Target(model, log_phi)
     wanted = Target(base, potential).log_sigma[-1]  # the target stays while p changes (eq. 8)
     torch.testing.assert_close(target.log_sigma[-1], wanted)
-    # So large batches leave a bias of self-normalised weights far below the standard error.
     gradients = torch.stack([gradient(sigma, twist, 2000, source) for _ in range(40)])
     (exact,) = torch.autograd.grad(target.ctl_loss(twist), twist.log_psi)
     never = exact == 0  # prefixes that no text has
@@ -55,7 +53,7 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(m, end):
     mean, error = gradients.mean(0)[~never], gradients.std(0)[~never] / 40**0.5
     assert ((mean - exact[~never]) / error).abs().max() < 5  # of at most 39 components
     assert (mean / error).abs().max() > 20  # they can tell the gradient from none
-    # At the optimal twist all weights are equal, so positives and negatives cancel one by one.
+    # At the optimal twist all weights are equal: positives and negatives cancel one by one.
     optimal = TableTwist.optimal(target)
     assert gradient(sigma, optimal, 64, generator(0)).abs().max() < 1e-12
     drifting = Sigma(model, base, potential, is_effective=False)
@@ -65,18 +63,15 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(m, end):
 
 def test_the_step_size_falls_and_a_batch_without_positive_weight_teaches_nothing(monkeypatch):
     """A step of Adam is its step size where every gradient is one. The twist is a table here."""
-
-    class Sum(Paper):
-        def twist_loss(self, psi, batch, model):
-            return psi.log_psi.sum()
-
     model, twist, potential = table_world(2, 3)
     monkeypatch.setattr(distill.paper, "TwistMLP", lambda *_: twist.requires_grad_(True))
     before = twist.log_psi.detach().clone()
     options = Options(ctl_updates=5, ctl_batch_size=50, ctl_learning_rate=0.1)
     Paper(model, worlds.hard_potential({}), options, Streams(0)).learn_twist(model, 1)
     assert torch.equal(twist.log_psi, before)
-    Sum(model, potential, options, Streams(0)).learn_twist(model, 1)
+    learner = Paper(model, potential, options, Streams(0))
+    learner.twist_loss = lambda psi, batch, model: psi.log_psi.sum()
+    learner.learn_twist(model, 1)
     wanted = torch.full_like(before, 0.1 * (1 + 0.82 + 0.64 + 0.46 + 0.28))
     torch.testing.assert_close(before - twist.log_psi, wanted)
 
@@ -87,21 +82,6 @@ def test_a_fresh_twist_is_one_everywhere_and_chosen_tokens_equal_the_full_output
     for parameter in twist.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator(4))
     torch.testing.assert_close(twist.of_tokens(hidden, torch.arange(7)), twist(hidden).diagonal())
-
-
-def test_a_pair_is_kept_as_it_is_and_a_file_of_another_is_refused(tmp_path):
-    path, base = tmp_path / "pair.safetensors", tiny_conditional(0, (3,))
-    pair = Pair(tiny_conditional(1, (3,)), TwistMLP(base.width, 7, generator(0)))
-    torch.nn.init.normal_(pair.twist.last.weight, generator=generator(1))
-    save_pair(path, pair, base, {"pool": torch.arange(3)})
-    found, state = load_pair(path, base)
-    assert torch.equal(log_q(found), log_q(pair)) and state["pool"].tolist() == [0, 1, 2]
-    tensors = load_file(path)
-    name, wide = tensors.popitem()
-    for extra in ({}, {name: wide[1:].clone()}, {name: wide, "twist.x": torch.ones(1)}):
-        save_file(tensors | extra, path, {"model": ""})
-        with pytest.raises(RuntimeError, match="loading state_dict"):
-            load_pair(path, base)
 
 
 BASE = tiny_conditional(0, (4,))  # a third of the texts of sigma end early

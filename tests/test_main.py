@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from worlds import INF, letters, table_world
 
 from distill.pair import Pair
-from eval.evaluate import KL, mean_pairwise_cosine, population_row, table
+from eval.evaluate import KL, table
 from eval.job import Job, command
 from eval.options import POCKET, Options, read_options
 from eval.sample import TrainedJob, report, sample
@@ -24,7 +24,6 @@ from tinystories.load import read_json, write_json
 from tsmc.estimate import Estimate
 from tsmc.exact import Target
 from tsmc.proposal import proposal_log_probs, sequence_log_probs
-from tsmc.sampler import Population
 from twist.potential import TextPotential
 
 PROMPT = "Once upon a time, there was a"
@@ -124,13 +123,11 @@ def test_evidence_probabilities_and_samples_agree_with_enumeration(ess_threshold
         options = Options(seed=seed, resampling="systematic", ess_threshold=ess_threshold)
         drawn.append(sample(world, Pair(model, twist), options, particles=20, runs=8))
         found = [drawn[-1].evidence(), drawn[-1].probability(lambda text: text[1] == "b")]
-        assert drawn[-1].is_independent == (ess_threshold == 0)
-        pairs = zip(found, exact, strict=True)
-        held.append([abs(x.value - value) < x.half_width() for x, value in pairs])
+        held.append([abs(x.value - y) < x.half_width() for x, y in zip(found, exact, strict=True)])
     assert (torch.tensor(held).double().mean(0) >= 0.75).all()
-    first, last = drawn[0], drawn[-1]
-    again = sample(world, Pair(model, twist), options, particles=20, runs=8)
-    assert again.texts == last.texts != first.texts
+    last, again = drawn[-1], sample(world, Pair(model, twist), options, particles=20, runs=8)
+    assert again.texts == last.texts != drawn[0].texts
+    assert last.is_independent == (ess_threshold == 0)
     rows = last.samples(4000)
     assert abs(sum(row["text"][1] == "b" for row in rows) / 4000 - found[1].value) < 0.04
     assert all(row["log_phi"] == pytest.approx(log_phi[row["text"][1:]]) for row in rows)
@@ -175,7 +172,6 @@ def test_exact_samples_are_of_the_shipped_networks_and_of_no_other_sigma():
 BAD = {  # options, and a pattern of the one line
     "--learner pool": "--learner.*invalid choice: 'pool'",
     "--learner dpo --pool-draws 3": "unrecognized arguments: --pool-draws 3; --help shows all",
-    "runs/pocket": "unrecognized arguments: runs/pocket",
     "--eval-particles 9 0": "--eval-particles is 0; give a number from 1",
     "--resampling best": "--resampling is 'best'; give one of multinomial, systematic",
     "--ess-threshold 1.5": "--ess-threshold is 1.5; give a number from 0 to 1$",
@@ -183,7 +179,6 @@ BAD = {  # options, and a pattern of the one line
     "--device gpu": "gpu",
     "--resume none": "none/config.json",
     "--target none": "none",
-    "--lm no/such/place": "no/such/place",
     "--end END": "--end END",
     "--prompt 'a '": "the prompt ends in a space",
     "--potential toxcity": "--potential toxcity: is not understood",
@@ -233,18 +228,6 @@ def test_hints_of_a_target_that_nothing_reaches_and_of_an_end_that_nobody_names(
         load_sampling_world(Options(lm=str(lm), end=end, potential=("keyword:dog",)))
         said = capsys.readouterr().err
         assert bool(re.search(r"p ends \d+% of its texts, .* give --end '\.'", said)) == is_told
-
-
-def test_dead_runs_count_in_the_evidence_alone_and_similarity_is_of_pairs():
-    """Three runs of two particles, the last one dead."""
-    tokens = torch.tensor([[[0], [1]], [[2], [2]], [[4], [5]]])
-    log_z, ess = torch.tensor([3.0, 1.0, 0.0]).log(), torch.tensor([1.6, 1.0, 0.0])
-    row = population_row(Population(tokens, *torch.zeros(2, 3, 2), tokens, log_z, ess))
-    assert row["log_z"] == pytest.approx(math.log(4 / 3)) and row["dead_runs"] == 1
-    assert row["log_z_hat_mean"] == pytest.approx(math.log(3) / 2)
-    assert row["ess"] == pytest.approx(1.3) and row["distinct"] == 0.75
-    vectors = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]])
-    assert mean_pairwise_cosine(vectors) == pytest.approx(2 * 0.5**0.5 / 3)
 
 
 ENDS = [  # an error, the code that a command ends with, its line

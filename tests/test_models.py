@@ -1,16 +1,14 @@
 """GPT-Neo, RoBERTa and BERT against transformers; p of GPT-Neo and of any model of transformers
 against a plain forward of the network, also where texts end; what is refused."""
 
-import json
 import math
 import shutil
 
 import huggingface_hub
 import pytest
 import torch
-import transformers
 from huggingface_hub.utils import filter_repo_objects
-from networks import LOAD, PROMPT, TEXTS, assert_same, tiny, write
+from networks import LOAD, PROMPT, assert_same, tiny, write
 from safetensors.torch import load_file, save_file
 from worlds import INF, generator, tiny_gpt_neo
 
@@ -18,7 +16,7 @@ from eval.options import POCKET, PRESETS
 from tinystories import decoder as decoders
 from tinystories.any_model import AnyModel
 from tinystories.gpt_neo import GPTNeoModel
-from tinystories.load import checkpoint_directory, load_model, read_tokenizer
+from tinystories.load import checkpoint_directory, load_model
 
 V, T = 3, 4
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # some networks compute norms in float32
@@ -188,21 +186,6 @@ def test_weights_that_are_not_those_of_the_network_are_refused(tmp_path):
         save_file(others, tmp_path / "model.safetensors")
         with pytest.raises((RuntimeError, ValueError), match=f"(?s){fault}"):
             LOAD["lm"](tmp_path)
-
-
-def test_a_tokenizer_of_older_files_is_that_of_transformers(tmp_path):
-    model = json.loads((POCKET / "lm" / "tokenizer.json").read_text())["model"]
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
-    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    tokenizer = read_tokenizer(tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    for text in [*TEXTS, "one<|endoftext|>two"]:
-        ids = tokenizer.encode(text).ids
-        assert ids == theirs(text)["input_ids"], text
-        assert tokenizer.decode(ids) == theirs.decode(ids, **plain)
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])

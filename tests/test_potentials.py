@@ -53,7 +53,6 @@ def test_a_product_sums_its_factors_and_their_prefix_parts_and_scores_equal_text
     assert phi(tokens).tolist() == [-18.0, -13.0, -13.0, -8.0, -18.0, -2.0]
     assert read == [["bcdef", "bcd", "bcbcd", "bc"]]
     assert phi.has_prefix and phi.log_prefix(tokens[:, :2]).tolist() == [1.0, 0.5, 0.5, 1.0, 1.0, 0]
-    assert not TextPotential([length], letters, PROMPT).has_prefix
 
 
 WRONG = [torch.zeros(2, 1), [0.0], 0.0, [math.nan, 0.0], torch.tensor([0.0, INF]), [True, False]]

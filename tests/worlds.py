@@ -104,8 +104,8 @@ def tiny_gpt_neo(vocab_size: int, seed: int = 0, **changes) -> GPTNeo:
     """A random GPT-Neo in eval mode, with weights large enough that every token matters."""
     shape = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 16}
     shape |= {"attention_layers": ("global", "local"), "window_size": 2}
-    shape |= {"max_position_embeddings": 32}
-    model, source = GPTNeo(GPTNeoConfig(vocab_size, **(shape | changes))), generator(seed)
+    shape |= {"max_position_embeddings": 32} | changes
+    model, source = GPTNeo(GPTNeoConfig(vocab_size, **shape)), generator(seed)
     for name, parameter in model.named_parameters():
         scale = 0.5 if parameter.ndim > 1 else 0.1
         is_norm = "ln" in name and "weight" in name

@@ -25,13 +25,13 @@ def load_any(directory: Path, device: str | torch.device) -> tuple[Any, Tokenize
     files lack weights of the network, or have others."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what it warns of is refused below
-    settings: dict[str, Any] = {"local_files_only": True, "dtype": torch.float32}
+    settings: dict[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True}
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     network, found = load(directory, output_loading_info=True, **settings)
     for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, found[trouble])):
             raise ValueError(f"{directory}: {trouble.replace('_', ' ')}: {', '.join(names)[:300]}")
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
     return network.to(device), tokenizer.backend_tokenizer
 
 
@@ -96,12 +96,11 @@ class AnyModel(Conditional):
             tokens = torch.cat([tokens.flip(0), nexts[:, None]], 1)
             if len(steps) < self.length:
                 decoder.append(nexts, nexts.new_tensor([1, 0]))
-        start = len(self.prompt)  # P
-        wanted = self.network(tokens).logits[:, start - 1 : -1, : self.vocab_size]  # [2, T, V]
+        wanted = self.network(tokens).logits[:, -self.length - 1 : -1, : self.vocab_size]
         # Half of a type's digits agree; single logits of bfloat16 differ by more.
         eps = max(torch.finfo(wanted.dtype).eps, 2**-23)
         tolerance = eps**0.5 * wanted.masked_fill(wanted == -torch.inf, 0.0).abs().max().item()
-        for hidden in (torch.stack(steps, 1), model.hidden(tokens[:, start:])):  # [2, T, D]
+        for hidden in (torch.stack(steps, 1), model.hidden(tokens[:, -self.length :])):  # [2, T, D]
             logits = AnyModel.logits(model, hidden)  # without what a subclass makes of them
             gaps = (logits - wanted).masked_fill(logits == wanted, 0.0)  # where both are -inf
             if not gaps.square().mean().sqrt().item() <= tolerance < torch.inf:

@@ -56,8 +56,7 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(m, end):
     # At the optimal twist all weights are equal: positives and negatives cancel one by one.
     optimal = TableTwist.optimal(target)
     assert gradient(sigma, optimal, 64, generator(0)).abs().max() < 1e-12
-    drifting = Sigma(model, base, potential, is_effective=False)
-    tokens = target.tree.sequences()
+    tokens, drifting = target.tree.sequences(), Sigma(model, base, potential, is_effective=False)
     assert torch.equal(drifting.log_potential(tokens, INF), potential(tokens))
 
 

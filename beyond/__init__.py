@@ -1,1 +1,0 @@
-"""What is ours and not the paper's: other learners, forced draws, and the study of docs/results."""

@@ -118,7 +118,8 @@ def measured(job: Path, kind: str) -> dict:
         drawn = trained.sample(*sizes)
         row["worth"] = drawn.ess / len(drawn.texts)
         shares = normalise(drawn.population.log_weights.cpu().double())  # [R, K]
-        row["weighted_score"] = (shares * scores_of(drawn)).nansum(1).mean().item()  # no 0 * inf
+        products = (shares * scores_of(drawn))[drawn.population.log_z.cpu() > -math.inf]
+        row["weighted_score"] = products.nansum(1).mean().item()  # without dead runs and 0 * inf
         if drawn.is_independent and (job / "target" / SAMPLES).exists():
             row["kl_samples"] = kl_by(job / "target", trained, drawn)
         if kind in AGAIN:

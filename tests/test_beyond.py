@@ -231,6 +231,7 @@ def test_a_study_measures_jobs_and_fills_its_tables(tmp_path, monkeypatch, finis
     record = study.measured(job, "paper") | {"name": "paper"}
     first, last = record["generations"]
     assert last["kl_fresh"] == pytest.approx(last[KL], abs=1e-4)
+    assert -0.1 < last["kl_samples"] < last[KL] - 0.05  # weights repair a part
     assert sum(record["histograms"]["Base"]) == 16 and 0 < last["worth"] <= 1
     first |= {"toxicity": 0.25, "kl_fresh": 2.5}
     record["rules"][1]["end alone"]["score"] = 0.25

@@ -16,7 +16,7 @@ from distill.pair import Pair
 from eval.evaluate import KL, table
 from eval.job import Job, command
 from eval.options import POCKET, Options, read_options
-from eval.sample import TrainedJob, report, sample
+from eval.sample import TrainedJob, Weighted, report, sample
 from eval.sample import main as sample_main
 from eval.world import SAMPLES, World, load_sampling_world, load_world, sigma_of
 from main import LEARNERS
@@ -125,17 +125,19 @@ def test_evidence_probabilities_and_samples_agree_with_enumeration(ess_threshold
         found = [drawn[-1].evidence(), drawn[-1].probability(lambda text: text[1] == "b")]
         held.append([abs(x.value - y) < x.half_width() for x, y in zip(found, exact, strict=True)])
     assert (torch.tensor(held).double().mean(0) >= 0.75).all()
-    last, again = drawn[-1], sample(world, Pair(model, twist), options, particles=20, runs=8)
-    assert again.texts == last.texts != drawn[0].texts
-    assert last.is_independent == (ess_threshold == 0)
+    last = drawn[-1]
+    assert last.is_independent == (ess_threshold == 0) and last.texts != drawn[0].texts
     rows = last.samples(4000)
     assert abs(sum(row["text"][1] == "b" for row in rows) / 4000 - found[1].value) < 0.04
     assert all(row["log_phi"] == pytest.approx(log_phi[row["text"][1:]]) for row in rows)
     log_p = sequence_log_probs(model, last.population.tokens.flatten(0, 1))
     torch.testing.assert_close(last.scores["log_p"], log_p)
-    numbers, certain = last.probability(lambda text: 3 * (text[1] == "b")), last.probability(bool)
-    assert numbers.value == pytest.approx(3 * found[1].value)
-    assert certain.value == pytest.approx(1) and certain.half_width() >= 1 / last.ess
+    assert found[0].value == pytest.approx(last.population.log_z.exp().mean().log().item())
+    # Texts of a run that are alike count as one, and independent texts are worth ESS at most.
+    texts, shares = ["a"] * 10 + ["b"] * 10, torch.full((4, 5), 0.05).double()
+    alike = Weighted(texts, {}, shares, last.population, last.is_independent)
+    error = (1 / 20 / 4 + 1 / 20**2) ** 0.5 if last.is_independent else (1 / 3 / 4) ** 0.5
+    assert alike.probability(lambda text: text == "a").std_error == pytest.approx(error)
 
 
 def test_the_command_prints_what_programs_draw(finished_job, capsys):
@@ -174,14 +176,14 @@ BAD = {  # options, and a pattern of the one line
     "--learner dpo --pool-draws 3": "unrecognized arguments: --pool-draws 3; --help shows all",
     "--eval-particles 9 0": "--eval-particles is 0; give a number from 1",
     "--resampling best": "--resampling is 'best'; give one of multinomial, systematic",
+    "--ess-threshold nan": "--ess-threshold is nan; give a number from 0 to 1$",
     "--ess-threshold 1.5": "--ess-threshold is 1.5; give a number from 0 to 1$",
-    "--beta nan": "--beta is nan; give a number from 0",
     "--device gpu": "gpu",
     "--resume none": "none/config.json",
     "--target none": "none",
     "--end END": "--end END",
-    "--prompt 'a '": "the prompt ends in a space",
     "--potential toxcity": "--potential toxcity: is not understood",
+    "--prompt 'a '": "the prompt ends in a space",
     "--potential regex:(": "unterminated subpattern",
     "--potential no.py:f": "no.py",
     "--out precious.txt": "--out precious.txt: exists already",

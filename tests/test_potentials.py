@@ -88,3 +88,7 @@ def test_texts_that_end_inside_a_character_are_read():
     cut = [ids[:2] + ids[-1:], ids[2:], ids[:2] * 2]
     for row, log_phi in zip([ids, *cut], (0.0, 0.0, 0.0, -INF), strict=True):
         assert phi(torch.tensor([row])).tolist() == [log_phi], tokenizer.decode(row)
+
+
+def test_numbers_of_a_function_keep_all_their_digits():
+    assert each_once(lambda texts: [-1 / 3 for _ in texts], ["a"]).item() == -1 / 3

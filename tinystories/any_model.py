@@ -96,7 +96,7 @@ class AnyModel(Conditional):
             tokens = torch.cat([tokens.flip(0), nexts[:, None]], 1)
             if len(steps) < self.length:
                 decoder.append(nexts, nexts.new_tensor([1, 0]))
-        wanted = self.network(tokens).logits[:, -self.length - 1 : -1, : self.vocab_size]
+        wanted = self.network(tokens[:, :-1]).logits[:, -self.length :, : self.vocab_size]
         # Half of a type's digits agree; single logits of bfloat16 differ by more.
         eps = max(torch.finfo(wanted.dtype).eps, 2**-23)
         tolerance = eps**0.5 * wanted.masked_fill(wanted == -torch.inf, 0.0).abs().max().item()

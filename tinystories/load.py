@@ -89,7 +89,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     """tokenizer.json; or the byte-level BPE of older files, which TinyStories-33M alone has."""
     vocabulary, merges = directory / "vocab.json", directory / "merges.txt"
     if (directory / "tokenizer.json").exists() or not vocabulary.exists():
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer = Tokenizer.from_str((directory / "tokenizer.json").read_text(encoding="utf-8"))
     else:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

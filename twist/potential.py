@@ -1,4 +1,4 @@
-"""The potential phi of whole texts: a product of factors.
+"""The potential phi of whole texts: a product of factors. N texts, t or T tokens, prompt [P].
 
     log phi(s_{1:T}) = sum of the factors' log phi, by default beta log p(toxic | s)    (Sec. 3)
 
@@ -17,8 +17,6 @@ depends on its text alone. It may have attributes:
     regex:PATTERN                 0 where the continuation matches, else -inf
     ended                         0 where a token `end` has finished the text, else -inf
     FILE.py:NAME                  a function of your own
-
-N texts, t or T tokens, P tokens of the prompt.
 """
 
 import math
@@ -66,10 +64,10 @@ class TextPotential:
         is_finished = [not self.end.isdisjoint(row) for row in tokens.tolist()]
         finished = list(zip(continuations, is_finished, strict=True))
         views = {"texts": texts, "continuations": continuations, "finished": finished}
-        total = torch.zeros(len(texts), dtype=torch.float64)
+        values = []  # of each function [N]
         for factor, function in functions:
-            total = total + each_once(function, views[getattr(factor, "reads", "texts")])
-        return total.to(tokens.device)
+            values.append(each_once(function, views[getattr(factor, "reads", "texts")]))
+        return torch.stack(values).sum(0).to(tokens.device)
 
     def texts(self, tokens: Tensor) -> list[str]:
         """The texts, prompt included, of continuations tokens [N, t], finished or not."""
@@ -85,12 +83,13 @@ def each_once(function: Callable[[list], Any], texts: list) -> Tensor:
     """function(texts) [N] float64, called with the distinct texts only; ValueError where it does
     not return a number below infinity for each."""
     number = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-    values = torch.as_tensor(function(list(number))).detach().cpu()
-    is_real = values.dtype != torch.bool and not values.is_complex()
-    if values.shape != (len(number),) or not is_real or not bool((values < torch.inf).all()):
+    found = function(list(number))
+    values = torch.as_tensor(found, dtype=torch.float64).detach().cpu()
+    is_bool = torch.as_tensor(found).dtype == torch.bool  # true and false are no logarithms
+    if values.shape != (len(number),) or is_bool or not bool((values < torch.inf).all()):
         name = getattr(function, "__name__", "the potential")
         raise ValueError(f"{name} must return log phi, a number below infinity for each text")
-    return values.double()[[number[text] for text in texts]]
+    return values[[number[text] for text in texts]]
 
 
 def search(pattern: str, if_found: float, if_not: float) -> Any:

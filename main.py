@@ -6,8 +6,8 @@
     line 4          psi^(m) <- contrastive twist learning (CTL) on p^(m)      eq. 6
 
 The target never changes: sigma(s_{1:T}) is proportional to p^(0)(s_{1:T}) phi(s_{1:T}) (eq. 2), and
-p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). This is the loop of docs/tiny.py, with
-networks in place of tables; `distill/paper.py` has lines 1, 3 and 4.
+p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). docs/tiny.py has the same loop with
+tables in place of networks; `distill/paper.py` has lines 1, 3 and 4.
 """
 
 from typing import Any

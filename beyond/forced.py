@@ -29,10 +29,10 @@ from torch import Generator, Tensor
 from beyond.tail import pareto_k
 from eval.job import command
 from eval.options import Options, build
-from eval.sample import Weighted, parser_of, report
+from eval.sample import Weighted, parsed, parser_of, report
 from eval.world import World, load_sampling_world
 from tinystories.decoder import Conditional, Decoder
-from tinystories.load import checkpoint_directory, read_tokenizer
+from tinystories.load import checkpoint_directory, load_tokenizer
 from tsmc import draws
 from tsmc.sampler import Population
 from tsmc.streams import Streams
@@ -77,7 +77,7 @@ def pieces_of(potential: Any, lm: str) -> list[list[int]]:
     factors = [one for one in getattr(potential, "factors", []) if getattr(one, "hints", [])]
     pieces = []
     for word in factors[0].hints if factors else []:
-        tokenizer = read_tokenizer(checkpoint_directory(lm))
+        tokenizer = load_tokenizer(checkpoint_directory(lm))
         start = len(tokenizer.encode("a", add_special_tokens=False).ids)
         for form in dict.fromkeys((word, word.lower(), word.capitalize())):
             pieces.append(tokenizer.encode(f"a {form}", add_special_tokens=False).ids[start:])
@@ -141,8 +141,8 @@ def draw_weighted(world: World, forced: Forced, count: int, generator: Generator
 def main(arguments: list[str] | None = None) -> None:
     """Command line to samples; bad input ends with one line and exit code 2."""
     with command("beyond.forced"):
-        typed = vars(parser_of(__doc__).parse_args(arguments))
-        size, count = typed.pop("particles") * typed.pop("runs"), typed.pop("samples")  # N and n
+        typed, particles, runs, count = parsed(parser_of(__doc__), arguments)
+        size = particles * runs  # N
         options = build(Options, typed)
         world = load_sampling_world(options)
         streams = Streams(options.seed, world.base.prompt.device)

@@ -1,6 +1,6 @@
 """A trained pair (p^(m), psi^(m)), and its file.
 
-    model.*      p^(m), a fine-tuned network, unless it is p^(0)
+    model.*      p^(m), a fine-tuned network: what differs from p^(0)
     twist.*      psi^(m), unless it is 1
     learner.*    what the learner needs to go on, if anything
 
@@ -32,16 +32,18 @@ class Pair:
 
 def save_pair(path: Path, pair: Pair, base: Conditional, state: dict[str, Tensor]) -> None:
     """Write what a pair has beside p^(0) = base, and the state of its learner."""
-    parts = {"learner": state}
-    if pair.model is not base:
-        parts["model"] = pair.model.network.state_dict()
+    kind = type(pair.model)
+    is_other = kind is not type(base)
+    known = {} if is_other else base.network.state_dict()
+    parts: dict[str, dict[str, Tensor]] = {"learner": state, "model": {}}
+    for name, tensor in pair.model.network.state_dict().items():
+        if name not in known or not torch.equal(tensor, known[name]):
+            parts["model"][name] = tensor
     if pair.twist is not None:
         parts["twist"] = pair.twist.state_dict()
     tensors = {}
     for part, found in parts.items():  # clones, because some may share their memory
         tensors |= {f"{part}.{name}": tensor.clone() for name, tensor in found.items()}
-    kind = type(pair.model)
-    is_other = pair.model is not base and kind is not type(base)
     write_tensors(path, tensors, model=f"{kind.__module__}:{kind.__name__}" if is_other else "")
 
 
@@ -59,7 +61,7 @@ def load_pair(path: Path, base: Conditional) -> tuple[Pair, dict[str, Tensor]]:
         model = getattr(importlib.import_module(module), class_name).load(base, parts["model"])
     elif parts["model"]:
         network = copy.deepcopy(base.network)
-        network.load_state_dict(parts["model"])
+        network.load_state_dict(network.state_dict() | parts["model"])
         model = base.with_network(network.requires_grad_(False))
     if parts["twist"]:
         generator = torch.Generator(base.prompt.device)  # of first values, which are replaced

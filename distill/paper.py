@@ -7,9 +7,8 @@
 
 p^(m) is p^(m-1), fine-tuned on samples of R independent runs of K particles, which count alike
 whatever their Z-hat is. A fifth of the runs is held out, and the parameters with their least loss
-are kept, perhaps those before the first update. By default a run resamples at the last token alone,
-and until then it is importance sampling from q; with --ess-threshold 1 it resamples at every step,
-as in the paper. R runs, K particles, N texts, U updates, n rows of a batch, T tokens.
+are kept. By default a run resamples at the last token alone, so it is importance sampling from q;
+with --ess-threshold 1 at every step, as in the paper. N texts, U updates of n rows, T tokens.
 """
 
 import math
@@ -59,11 +58,10 @@ class Paper:
         return Sigma(model, self.base, self.log_phi, self.options.effective_potential)
 
     def population(self, pair: Pair, word: str, m: Any, particles: int, runs: int) -> Population:
-        """R = runs runs of K = particles of (p^(m), psi^(m)), from the random stream of a word;
-        ValueError where all ended with weight zero."""
+        """R runs of K particles, from the stream of a word; ValueError where all ended dead."""
+        sigma = self.sigma(pair.model)
 
         def draw(size: int, generator: torch.Generator) -> Population:
-            sigma = self.sigma(pair.model)
             return tsmc(sigma, pair.twist, particles, generator, size, self.rule)
 
         population = self.streams.draw(word, m, runs, draw, particles)

@@ -11,16 +11,13 @@ GRPO, group relative policy optimisation (eq. 10):
     L = mean over n and t of  -(pi / sg(pi)) A^(n) + b (p^(0) / pi - log(p^(0) / pi) - 1),
     where pi and p^(0) are those of s_t^(n) given its past
 
-Where the paper departs from Rafailov et al. 2023 (DPO) and Shao et al. 2024 (GRPO):
- 1. DPO's pairs are made of new samples of p^(0), ordered by reward; there they are labelled data.
- 2. One prompt, and one update for each batch, so GRPO has no older policy to clip by.
-What the paper leaves open:
- 3. The i-th best of the top half meets the i-th best of the bottom half; of an odd number of
-    samples the middle one is left out. Equal rewards keep the order of the batch.
- 4. r is log phi rather than phi, which is near zero on almost all samples. A = 0 where all rewards
-    are equal; beside a reward of -inf A becomes that of the indicator of phi > 0.
- 5. The gradient of GRPO's penalty takes the samples as given. Its mean over samples of pi is the
-    gradient of KL(p^(0) || pi) per token, not of KL(pi || p^(0)), which its value estimates.
+Unlike in Rafailov et al. 2023 (DPO), pairs are new samples of p^(0), ordered by reward; unlike in
+Shao et al. 2024 (GRPO), each batch has one update, so there is no older policy to clip by. What the
+paper leaves open: the i-th best of the top half meets the i-th best of the bottom half, without the
+middle one of an odd number; r is log phi, as phi is near zero on almost all samples; A = 0 where
+all rewards are equal, and beside a reward of -inf it is that of the indicator of phi > 0. The
+gradient of GRPO's penalty takes the samples as given: its mean over samples of pi is the gradient
+of KL(p^(0) || pi) per token, not of KL(pi || p^(0)), which its value estimates.
 
 N sequences, M = floor(N / 2) pairs, T tokens; sg stops the gradient.
 """

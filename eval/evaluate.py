@@ -28,16 +28,15 @@ COLUMNS = {  # of the table: title and form, by the key of a row
     "phi_positive": ("phi > 0", ".3f"),  # share of texts that the potential does not rule out
     # The mean cosine of the embeddings of two texts. To distil few distinct texts raises it.
     "similarity": ("similarity", ".3f"),
-    # KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma in nats by exact samples, of
-    # Base KL(sigma||p). It is that of the proposal: weights repair a part.
+    # KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma by exact samples, of the
+    # proposal: weights repair a part. That of Base is KL(sigma||p).
     KL: ("KL", ".2f"),
     # The log of the mean of Z-hat over all runs, where dead ones count zero; of Base and Target
     # that of phi over draws of p^(0). Then mean and spread of log Z-hat over the runs alive.
     "log_z": ("log Z", ".2f"),
     "log_z_hat_mean": ("log Z-hat", ".2f"),
     "log_z_hat_std": ("(spread)", ".2f"),
-    # Means over runs: the effective sample size at T, before the last resampling, and the share of
-    # different texts among the K samples. Particles that count may share their beginnings.
+    # Means over runs: the effective sample size at T, the share of different texts of K samples.
     "ess": ("ESS", ".1f"),
     "distinct": ("distinct", ".2f"),
     "dead_runs": ("dead", ".0f"),  # runs whose weights were all zero at some step
@@ -112,8 +111,7 @@ def generation_row(
 
 
 def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
-    """The rows Base and Target, where p^(0) and sigma stand; exact samples are drawn where the
-    world has none, if 200 of them need few enough draws."""
+    """The rows Base and Target; exact samples are drawn where the world has none, but need few."""
     count = options.eval_runs * options.eval_particles[0]
     draw = partial(sample_proposal, world.base, None)
     tokens = learner.streams.draw("base samples", None, count, draw).tokens  # [N, T]
@@ -132,8 +130,8 @@ def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
         kl = world.kl(sequence_log_probs(world.base, exact.tokens))
         rows["base"] |= {KL: kl.value, f"{KL}_half_width": kl.half_width()}
         rows["target"] = texts_row(world, exact.tokens, options.seed)
-        half_width = 1.96 * exact.log_z_std_error
-        rows["target"] |= {"log_z": exact.log_z, "log_z_half_width": half_width}
+        rows["target"]["log_z"] = exact.log_z
+        rows["target"]["log_z_half_width"] = 1.96 * exact.log_z_std_error
     return rows
 
 

@@ -6,8 +6,8 @@
     generation-0/pair.safetensors, row.json ...  a generation each; its row is written last
     results.json                                 all rows, once the last one is there
 
-With --resume a job goes on behind its last row; at most one generation is lost. Every random stream
-has a name, so the results are those of a job that was never interrupted, to the byte.
+With --resume a job goes on behind its last row, and its results are, to the byte, those of a job
+that was never interrupted, because every random stream has a name.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from distill.pair import Pair, load_pair, save_pair
 from distill.paper import Paper
 from eval.evaluate import KL
-from eval.options import Options
+from eval.options import Options, read_job
 from eval.world import World, save_target, sigma_of
 from tinystories.load import read_json, write_json
 from tsmc.streams import gathered, process
@@ -59,7 +59,7 @@ class Job:
         except filelock.Timeout:
             raise ValueError(f"{path}: another process is writing there") from None
         sigma = sigma_of(options)
-        if resumed and read_json(path / "config.json")["sigma"] != sigma:
+        if resumed and read_job(path)["sigma"] != sigma:
             raise ValueError(f"{path}: its networks or its potential have changed since it began")
         write_json(path / "config.json", dataclasses.asdict(options) | {"sigma": sigma})
 
@@ -82,8 +82,7 @@ class Job:
             write_json(self.file(None), rows)
 
     def keep(self, m: int, row: dict[str, Any], pair: Pair, learner: Paper) -> Pair:
-        """Write a generation, its row last; returns the pair of process 0 in every process, from
-        which rounding may have led the others away."""
+        """Write a generation, its row last; returns the pair of process 0 in every process."""
         if self.is_writer:
             save_pair(self.file(m, PAIR), pair, learner.base, learner.state())
             write_json(self.file(m), row | {"figures": learner.figures})

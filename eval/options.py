@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from tinystories.load import read_json
+from tinystories.load import CHECKOUT, read_json
 from tsmc.draws import SCHEMES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-POCKET = Path(__file__).resolve().parents[1] / "checkpoints" / "pocket"
+POCKET = CHECKOUT / "checkpoints" / "pocket"
 PRESETS: dict[str, dict[str, Any]] = {  # of the networks
     "pocket": {},
     "paper": {
@@ -51,9 +51,11 @@ class Options:
     length: int = option(20, "T, tokens of a continuation", low=1)
     end: tuple[str, ...] = option((), "token that finishes a text; repeated: any of them")
     preset: str = option("pocket", "which networks", choices=PRESETS)
-    lm: str = option(str(POCKET / "lm"), "language model: a directory, or OWNER/NAME of the Hub")
-    toxicity_model: str = option(str(POCKET / "toxicity"), "classifier")
-    similarity_model: str = option(str(POCKET / "similarity"), "sentence encoder")
+    lm: str = option(
+        "checkpoints/pocket/lm", "language model: a directory, or OWNER/NAME of the Hub"
+    )
+    toxicity_model: str = option("checkpoints/pocket/toxicity", "classifier")
+    similarity_model: str = option("checkpoints/pocket/similarity", "sentence encoder")
     target: str = option("", "exact samples of this sigma that another job has drawn (JOB/target)")
     out: str = option("", "directory to write to, not existing yet; by default a new one in runs/")
     seed: int = option(0, "seed of everything random")
@@ -129,6 +131,14 @@ def build(kind: type, values: dict[str, Any]) -> Any:
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
 
 
+def read_job(folder: Path) -> dict[str, Any]:
+    """What a job has saved; ValueError for one of an earlier version."""
+    saved = read_json(folder / "config.json")
+    if not isinstance(saved.get("sigma", {}).get("files"), dict):
+        raise ValueError(f"{folder}: is a job of an earlier version")
+    return saved
+
+
 def read_options(
     arguments: list[str] | None, learners: dict[str, str], description: str
 ) -> tuple[Any, type, Path | None]:
@@ -139,7 +149,7 @@ def read_options(
     first.add_argument("--learner", choices=learners, help="how to learn [paper]")
     chosen = vars(first.parse_known_args(arguments)[0])
     folder = chosen.get("resume")
-    saved = read_json(folder / "config.json") if folder else {}
+    saved = read_job(folder) if folder else {}
     module, _, name = learners[saved.get("learner", chosen.get("learner", "paper"))].partition(":")
     learner = getattr(importlib.import_module(module), name)
     kind = getattr(learner, "Options", Options)
@@ -148,7 +158,8 @@ def read_options(
     parser = Parser(argument_default=argparse.SUPPRESS, allow_abbrev=False, **settings)
     add_options(parser, kind)
     typed = vars(parser.parse_args(arguments))
-    if typed.pop("resume", None) and typed.keys() - {"generations"}:
+    files = {"lm", "toxicity_model", "potential"}  # which may have moved, but not changed
+    if typed.pop("resume", None) and typed.keys() - {"generations"} - files:
         raise ValueError("--resume takes the options of the job; give none but --generations")
     preset = PRESETS.get(typed.get("preset", "pocket"), {})
     return build(kind, learner.defaults | preset | saved | typed), learner, folder

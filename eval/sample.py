@@ -23,9 +23,8 @@ from torch import Tensor
 from distill.pair import Pair, load_pair
 from distill.paper import Paper
 from eval.job import PAIR, ROW, command
-from eval.options import Options, Parser, add_options, build
+from eval.options import Options, Parser, add_options, build, read_job
 from eval.world import World, load_sampling_world, sigma_of
-from tinystories.load import read_json
 from tsmc.estimate import Estimate, log_mean_estimate
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Population
@@ -60,15 +59,13 @@ class Weighted:
         return rows
 
     def evidence(self) -> Estimate:
-        """log of the mean of Z-hat over the runs, dead ones counting zero; independent particles
-        count one by one, with as many degrees of freedom as effective texts."""
+        """log of the mean of Z-hat over the runs, or over all particles that are independent."""
         if self.is_independent:
             return log_mean_estimate(self.population.log_weights.flatten(), self.ess)
         return log_mean_estimate(self.population.log_z)
 
     def probability(self, event: Callable[[str], float]) -> Estimate:
-        """P(event(text)) under sigma, or its mean where event gives numbers: the share of the
-        weight, with its error over runs, or over independent particles."""
+        """P(event(text)) under sigma, or its mean where event gives numbers, by the weights."""
         holds = torch.tensor([float(event(text)) for text in self.texts]).double()
         holds = holds.view_as(self.shares)
         value = (self.shares * holds).sum().item()
@@ -102,16 +99,15 @@ class TrainedJob:
     """The pair (p^(m), psi^(m)) of a job of main.py, and the world that it was trained in."""
 
     def __init__(self, folder: str | Path, generation: int | None = None, **changes: Any):
-        """The last generation unless another is named; `changes` are options of the job, as a
-        prompt or a seed. ValueError where its networks have changed."""
+        """The last generation unless another is named; `changes` are options, as a seed."""
         folder = Path(folder)
-        saved = read_json(folder / "config.json")
-        networks = {name: changes[name] for name in ("lm", "toxicity_model") if name in changes}
-        if sigma_of(build(Options, saved | networks)) != saved["sigma"]:
+        saved = read_job(folder)
+        self.options = build(Options, saved | changes | {"effective_potential": True})
+        now = sigma_of(self.options)["files"]
+        if any(now.get(name, known) != known for name, known in saved["sigma"]["files"].items()):
             raise ValueError(f"{folder}: its networks or its potential have changed since it began")
         last = len(list(folder.glob(f"generation-*/{ROW}"))) - 1
         self.generation = last if generation is None else generation
-        self.options = build(Options, saved | changes | {"effective_potential": True})
         self.world = load_sampling_world(self.options)
         self.pair, _ = load_pair(folder / f"generation-{self.generation}" / PAIR, self.world.base)
 
@@ -145,19 +141,24 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def parsed(parser: Any, arguments: list[str] | None) -> tuple[dict[str, Any], int, int, int]:
+    """What is typed, beside K, R and the number of texts, each at least 1."""
+    typed = vars(parser.parse_args(arguments))
+    sizes = [typed.pop(name) for name in ("particles", "runs", "samples")]
+    if min(sizes) < 1:
+        parser.error("--particles, --runs and --samples are at least 1")
+    return typed, *sizes
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line to samples; bad input ends with one line and exit code 2."""
     with command("eval.sample"):
         parser = parser_of(__doc__)
         parser.add_argument("job", type=Path, help="folder that main.py has written")
         parser.add_argument("--generation", type=int, default=None, help="which pair [the last]")
-        typed = vars(parser.parse_args(arguments))
-        sizes = {name: typed.pop(name) for name in ("particles", "runs")}
-        count = typed.pop("samples")
-        if min(*sizes.values(), count) < 1:
-            parser.error("--particles, --runs and --samples are at least 1")
+        typed, particles, runs, count = parsed(parser, arguments)
         trained = TrainedJob(typed.pop("job"), typed.pop("generation"), **typed)
-        print(report(trained.sample(**sizes), count, trained.options.seed))
+        print(report(trained.sample(particles, runs), count, trained.options.seed))
 
 
 if __name__ == "__main__":

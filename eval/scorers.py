@@ -48,8 +48,7 @@ class Layer(nn.Module):
         self.output = residual(inner, config)
 
     def forward(self, x: Tensor, bias: Tensor, wanted: int | None = None) -> Tensor:
-        """States [B, Q, D] of the first Q = wanted tokens, by default of all, of x [B, T, D];
-        bias [B, 1, 1, T] is added to the scores."""
+        """States [B, Q, D] of the first Q = wanted tokens of x [B, T, D]; bias [B, 1, 1, T]."""
         first = x[:, :wanted]  # [B, Q, D]
         q, k, v = (
             projection(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, ., D/H]
@@ -80,8 +79,7 @@ class Encoder(nn.Module):
         self.encoder = nn.ModuleDict({"layer": layers})
 
     def hidden(self, ids: Tensor, mask: Tensor, wanted: int | None = None) -> Tensor:
-        """States [B, Q, D] of the first Q = wanted of tokens [B, T], by default of all; mask [B, T]
-        is 0 on padding, which stands behind."""
+        """States [B, Q, D] of the first Q = wanted tokens [B, T]; mask [B, T] is 0 on padding."""
         table = self.embeddings
         positions = torch.arange(ids.shape[1], device=ids.device) + self.first  # [T]
         x = table["word_embeddings"](ids) + table["token_type_embeddings"].weight[0]

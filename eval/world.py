@@ -3,8 +3,7 @@
     sigma(s) = p^(0)(s) phi(s) / Z_sigma (eq. 2),   drawn by rejection (`tsmc/rejection.py`)
 
 Exact samples are kept as tokens [N, T] with log phi [N], and with all that sigma depends on: the
-options, and a hash of the weights and of a user's file. Samples of another sigma are never used.
-N texts, T tokens, D width of an embedding.
+options, and hashes of weights and of users' files. N texts, T tokens, D width of an embedding.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from torch import Tensor
 from eval.options import DTYPES, POCKET, Options
 from eval.scorers import Runner, SentenceEncoder, ToxicityClassifier, load_scorer
 from tinystories.decoder import Conditional
-from tinystories.load import checkpoint_directory, load_model, read_json, write_tensors
+from tinystories.load import checkpoint_directory, load_model, located, read_json, write_tensors
 from tsmc.estimate import Estimate, mean_estimate
 from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.rejection import ExactSamples
@@ -64,8 +63,7 @@ class World:
 
 
 def load_world(options: Options, folder: Path | None = None) -> World:
-    """All of it, with the exact samples of --target, of the job in a folder, or the shipped ones if
-    they are of this sigma; ValueError where those of --target are of another."""
+    """All of it, with exact samples: of --target, the job in a folder, or the shipped ones."""
     world = load_sampling_world(options)
     device = world.base.prompt.device
     encoder, tokenizer = load_scorer(SentenceEncoder, options.similarity_model, device)
@@ -94,43 +92,56 @@ def load_sampling_world(options: Options) -> World:
         scores["toxicity"] = lambda texts: log_toxic(texts).exp()
     chosen = [factors.get(spec) or factor_of(spec) for spec in options.potential]
     potential = TextPotential(chosen, tokenizer.decode_batch, base.prompt, base.end)
-    if not options.end:
-        tell_end(base, tokenizer, checkpoint_directory(options.lm) / "config.json")
-    return World(base, potential, scores, tokenizer)
+    world = World(base, potential, scores, tokenizer)
+    try_texts(world, read_json(checkpoint_directory(options.lm) / "config.json"))
+    return world
 
 
-def tell_end(base: Conditional, tokenizer: Any, path: Path) -> None:
-    """Say where p often writes a token that ends a text by its config.json, but is no end here."""
-    end = read_json(path).get("eos_token_id")
-    ends = set(end if isinstance(end, list) else [end])
+def try_texts(world: World, config: dict[str, Any]) -> None:
+    """Refuse probabilities for log phi; say where p writes tokens without text, or unknown ends."""
+    base = world.base
     drawn = sample_proposal(base, None, 64, torch.Generator(base.prompt.device).manual_seed(0))
-    share = sum(not ends.isdisjoint(row) for row in drawn.tokens.tolist()) / 64
-    if share > 0:
-        names = " ".join(f"--end '{tokenizer.id_to_token(end)}'" for end in ends)
-        print(f"p ends {share:.0%} of its texts, and goes on; give {names}", file=sys.stderr)
+    log_phi = world.potential(drawn.tokens)  # [64]
+    if 0 < log_phi.max() <= 1 and log_phi.min() >= 0:
+        raise ValueError("log phi of all texts is in [0, 1], as probabilities are; take logarithms")
+    written = [set(row) for row in drawn.tokens.tolist()]
+    end = config.get("eos_token_id")
+    ends = set(end if isinstance(end, list) else [end])
+    share = sum(not ends.isdisjoint(row) for row in written) / 64
+    if share > 0 and not base.end:
+        options = " ".join(f"--end '{world.tokenizer.id_to_token(end)}'" for end in ends)
+        print(f"p ends {share:.0%} of its texts, and goes on; give {options}", file=sys.stderr)
+    if set().union(*written) - set(world.tokenizer.get_vocab().values()):
+        print("p writes tokens that have no text in its tokenizer", file=sys.stderr)
 
 
 @functools.cache
 def sigma_of(options: Options) -> dict[str, Any]:
     """All that sigma depends on, as JSON has it: options, and a hash of files."""
     names = ["prompt", "length", "end", "dtype"]
-    files = sorted(checkpoint_directory(options.lm).iterdir())
+    files = {"lm": checkpoint_directory(options.lm)}
     if CLASSIFIED & set(options.potential):
         names.append("beta")
-        files += sorted(checkpoint_directory(options.toxicity_model).iterdir())
+        files["toxicity_model"] = checkpoint_directory(options.toxicity_model)
     potential = list(options.potential)
     for n, spec in enumerate(potential):
         if ".py:" in spec:  # a user's file may be moved
-            files.append(Path(spec.rpartition(":")[0]))
-            potential[n] = spec.rpartition("/")[2]
-    digest = hashlib.sha256()
-    for file in files:
+            path = located(spec.rpartition(":")[0])
+            files[path.name] = path
+            potential[n] = f"{path.name}:{spec.rpartition(':')[2]}"
+    sigma = {name: getattr(options, name) for name in names}
+    sigma |= {"potential": potential, "files": {name: digest(files[name]) for name in files}}
+    return json.loads(json.dumps(sigma))
+
+
+def digest(path: Path) -> str:
+    """A hash of a file, or of the weights in a directory."""
+    total = hashlib.sha256()
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.suffix in (".safetensors", ".bin", ".py"):
             with file.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
-    sigma = {name: getattr(options, name) for name in names}
-    sigma |= {"potential": potential, "files": digest.hexdigest()}
-    return json.loads(json.dumps(sigma))
+                total.update(hashlib.file_digest(content, "sha256").digest())
+    return total.hexdigest()
 
 
 def save_target(directory: Path, exact: ExactSamples, options: Options) -> None:

@@ -55,14 +55,14 @@ def test_pooled_brings_the_proposal_closer_to_sigma_by_weights_that_are_unbiased
         assert learner.scored(0) == 200
         second = learner.learn_twist(learner.distil(first, 1), 1)
         assert learner.scored(1) == 800 == len(learner.pool.tokens)
-        kl.append([TARGET.kl_to(log_q(pair)) for pair in (first, second)])
+        kl.append([kl_divergence(TARGET.log_sigma[-1], log_q(pair)) for pair in (first, second)])
         drawn = worlds.sequence_numbers(learner.pool.tokens[200:], 7)  # by the first pair
         log_w = TARGET.log_sigma[-1] + TARGET.log_z - log_q(first)
         weights = learner.pool.log_weights[200:].float()
         torch.testing.assert_close(weights, log_w[drawn])
         error = 5 * weights.exp().std() / 600**0.5
         assert abs(weights.exp().mean() - math.exp(TARGET.log_z)) < error
-    means = torch.tensor(kl).mean(0) / TARGET.kl_to(TARGET.log_p[-1])
+    means = torch.tensor(kl).mean(0) / kl_divergence(TARGET.log_sigma[-1], TARGET.log_p[-1])
     assert (means < torch.tensor([0.55, 0.38])).all(), means
 
 
@@ -147,7 +147,7 @@ def test_forced_draws_have_their_density_and_hold_a_piece(name):
     pieces, end = WORLDS[name]
     model, draws = random_model(5, end), forced.Forced(random_model(5, end), pieces, generator(0))
     tree = Tree(model)
-    texts = tree.sequences()[tree.prefix_log_q()[-1] > -INF]  # [S, T]
+    texts = tree.sequences[tree.prefix_log_q()[-1] > -INF]  # [S, T]
     chance, q = model.log_probs(texts).exp(), torch.zeros(len(texts)).double()  # [S, T], [S]
     is_end = model.is_end(texts)
     is_behind = is_end.cumsum(1) > is_end.long()  # [S, T]

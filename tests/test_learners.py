@@ -16,7 +16,7 @@ from distill.pair import Pair
 from distill.paper import CHECKED, PATIENCE, Paper
 from distill.policy import DPO, GRPO, advantages, dpo_loss, grpo_loss, preference_pairs
 from eval.options import Options
-from tsmc.exact import Target
+from tsmc.exact import Target, kl_divergence
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Population
 from tsmc.sigma import Sigma
@@ -56,7 +56,7 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(m, end):
     # At the optimal twist all weights are equal: positives and negatives cancel one by one.
     optimal = TableTwist.optimal(target)
     assert gradient(sigma, optimal, 64, generator(0)).abs().max() < 1e-12
-    tokens, drifting = target.tree.sequences(), Sigma(model, base, potential, is_effective=False)
+    tokens, drifting = target.tree.sequences, Sigma(model, base, potential, is_effective=False)
     assert torch.equal(drifting.log_potential(tokens, INF), potential(tokens))
 
 
@@ -106,8 +106,8 @@ def test_every_line_brings_the_proposal_closer_to_sigma(name):
         first = learner.learn_twist(BASE, 0)
         model = learner.distil(first, 1)
         pairs = [first, Pair(model, None), learner.learn_twist(model, 1)]
-        found.append([TARGET.kl_to(log_q(pair)) for pair in pairs])
-    means = torch.tensor(found).mean(0) / TARGET.kl_to(TARGET.log_p[-1])
+        found.append([kl_divergence(TARGET.log_sigma[-1], log_q(pair)) for pair in pairs])
+    means = torch.tensor(found).mean(0) / kl_divergence(TARGET.log_sigma[-1], TARGET.log_p[-1])
     assert (means < torch.tensor(most)).all(), means
 
 

@@ -114,7 +114,7 @@ def test_evidence_probabilities_and_samples_agree_with_enumeration(ess_threshold
     that share first tokens, which their ESS does not know, and by independent ones."""
     model, twist, potential = table_world(3, 6, scale=0.5)  # a twist that knows nothing
     target = Target(model, potential)
-    sequences = letters(target.tree.sequences().tolist())
+    sequences = letters(target.tree.sequences.tolist())
     log_phi = dict(zip(sequences, potential.log_phi.tolist(), strict=True))
     phi = TextPotential([lambda texts: [log_phi[one[1:]] for one in texts]], letters, model.prompt)
     world, drawn, held = World(model, phi, {}, None), [], []

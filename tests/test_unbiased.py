@@ -88,7 +88,7 @@ CHECKS = {  # name: the largest error of all paths, or of another check
 }
 
 
-TAKE = "value[parents]"
+TAKE = "log_p, log_psi = log_p[parents], log_psi[parents]"
 EVIDENCE = "evidence = log_z + log_mean_exp(log_weights)"
 GAINED = "log_z = torch.where(is_due, evidence, log_z)"
 LAST_GAINED = "log_z = log_z + log_mean_exp(log_w.view(runs, particles))"
@@ -101,11 +101,11 @@ MARK = "is_finished[:, None].to(hidden.dtype)"
 FORCED_MARK = "is_finished[..., None].to(hidden.dtype)"
 SAMPLER = {  # name: the check that notices it, what is replaced, by what
     "final correction dropped": ("always", LAST, "step.log_normaliser"),
-    "log psi kept at the end": ("always", "- step.log_q - old.log_psi", "- step.log_q"),
-    "log psi kept before": ("always", "log_normaliser - old.log_psi", "log_normaliser"),
-    "log psi not reordered": ("always", TAKE, f"value if name == 'log_psi' else {TAKE}"),
-    "log p not reordered": ("p^(1)", TAKE, f"value if name == 'log_p' else {TAKE}"),
-    "tokens not reordered": ("always", TAKE, f"value if name == 'tokens' else {TAKE}"),
+    "log psi kept at the end": ("always", "- step.log_q - log_psi", "- step.log_q"),
+    "log psi kept before": ("always", "log_normaliser - log_psi", "log_normaliser"),
+    "log psi not reordered": ("always", TAKE, "log_p = log_p[parents]"),
+    "log p not reordered": ("p^(1)", TAKE, "log_psi = log_psi[parents]"),
+    "tokens not reordered": ("always", "samples = tokens[parents]", "samples = tokens"),
     "table position not reordered": ("always", "[:, -1], parents)", "[:, -1])"),
     "cache not reordered": ("network", "[:, -1], parents)", "[:, -1])"),
     "ancestors of another run": ("always", "(start + ancestors)", "ancestors"),
@@ -116,9 +116,9 @@ SAMPLER = {  # name: the check that notices it, what is replaced, by what
     "weights dropped without it": ("adaptive", KEPT, "log_weights = 0.0 * log_weights"),
     "no resampling at the end": ("adaptive", "is_last or threshold == 1", "threshold == 1"),
     "other weights resampled": ("always", DRAW, DRAW.replace("weights)", "weights).square()")),
-    "no final samples": ("always", "in (new, old)", "in (new, new)"),
+    "no final samples": ("always", "in (tokens, samples)", "in (tokens, tokens)"),
     "f leaves no trace in the weights": ("prefix", "log_w = log_w + log_f", "pass"),
-    "particles do not carry f": ("prefix", f"step.log_psi + {ZERO_F}", "step.log_psi"),
+    "particles do not carry f": ("prefix", f"log_psi = log_psi + {ZERO_F}", "pass"),
     "f = 0 is divided out": ("prefix", ZERO_F, "log_f"),
     "f counts at T too": ("prefix", "if log_prefix and not is_last", "if log_prefix"),
     "ESS of the last increment": ("early", ESS, ESS.replace("log_weights", "log_w[None]")),

@@ -17,7 +17,7 @@ from tables import TableModel, TableTwist
 from torch import Tensor
 
 from distill.pair import Pair
-from tinystories.gpt_neo import GPTNeo, GPTNeoConfig, GPTNeoModel
+from tinystories.gpt_neo import GPTNeo, GPTNeoModel
 from tsmc import draws, proposal
 from tsmc.draws import multinomial, systematic
 from tsmc.exact import Target, Tree
@@ -103,9 +103,9 @@ def random_model(length: int, end: tuple[int, ...] = ()) -> TableModel:
 def tiny_gpt_neo(vocab_size: int, seed: int = 0, **changes) -> GPTNeo:
     """A random GPT-Neo in eval mode, with weights large enough that every token matters."""
     shape = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 16}
-    shape |= {"attention_layers": ("global", "local"), "window_size": 2}
-    shape |= {"max_position_embeddings": 32} | changes
-    model, source = GPTNeo(GPTNeoConfig(vocab_size, **shape)), generator(seed)
+    shape |= {"attention_types": [[["global", "local"], 1]], "window_size": 2}
+    shape |= {"max_position_embeddings": 32, "layer_norm_epsilon": 1e-5} | changes
+    model, source = GPTNeo(types.SimpleNamespace(vocab_size=vocab_size, **shape)), generator(seed)
     for name, parameter in model.named_parameters():
         scale = 0.5 if parameter.ndim > 1 else 0.1
         is_norm = "ln" in name and "weight" in name

@@ -1,6 +1,6 @@
 """A causal language model of `transformers` as p: what it needs to be sampled and trained here.
 
-The network must keep keys and values in a cache that can be reordered, which `check` tries once. A
+The network must keep its states in a cache that can be reordered, which `check` tries once. A
 subclass whose `logits` changes them (a temperature, a mask of tokens) changes p. N rows, D width,
 V vocabulary, P tokens of the prompt, T of a continuation.
 """
@@ -9,30 +9,26 @@ import copy
 import inspect
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from tinystories.decoder import Conditional, Decoder, End, check_positions
 from tinystories.gpt_neo import at_least_float32
 
 
-def load_any(directory: Path, device: str | torch.device) -> tuple[Any, Tokenizer]:
-    """A causal language model of transformers (float32), and its tokenizer; ValueError where the
-    files lack weights of the network, or have others."""
+def load_any(directory: Path, device: str | torch.device) -> Any:
+    """A causal model of transformers (float32); ValueError for missing or other weights."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what it warns of is refused below
     settings: dict[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True}
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     network, found = load(directory, output_loading_info=True, **settings)
-    for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(map(str, found[trouble])):
-            raise ValueError(f"{directory}: {trouble.replace('_', ' ')}: {', '.join(names)[:300]}")
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
-    return network.to(device), tokenizer.backend_tokenizer
+    for trouble, names in found.items():  # missing, unexpected and mismatched keys, other errors
+        if names:
+            raise ValueError(f"{directory}: {trouble.replace('_', ' ')}: {names}"[:300])
+    return network.to(device)
 
 
 class AnyModel(Conditional):
@@ -44,14 +40,17 @@ class AnyModel(Conditional):
         """prompt [P], then T = length tokens below vocab_size, such as len(tokenizer), or any where
         that is 0; ValueError for a network that does not fit."""
         self.network = network.eval()
+        self.learns_by_cache = True  # else gradients need states that are read without a cache
         config = network.config.get_text_config()
-        check_positions(prompt, length, getattr(config, "max_position_embeddings", None) or 2**63)
+        limit = getattr(config, "max_position_embeddings", None) or -1  # -1 is XLNet's: none
+        check_positions(prompt, length, limit if limit > 0 else 2**63)
         width = network.get_output_embeddings().in_features
         size = min(vocab_size or config.vocab_size, config.vocab_size)
         super().__init__(prompt.to(network.device), length, width, size, end)
-        # What transformers calls `past_key_values` is `cache` from 5.24 on.
-        is_new = "cache" in inspect.signature(self.body.forward).parameters
+        is_new = "cache" in inspect.signature(self.body.forward).parameters  # from 5.24 on
         self.cache_name = "cache" if is_new else "past_key_values"
+        names = {part: name for name, part in self.network.named_modules()}
+        self.path = names[self.body].split(".")  # from the network to its body
         try:
             self.check()
         except Exception as error:  # of a network that nobody here has seen
@@ -71,13 +70,23 @@ class AnyModel(Conditional):
         self.output_class = type(output)  # what `logits` gives back in place of the body
         return output.last_hidden_state
 
+    def states(self, tokens: Tensor) -> Tensor:
+        if self.learns_by_cache or not torch.is_grad_enabled():
+            return super().states(tokens)
+        ids = torch.cat([self.prompt.expand(len(tokens), -1), tokens[:, :-1]], 1)  # [N, P + T - 1]
+        return self.body(input_ids=ids, use_cache=False).last_hidden_state[:, -self.length :]
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits by the network's own forward, whose body returns the given states: what it does
-        beside its output layer, such as scaling or capping, is done here too."""
+        """Logits by a copy of the network, whose body returns the given states: what its forward
+        does beside the output layer, such as scaling or capping, is done here too."""
         states = hidden.reshape(-1, 1, hidden.shape[-1])  # [N, 1, D]
         output = self.output_class(last_hidden_state=states)
-        with mock.patch.object(self.body, "forward", lambda *_, **__: output):
-            logits = self.network(inputs_embeds=states).logits[..., : self.vocab_size]
+        network = part = copy.copy(self.network)  # of the modules on the path to the body alone
+        for name in self.path:
+            part._modules = part._modules | {name: copy.copy(part._modules[name])}
+            part = part._modules[name]
+        part.forward = lambda *_, **__: output
+        logits = network(inputs_embeds=states).logits[..., : self.vocab_size]
         return at_least_float32(logits).view(*hidden.shape[:-1], self.vocab_size)
 
     @torch.no_grad()
@@ -90,8 +99,8 @@ class AnyModel(Conditional):
         steps = []  # t states [2, D]
         decoder = Decoder(model, 2)
         likely = model.logits(decoder.hidden)[0].argsort(descending=True)  # [V]
-        texts = likely[torch.arange(2 * self.length) % self.vocab_size].view(-1, 2)  # [T, 2]
-        for nexts in texts:
+        written = likely[torch.arange(2 * self.length) % self.vocab_size].view(-1, 2)  # [T, 2]
+        for nexts in written:
             steps = [hidden.flip(0) for hidden in [*steps, decoder.hidden]]
             tokens = torch.cat([tokens.flip(0), nexts[:, None]], 1)
             if len(steps) < self.length:
@@ -100,8 +109,18 @@ class AnyModel(Conditional):
         # Half of a type's digits agree; single logits of bfloat16 differ by more.
         eps = max(torch.finfo(wanted.dtype).eps, 2**-23)
         tolerance = eps**0.5 * wanted.masked_fill(wanted == -torch.inf, 0.0).abs().max().item()
-        for hidden in (torch.stack(steps, 1), model.hidden(tokens[:, -self.length :])):  # [2, T, D]
+        texts = tokens[:, -self.length :]
+        for hidden in (torch.stack(steps, 1), model.hidden(texts)):  # [2, T, D]
             logits = AnyModel.logits(model, hidden)  # without what a subclass makes of them
             gaps = (logits - wanted).masked_fill(logits == wanted, 0.0)  # where both are -inf
             if not gaps.square().mean().sqrt().item() <= tolerance < torch.inf:
                 raise ValueError("with a cache the network has other logits than its own forward")
+        weight = next(self.network.parameters())
+        needs = weight.requires_grad
+        try:
+            with torch.enable_grad():
+                weight.requires_grad_(True)
+                torch.autograd.grad(model.hidden(texts).sum(), weight)
+        except RuntimeError:  # a recurrent state, say, was written in place
+            self.learns_by_cache = False
+        weight.requires_grad_(needs)

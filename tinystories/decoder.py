@@ -9,12 +9,10 @@
 `read`) and how hidden states become logits (`logits`): a GPT-Neo (`gpt_neo.py`), or any network of
 `transformers` (`any_model.py`).
 
-That a text is finished is a property of p. After an `end` the first of the `end` tokens follows
-with probability one, so log p is 0 there, and nothing else needs to know about ends. The hidden
-state of a finished text stays the one that its end was drawn from, with a mark in a further column.
-
-Rows of equal texts share their hidden state, as all rows do at first, and the copies that
-resampling makes. N rows, S shared states, D width, V vocabulary, P tokens of a prompt, T of a text.
+That a text is finished is a property of p: after an `end` the first of the `end` tokens follows
+with probability one, so log p is 0 there. The hidden state of a finished text stays the one that
+its end was drawn from, with a mark in a further column. Rows of equal texts share their hidden
+state. N rows, S shared states, D width, V vocabulary, P tokens of a prompt, T of a text.
 """
 
 import abc
@@ -112,8 +110,7 @@ class Conditional(abc.ABC):
     network: Any  # what is fine-tuned, where the model has one
 
     def __init__(self, prompt: Tensor, length: int, width: int, vocab_size: int, end: End = ()):
-        """prompt [P], then T = length tokens below vocab_size, from states of `width` numbers; any
-        of the tokens `end` finishes a text."""
+        """prompt [P], then T = length tokens below vocab_size; any of `end` finishes a text."""
         self.prompt = prompt
         self.length = length
         self.width = width  # D, without the mark of a finished text
@@ -152,13 +149,18 @@ class Conditional(abc.ABC):
         certain[self.end[0]] = 0.0
         return torch.where(hidden[..., -1:] > 0, certain, logits)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """The hidden states [N, T, D] that predict each of tokens [N, T]."""
+    def states(self, tokens: Tensor) -> Tensor:
+        """The states [N, T, D] that the network predicts each of tokens [N, T] from."""
         cache = self.cache()
         hidden = self.read(self.prompt[None], cache)[:, -1:].expand(len(tokens), -1, -1)
-        if tokens.shape[1] > 1:
-            cache.reorder_cache(torch.zeros_like(tokens[:, 0]))  # every row continues the prompt
-            hidden = torch.cat([hidden, self.read(tokens[:, :-1], cache)], 1)  # [N, T, D]
+        if tokens.shape[1] == 1:
+            return hidden
+        cache.reorder_cache(torch.zeros_like(tokens[:, 0]))  # every row continues the prompt
+        return torch.cat([hidden, self.read(tokens[:, :-1], cache)], 1)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The hidden states [N, T, D] that predict each of tokens [N, T]."""
+        hidden = self.states(tokens)
         if not self.end:
             return hidden
         is_end = self.is_end(tokens)  # [N, T]

@@ -8,12 +8,12 @@
 
 Unlike GPT-2's, attention scores are not divided by sqrt(head size), q, k and v have no bias, and
 layers alternate between global attention and a local window of the last `window_size` positions,
-the query's own included. Attention and logits are computed in float32 even where weights are
-narrower. Modules nest as the tensors of a Hugging Face checkpoint are named. B batch, T positions,
-S positions of the whole history, D width, H heads, V vocabulary.
+the query's own included. Attention and logits are in float32 at least. Modules nest as the tensors
+of a Hugging Face checkpoint are named, and `config` has the entries of its config.json. B batch, T
+positions, S positions of the whole history, D width, H heads, V vocabulary.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,21 +25,6 @@ from tinystories.decoder import Conditional, End, check_positions
 def at_least_float32(x: Tensor) -> Tensor:
     """x in float32, or in float64 where it is already that."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-@dataclass(frozen=True)
-class GPTNeoConfig:
-    """The shape of the network, named as in a Hugging Face `config.json`."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    max_position_embeddings: int
-    attention_layers: tuple[str, ...]  # "global" or "local" for each
-    window_size: int = 256
-    intermediate_size: int = 0
-    layer_norm_epsilon: float = 1e-5
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
@@ -79,10 +64,11 @@ class KeyValueCache:
 class Attention(nn.Module):
     """Causal, unscaled multi-head attention over all positions or the last `window_size`."""
 
-    def __init__(self, config: GPTNeoConfig, layer: int):
+    def __init__(self, config: Any, layer: int):
         super().__init__()
         width = config.hidden_size
-        is_local = config.attention_layers[layer] == "local"
+        kinds = [kind for some, count in config.attention_types for kind in some * count]
+        is_local = kinds[layer] == "local"  # of [[["global", "local"], 2], ...]
         self.layer = layer
         self.num_heads = config.num_heads
         self.window = config.window_size if is_local else config.max_position_embeddings
@@ -113,7 +99,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, config: GPTNeoConfig, layer: int):
+    def __init__(self, config: Any, layer: int):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.ln_1 = nn.LayerNorm(width, eps=config.layer_norm_epsilon)
@@ -132,7 +118,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """All of the network but the output layer: the states h of tokens."""
 
-    def __init__(self, config: GPTNeoConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
         self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
@@ -154,7 +140,7 @@ class Transformer(nn.Module):
 class GPTNeo(nn.Module):
     """A causal language model; `model(ids [B, T])` gives logits [B, T, V]."""
 
-    def __init__(self, config: GPTNeoConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.config = config
         self.transformer = Transformer(config)
@@ -173,8 +159,7 @@ class GPTNeoModel(Conditional):
     def __init__(
         self, network: GPTNeo, prompt: Tensor, length: int, end: End = (), vocab_size: int = 0
     ):
-        """prompt [P], then T = length tokens below vocab_size, or any where that is 0; ValueError
-        where they exceed the network's positions."""
+        """prompt [P], then T = length tokens below vocab_size, or any where that is 0."""
         config = network.config
         check_positions(prompt, length, config.max_position_embeddings)
         super().__init__(prompt, length, config.hidden_size, vocab_size or config.vocab_size, end)

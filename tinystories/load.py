@@ -2,30 +2,31 @@
 
     config.json                 the shape of the network
     model.safetensors           its tensors, or an older pytorch_model.bin; or several of either
-    tokenizer.json              its tokenizer, or an older vocab.json with merges.txt
+    tokenizer.json              its tokenizer
 
 GPT-Neo and the scorers of `eval` are read by hand: their modules nest as the tensors of a
 checkpoint are named. Any other language model is that of `transformers` (`any_model.py`).
 """
 
-import dataclasses
 import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from tinystories.decoder import Conditional
-from tinystories.gpt_neo import GPTNeo, GPTNeoConfig, GPTNeoModel
+from tinystories.gpt_neo import GPTNeo, GPTNeoModel
 
 # What files hold beside weights: causal masks, positions, a copy of the tied output layer, and the
 # layer behind BERT that sentence encoders do not use.
 UNUSED = re.compile(r"\.attention\.(masked_)?bias$|position_ids$|^lm_head\.weight$|^pooler\.")
+CHECKOUT = Path(__file__).resolve().parents[1]
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@\w+)?")  # OWNER/REPOSITORY@REVISION
 
 
@@ -51,9 +52,14 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
     write(path, save(tensors, metadata or {"format": "pt"}))
 
 
+def located(name: str) -> Path:
+    """A path of a user, or where there is none of this checkout."""
+    return Path(name) if Path(name).exists() else CHECKOUT / name
+
+
 def checkpoint_directory(name: str) -> Path:
     """A directory, or what OWNER/REPOSITORY@REVISION of the Hub is fetched to."""
-    directory = Path(name)
+    directory = located(name)
     if directory.is_dir() or not HUB_NAME.fullmatch(name):
         return directory
     from huggingface_hub import snapshot_download  # half a second that a directory does not need
@@ -82,19 +88,20 @@ def load_network(
     output = tensors.get("lm_head.weight")
     if output is not None and not torch.equal(output, tensors["transformer.wte.weight"]):
         raise ValueError("the output layer is not tied to the embeddings, as GPT-Neo's is")
-    return network.to(device).eval(), read_tokenizer(directory)
+    return network.to(device).eval(), load_tokenizer(directory)
 
 
-def read_tokenizer(directory: Path) -> Tokenizer:
-    """tokenizer.json; or the byte-level BPE of older files, which TinyStories-33M alone has."""
-    vocabulary, merges = directory / "vocab.json", directory / "merges.txt"
-    if (directory / "tokenizer.json").exists() or not vocabulary.exists():
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """tokenizer.json of networks read by hand; of others what transformers makes of their files."""
+    if read_json(directory / "config.json").get("model_type") in ("gpt_neo", "roberta", "bert"):
         tokenizer = Tokenizer.from_str((directory / "tokenizer.json").read_text(encoding="utf-8"))
     else:
-        tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([AddedToken("<|endoftext|>", normalized=False)])
+        from transformers import AutoTokenizer
+
+        whole = AutoTokenizer.from_pretrained(directory)
+        if not whole.is_fast:
+            raise ValueError(f"{directory}: its tokenizer is not one of the tokenizers library")
+        tokenizer = whole.backend_tokenizer
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -104,14 +111,9 @@ def gpt_neo_from_json(raw: dict[str, Any]) -> GPTNeo:
     """A GPT-Neo of the shape of a config.json, its weights not yet loaded."""
     if raw.get("activation_function", "gelu_new") != "gelu_new":
         raise ValueError(f"activation_function is {raw['activation_function']}, not gelu_new")
-    layers = []
-    for kinds, count in raw["attention_types"]:  # [[["global", "local"], 2], ...]
-        layers += kinds * count
-    names = {one.name for one in dataclasses.fields(GPTNeoConfig)}
-    values: dict[str, Any] = {"intermediate_size": 4 * raw["hidden_size"]}
-    values |= {name: raw[name] for name in names if raw.get(name) is not None}
-    values["attention_layers"] = tuple(layers)
-    return GPTNeo(GPTNeoConfig(**values))
+    shape = {"window_size": 256, "layer_norm_epsilon": 1e-5} | raw
+    shape["intermediate_size"] = raw.get("intermediate_size") or 4 * raw["hidden_size"]
+    return GPTNeo(SimpleNamespace(**shape))
 
 
 def load_model(
@@ -125,15 +127,18 @@ def load_model(
     """p(s_{1:T} | s_0) of a checkpoint, and its tokenizer: s_0 is the prompt, T the length, and any
     token of `end`, given as texts, finishes a text. ValueError where they do not fit the model."""
     directory = checkpoint_directory(name)
+    if (directory / "adapter_config.json").exists():
+        raise ValueError(f"{name}: holds an adapter; merge it into the weights of its model first")
     raw = read_json(directory / "config.json")
     if raw.get("model_type") == "gpt_neo":
         model_class = GPTNeoModel
-        network, tokenizer = load_network(directory, gpt_neo_from_json(raw), device)
+        network, _ = load_network(directory, gpt_neo_from_json(raw), device)
     else:
         from tinystories.any_model import AnyModel as model_class
         from tinystories.any_model import load_any
 
-        network, tokenizer = load_any(directory, device)
+        network = load_any(directory, device)
+    tokenizer = load_tokenizer(directory)
     ids = encode_prompt(tokenizer, prompt)
     if prompt[-1:].isspace() and encode_prompt(tokenizer, prompt + "girl")[: len(ids)] != ids:
         # Its tokens have the space at the beginning of a word: no word that p knows can follow.
@@ -149,9 +154,10 @@ def load_model(
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a prompt, without those that a tokenizer adds behind a text, where it would end."""
+    """Tokens of a prompt, without those added behind it, or in front of one of its own."""
     encoding = tokenizer.encode(text)
-    added = encoding.special_tokens_mask  # 1 where a token is not of the text
+    ids, added = encoding.ids, encoding.special_tokens_mask  # 1 where a token is not of the text
     while added and added[-1]:
         added.pop()
-    return encoding.ids[: len(added)]
+    is_twice = len(added) > 1 and added[0] == 1 and ids[0] == ids[1]
+    return ids[is_twice : len(added)]

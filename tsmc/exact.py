@@ -17,8 +17,6 @@ from torch import Tensor
 from tinystories.decoder import Conditional, row_slices
 from tsmc.proposal import WIDEST, Twist
 
-LIMIT = 2**21  # sequences that are enumerated
-
 
 def all_sequences(vocab_size: int, length: int, device: torch.device | None = None) -> Tensor:
     """All sequences [V^T, T] in lexicographic order."""
@@ -38,7 +36,8 @@ class Tree:
     def __init__(self, model: Conditional):
         """Evaluate `model` after every prefix."""
         self.vocab_size, self.length = model.vocab_size, model.length
-        assert self.vocab_size**self.length <= LIMIT, "too many sequences to enumerate"
+        assert self.vocab_size**self.length <= 2**21, "too many sequences to enumerate"
+        self.sequences = all_sequences(self.vocab_size, self.length, model.prompt.device)
         self.log_p: list[Tensor] = []  # T of [V^t, V], t = 0..T-1
         self.hidden: list[Tensor] = []  # T of [V^t, D]
         for t in range(1, self.length + 1):
@@ -48,9 +47,6 @@ class Tree:
             hidden = torch.cat([model.hidden(ends[rows])[:, -1] for rows in slices])
             self.hidden.append(hidden)  # [V^(t-1), D]
             self.log_p.append(model.head(hidden).log_softmax(-1))  # [V^(t-1), V]
-
-    def sequences(self) -> Tensor:
-        return all_sequences(self.vocab_size, self.length, self.log_p[0].device)
 
     def prefix_log_q(self, twist: Twist | None = None) -> list[Tensor]:
         """log q(s_{1:t}) of every prefix: T + 1 of [V^t], t = 0..T; without a twist log p."""
@@ -69,7 +65,7 @@ class Target:
     def __init__(self, model: Conditional, log_phi: Callable[[Tensor], Tensor]):
         self.tree = Tree(model)
         self.log_p = self.tree.prefix_log_q()
-        log_phi_all = log_phi(self.tree.sequences())  # [V^T]
+        log_phi_all = log_phi(self.tree.sequences)  # [V^T]
         self.log_psi = [log_phi_all.to(self.log_p[0].dtype)]  # the optimal twist
         for log_p in reversed(self.tree.log_p):
             self.log_psi.insert(0, (log_p + self.log_psi[0].view_as(log_p)).logsumexp(-1))
@@ -77,10 +73,6 @@ class Target:
         assert -torch.inf < self.log_z < torch.inf, "phi is zero everywhere, or NaN: no sigma"
         levels = zip(self.log_p, self.log_psi, strict=True)
         self.log_sigma = [log_p + log_psi - self.log_z for log_p, log_psi in levels]
-
-    def kl_to(self, log_q: Tensor) -> float:
-        """KL(sigma || q) of a distribution over all sequences, log q [V^T]."""
-        return kl_divergence(self.log_sigma[-1], log_q).item()
 
     def ctl_loss(self, twist: Twist) -> Tensor:
         """eq. 5, whose gradient is eq. 6."""

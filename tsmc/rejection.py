@@ -2,8 +2,7 @@
 
     acceptance rate -> Z_sigma = E_p[phi(s)],   log Z_sigma-hat = log mean_n phi(s_n) of all N
 
-The mean of phi varies less than the share accepted. As the number of proposals is fixed in advance,
-it is unbiased. N proposals, A accepted, T tokens.
+The mean of phi varies less than the share accepted. N proposals, A accepted, T tokens.
 """
 
 from collections.abc import Callable
@@ -34,8 +33,7 @@ class ExactSamples:
 def draw_accepted(
     model: Conditional, log_phi: Callable, count: int, generator: Generator
 ) -> SimpleNamespace:
-    """Of N = count sequences from p those accepted, and log phi(tokens [N, T]) [N] of all;
-    ValueError for phi > 1."""
+    """Of N = count sequences from p those accepted, and log phi of all; ValueError for phi > 1."""
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
     proposed = log_phi(tokens)  # [N]
     if proposed.max() > 1e-6:

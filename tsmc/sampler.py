@@ -7,12 +7,11 @@ For t = 1..T, with log psi(s_{1:0}) = 0:
     resample    ancestors from the weights gathered since the last resampling
 
 With a prefix part f_t(s_{1:t}) of the potential, particles carry psi f_t in place of psi, while q_t
-stays as it is: log w_t gains log f_t - log f_{t-1}, and f_0 = f_T = 1. f must be positive wherever
-a continuation has phi > 0. Particles then follow pi_t, proportional to p psi f_t (eq. 4), and at T
-sigma (eq. 2). Whenever the cumulative log weights are resampled, log Z-hat gains their
-log-mean-exp. Z-hat is an unbiased estimate of Z_sigma under any scheme and threshold, as is derived
-in docs/method.md. The paper's weight at t = T sums p phi over all s_T; here s_T is drawn from q_T
-like every other token, and the weight corrects for it.
+stays as it is: log w_t gains log f_t - log f_{t-1}, and f_0 = f_T = 1, f > 0 where a continuation
+has phi > 0. Particles then follow pi_t, proportional to p psi f_t (eq. 4), and at T sigma (eq. 2).
+With every resampling log Z-hat gains the log-mean-exp of the weights; Z-hat is unbiased under any
+scheme and threshold (docs/method.md). The paper's weight at T sums p phi over all s_T; here s_T is
+drawn from q_T like every other token, and the weight corrects for it.
 """
 
 from dataclasses import dataclass
@@ -63,19 +62,6 @@ class Population:
         return runs[:, None] * normalise(self.log_weights.cpu().double())
 
 
-@dataclass
-class Particles:
-    """Everything of N = R K particles that resampling copies."""
-
-    tokens: Tensor  # [N, t]
-    log_p: Tensor  # [N] log p(s_{1:t})
-    log_psi: Tensor  # [N] log psi(s_{1:t}), or log psi f_t with a prefix part
-
-    def take(self, parents: Tensor) -> "Particles":
-        """Particle n becomes a copy of parents[n]; parents [N]."""
-        return Particles(**{name: value[parents] for name, value in vars(self).items()})
-
-
 @torch.no_grad()
 def tsmc(
     sigma: Sigma,
@@ -85,14 +71,13 @@ def tsmc(
     runs: int = 1,
     rule: Rule = Rule(),
 ) -> Population:
-    """R = runs independent runs of K = particles sequences of p = sigma.model; ValueError for NaN
-    or infinite weights."""
+    """R independent runs of K particles of sigma.model; ValueError for NaN or infinite weights."""
     model = sigma.model
     threshold, log_prefix = rule.threshold(sigma), sigma.log_prefix
     decoder = Decoder(model, runs * particles)  # writes N texts token by token
     # In the type of the logits, which may be narrower than what the potential returns.
-    zeros = model.head(decoder.hidden[:1]).new_zeros(runs * particles)  # [N]
-    old = Particles(zeros.new_empty(len(zeros), 0, dtype=torch.long), zeros, zeros)
+    log_p = log_psi = zeros = model.head(decoder.hidden[:1]).new_zeros(runs * particles)  # [N]
+    samples = zeros.new_empty(len(zeros), 0, dtype=torch.long)  # [N, t] after resampling
     log_weights = zeros.view(runs, particles)  # [R, K]
     log_z = zeros.new_zeros(runs)  # [R]
     identity = torch.arange(particles, device=zeros.device).repeat(runs, 1)  # [R, K]
@@ -101,21 +86,22 @@ def tsmc(
         is_last = t == model.length - 1
         # 1. extend
         step = extend(model, decoder, twist, uniforms(runs * particles, 1, generator))
-        tokens = torch.cat([old.tokens, step.tokens[:, None]], 1)  # [N, t]
-        new = Particles(tokens, old.log_p + step.log_p, step.log_psi)
+        tokens = torch.cat([samples, step.tokens[:, None]], 1)  # [N, t]
+        log_p = log_p + step.log_p  # [N] log p(s_{1:t})
         # 2. reweight
         if is_last:
             # phi takes the place of psi, with which the token was drawn, so nothing cancels.
-            log_phi = sigma.log_potential(new.tokens, new.log_p)  # [N]
-            log_w = step.log_p + log_phi - step.log_q - old.log_psi  # [N]
+            log_phi = sigma.log_potential(tokens, log_p)  # [N]
+            log_w = step.log_p + log_phi - step.log_q - log_psi  # [N]
         else:
             # p psi / q_t is the normaliser, whichever token was drawn.
-            log_w = step.log_normaliser - old.log_psi
+            log_w = step.log_normaliser - log_psi
+        log_psi = step.log_psi  # [N] of s_{1:t}
         if log_prefix and not is_last:
-            log_f = log_prefix(new.tokens)  # [N]
+            log_f = log_prefix(tokens)  # [N]
             log_w = log_w + log_f
             # A particle with f = 0 has no weight from here on; -inf would give NaN in step t + 1.
-            new.log_psi = step.log_psi + log_f.masked_fill(log_f == -torch.inf, 0.0)
+            log_psi = log_psi + log_f.masked_fill(log_f == -torch.inf, 0.0)
         log_weights = log_weights + log_w.view(runs, particles)  # [R, K]
         ess = effective_sample_size(log_weights)  # [R]
         # A run that does not resample carries its weights on, and its evidence is not lost.
@@ -129,11 +115,12 @@ def tsmc(
             ancestors = torch.where(is_due[:, None], drawn, identity)
         log_z = torch.where(is_due, evidence, log_z)
         parents = (start + ancestors).flatten()  # [N]
-        old = new.take(parents)
+        samples = tokens[parents]  # [N, t]
         if not is_last:  # at T the weighted particles are returned beside the samples
+            log_p, log_psi = log_p[parents], log_psi[parents]
             log_weights = torch.where(is_due[:, None], 0.0, log_weights)
-            decoder.append(old.tokens[:, -1], parents)
+            decoder.append(samples[:, -1], parents)
     if not bool((log_z < torch.inf).all()):
         raise ValueError("log Z-hat is NaN or infinite: check log phi and log psi")
-    tokens, samples = (one.tokens.view(runs, particles, -1) for one in (new, old))
+    tokens, samples = (rows.view(runs, particles, -1) for rows in (tokens, samples))
     return Population(tokens, log_weights, ancestors, samples, log_z, ess)

@@ -10,8 +10,8 @@ self-normalised weights, through which no gradient flows:
     negative   p^(m)(s_{1:t}) psi(s_{1:t}) / q(s_{1:t})                      [K, T]
 
 Under a sparse potential the effective sample size of the positive weights falls towards one;
-self-distillation is the remedy. What the paper leaves open: a new batch from the current q for each
-update, and Adam, with a step size that falls linearly to a tenth. K sequences, T tokens.
+self-distillation is the remedy. What the paper leaves open: each update has a new batch from the
+current q. K sequences, T tokens.
 """
 
 from dataclasses import dataclass

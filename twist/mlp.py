@@ -2,10 +2,9 @@
 
     h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> log psi of every next token [.., V]
 
-One forward pass serves the whole vocabulary, so proposing costs one step of the language model and
-one of the twist. The last layer starts at zero: psi = 1, and the first proposal is the language
-model itself. The output is not clipped: a constant added to all of it changes neither the gradient
-of CTL nor the evidence. The paper leaves the form of psi open. D width, H hidden units, V tokens.
+One forward pass serves the whole vocabulary. The last layer starts at zero: psi = 1, and the first
+proposal is the language model itself. A constant added to all of log psi changes neither the
+gradient of CTL nor the evidence. The paper leaves the form of psi open. H hidden units, V tokens.
 """
 
 import torch

@@ -24,13 +24,18 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tinystories.decoder import End
+from tinystories.load import located
+
+# Letters of Chinese, Japanese, Thai and their neighbours, which have no spaces, end no word.
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff"
+LETTER = rf"[^\W{UNSPACED}\U00020000-\U0003ffff]"
+EDGE = rf"(?:(?<!{LETTER})|(?!{LETTER}))"  # of a word: no letters on both sides
 
 
 class TextPotential:
@@ -53,8 +58,7 @@ class TextPotential:
 
     def log_prefix(self, tokens: Tensor) -> Tensor:
         """log f_t [N] float64 of beginnings tokens [N, t], the sum of the prefix parts."""
-        parts = [(one, one.prefix) for one in self.factors if hasattr(one, "prefix")]
-        return self.total(tokens, parts)
+        return self.total(tokens, [(f, f.prefix) for f in self.factors if hasattr(f, "prefix")])
 
     def total(self, tokens: Tensor, functions: list[tuple[Any, Callable]]) -> Tensor:
         """The sum [N] of functions, each with its factor, of what the factor reads of tokens."""
@@ -80,8 +84,7 @@ class TextPotential:
 
 
 def each_once(function: Callable[[list], Any], texts: list) -> Tensor:
-    """function(texts) [N] float64, called with the distinct texts only; ValueError where it does
-    not return a number below infinity for each."""
+    """function(texts) [N] float64, of distinct texts; ValueError unless all are below infinity."""
     number = {text: index for index, text in enumerate(dict.fromkeys(texts))}
     found = function(list(number))
     values = torch.as_tensor(found, dtype=torch.float64).detach().cpu()
@@ -108,21 +111,21 @@ def factor_of(spec: str) -> Any:
     head, _, argument = spec.partition(":")
     name, tilde, number = head.partition("~")
     miss = -float(number) if tilde else -math.inf
-    # Case does not matter, and the ends of a continuation count as ends of words.
-    begins = rf"(?i)(?<!\w){re.escape(argument)}"
+    word = rf"(?i){EDGE}{re.escape(argument)}{EDGE}"  # ends of a continuation end words, too
     if name.endswith(".py"):
-        sys.path.insert(0, str(Path(name).absolute().parent))  # for modules beside the file
-        defined = runpy.run_path(name)
+        file = located(name)
+        sys.path.insert(0, str(file.absolute().parent))  # for modules beside the file
+        defined = runpy.run_path(str(file))
         if callable(defined.get(argument)):
             return defined[argument]
     if name == "keyword" and argument.strip():
-        factor = search(rf"{begins}(?!\w)", 0.0, miss)
+        factor = search(word, 0.0, miss)
         factor.hints = [argument]
         return factor
     if name == "without" and argument.strip():
-        factor = search(rf"{begins}(?!\w)", miss, 0.0)
+        factor = search(word, miss, 0.0)
         # The part of log phi that no continuation can change: something follows the word.
-        factor.prefix = search(rf"{begins}(?=\W)", miss, 0.0)
+        factor.prefix = search(rf"{word}(?=[\s\S])", miss, 0.0)
         return factor
     if name == "regex" and argument:
         return search(argument, 0.0, miss)

@@ -137,10 +137,10 @@ def sigma_of(options: Options) -> dict[str, Any]:
 def digest(path: Path) -> str:
     """A hash of a file, or of the weights in a directory."""
     total = hashlib.sha256()
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if file.suffix in (".safetensors", ".bin", ".py"):
-            with file.open("rb") as content:
-                total.update(hashlib.file_digest(content, "sha256").digest())
+    weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    for file in sorted(weights) if path.is_dir() else [path]:
+        with file.open("rb") as content:
+            total.update(hashlib.file_digest(content, "sha256").digest())
     return total.hexdigest()
 
 

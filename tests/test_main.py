@@ -5,20 +5,22 @@ import math
 import re
 import shlex
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from jobs import JOBS, refusal, run_main
+from safetensors import safe_open
 from safetensors.torch import load_file
 from worlds import INF, letters, table_world
 
 from distill.pair import Pair
 from eval.evaluate import KL, table
-from eval.job import Job, command
+from eval.job import PAIR, Job, command
 from eval.options import POCKET, Options, read_options
 from eval.sample import TrainedJob, Weighted, report, sample
 from eval.sample import main as sample_main
-from eval.world import SAMPLES, World, load_sampling_world, load_world, sigma_of
+from eval.world import SAMPLES, World, load_sampling_world, load_world, sigma_of, try_texts
 from main import LEARNERS
 from tinystories.load import read_json, write_json
 from tsmc.estimate import Estimate
@@ -71,6 +73,9 @@ def test_every_variant_trains_what_it_should_and_is_kept_as_it_was(tmp_path, mon
     models = (trained.world.base, trained.pair.model)
     before, after = (model.network.state_dict() for model in models)
     changed = {key for key in after if not torch.equal(after[key], before[key])}
+    with safe_open(path / f"generation-{trained.generation}" / PAIR, "pt") as file:
+        kept = {name.removeprefix("model.") for name in file.keys() if name.startswith("model.")}  # noqa: SIM118
+    assert kept == changed  # nothing is written that p^(0) has
     wanted = "(q|v)_proj.weight" if "lora" in options else "wte|wpe|proj|fc|ln_"
     assert all(re.search(wanted, key) for key in changed)
     assert changed or name == "LoRA"  # there the runs held out may have chosen no update
@@ -101,10 +106,33 @@ def test_potentials_are_multiplied_and_belong_to_the_job(tmp_path, capsys):
     for text, log_phi in zip(drawn.texts, drawn.scores["log_phi"].tolist(), strict=True):
         found = -len(text) / 50 - 3 * (re.search(r"\bnamed\b", text) is None)
         assert log_phi == pytest.approx(found if " n" in text.removeprefix(PROMPT) else -INF)
-    own.write_text(own.read_text().replace("50", "40"))
+    # The job goes on in another place, whose files are named anew, if they are the same.
+    lm = shutil.copytree(POCKET / "lm", tmp_path / "lm")
+    moved = own.rename(lm / "own.py")
     sigma_of.cache_clear()
-    assert "potential have changed since it began" in refusal("--resume", job)
-    assert "potential have changed since it began" in refusal(job, command=sample_main)
+    assert "own.py" in refusal("--resume", job) and "own.py" in refusal(job, command=sample_main)
+    options = [word.replace(str(own), str(moved)) for word in options[:6]] + ["--lm", str(lm)]
+    run_main([*options, "--resume", job])
+    sample_main([str(job), *options])
+    assert TrainedJob(job, potential=tuple(options[1:6:2]), lm=str(lm)).world.base.length == 3
+    moved.write_text(moved.read_text().replace("50", "40"))
+    sigma_of.cache_clear()
+    assert "potential have changed since it began" in refusal("--resume", job, *options)
+    assert "changed since it began" in refusal(job, *options, command=sample_main)
+    config = job / "config.json"
+    config.write_text(config.read_text().replace('"files"', '"file"'))
+    assert "is a job of an earlier version" in refusal(job, *options, command=sample_main)
+    own.write_text("def short(texts):\n    return [0.5 for text in texts]\n")
+    assert "as probabilities are; take logarithms" in refusal("--potential", f"{own}:short")
+
+
+def test_tokens_without_text_and_unknown_ends_are_told(capsys):
+    model, _, potential = table_world(3, 6)
+    words = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1}, id_to_token="ab".__getitem__)
+    try_texts(World(model, potential, {}, words), {"eos_token_id": [1]})
+    ends, without_text = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"p ends \d+% of its texts, and goes on; give --end 'b'", ends)
+    assert without_text == "p writes tokens that have no text in its tokenizer"
 
 
 @pytest.mark.learned

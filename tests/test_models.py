@@ -4,10 +4,12 @@ against a plain forward of the network, also where texts end; what is refused.""
 import math
 import runpy
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from huggingface_hub.utils import filter_repo_objects
 from networks import LOAD, PROMPT, assert_same, tiny, write
 from safetensors.torch import load_file, save_file
@@ -17,7 +19,7 @@ from eval.options import POCKET, PRESETS
 from tinystories import decoder as decoders
 from tinystories.any_model import AnyModel
 from tinystories.gpt_neo import GPTNeoModel
-from tinystories.load import checkpoint_directory, load_model
+from tinystories.load import checkpoint_directory, load_model, read_json, write_json
 
 V, T = 3, 4
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # some networks compute norms in float32
@@ -30,6 +32,8 @@ def gpt_neo(kind: str, window: int, prompt: torch.Tensor, end=()) -> GPTNeoModel
 
 OPT = {"ffn_dim": 16, "word_embed_proj_dim": 4}
 GEMMA = {"head_dim": 4, "final_logit_softcapping": 0.5, "sliding_window": 4}
+QWEN = {"head_dim": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2}
+QWEN |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "num_hidden_layers": 4}
 LLAMA4 = {"head_dim": 4, "intermediate_size_mlp": 16, "num_local_experts": 1, "pad_token_id": 0}
 MODELS = {  # what a network has that others have not
     "GPT-Neo, past its window": lambda: gpt_neo("global", 1, PROMPT[:1]),
@@ -39,6 +43,7 @@ MODELS = {  # what a network has that others have not
     "gemma2, capped": lambda: AnyModel(tiny("gemma2", **GEMMA), PROMPT, 7),
     "granite, divides": lambda: AnyModel(tiny("granite", logits_scaling=3.0), PROMPT, T),
     "llama, texts end": lambda: AnyModel(tiny("llama"), PROMPT, 8, (1,)),
+    "qwen3.5, states in place": lambda: AnyModel(tiny("qwen3_5_text", **QWEN), PROMPT, T),
     "llama4, another name": lambda: AnyModel(tiny("llama4_text", **LLAMA4), PROMPT, T),
 }
 
@@ -141,6 +146,56 @@ def test_any_causal_language_model_is_loaded_and_only_with_its_weights(tmp_path)
         save_file(others | extra, path, {"format": "pt"})
         with pytest.raises(ValueError, match=fault):
             load_model(*settings)
+
+
+def test_a_network_serves_several_threads():
+    model = AnyModel(tiny("gemma2", **GEMMA), PROMPT, T)
+    hidden = torch.randn(9, 8, generator=generator(1)).double()
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(model.logits, hidden) for _ in range(40)]
+        texts = [pool.submit(model.log_probs, torch.ones(2, T, dtype=int)) for _ in range(40)]
+    for found in (calls, texts):
+        assert all(torch.equal(one.result(), found[0].result()) for one in found)
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "GPT2 behind a space", "Roberta", "Bart", "T5"])
+def test_tokenizers_are_those_of_transformers_whatever_their_files(tmp_path, kind):
+    """Also without tokenizer.json, and a beginning that the prompt has is not put there again."""
+    bpe = read_json(POCKET / "lm" / "tokenizer.json")["model"]
+    words, parts = (
+        [*bpe["vocab"], "<s>", "</s>", "<pad>", "<unk>"],
+        {"merges": [*map(tuple, bpe["merges"])]},
+    )
+    known = {word: index for index, word in enumerate(words)}
+    if kind == "T5":
+        known, parts = [(word.replace("Ġ", "▁"), -1.0) for word in words], {}
+    if "space" in kind:
+        parts["add_prefix_space"] = True
+    name = f"{kind.split()[0]}Tokenizer"
+    tokenizer = getattr(transformers, name)(vocab=known, **parts)
+    tokenizer.add_tokens(["<chat>"])
+    tokenizer.save_pretrained(tmp_path)
+    if kind != "T5":
+        (tmp_path / "tokenizer.json").unlink()
+        write_json(tmp_path / "vocab.json", known)
+        (tmp_path / "merges.txt").write_text("\n".join(map(" ".join, bpe["merges"])))
+        write_json(tmp_path / "added_tokens.json", {"<chat>": len(known)})
+    tiny("llama", vocab_size=4300).float().save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "Once upon <chat> a time"
+    ids = theirs(text).input_ids
+    wanted = ids[:-1] if ids[-1] == theirs.eos_token_id else ids
+    begun = theirs.bos_token + text if ids[0] == theirs.bos_token_id else text
+    for prompt in (text, begun):
+        model, read = load_model(str(tmp_path), prompt, 3)
+        assert model.prompt.tolist() == wanted and "<chat>" in read.get_vocab()
+
+
+def test_an_adapter_beside_a_model_is_refused(tmp_path):
+    write(tmp_path, "lm")
+    write_json(tmp_path / "adapter_config.json", {})
+    with pytest.raises(ValueError, match="holds an adapter; merge it"):
+        load_model(str(tmp_path), "Once", 3)
 
 
 LAYOUTS = [  # a role, a shape of its network, the suffix of its weights

@@ -67,16 +67,33 @@ def test_numbers_may_come_in_any_form_but_nan_infinity_and_truth_values_are_none
             each_once(lambda _, values=values: values, ["a", "b"])
 
 
-@pytest.mark.parametrize("spec", ["without:dog", "without~2:dog"])
+WORDS = [  # a word, a text that has it, one that does not
+    ("cat", "Cat猫", "cats"),
+    ("猫", "黒猫が", "犬が"),
+    ("แมว", "ฉันรักแมวมาก", "หมา"),
+    ("AI", "このAIは", "said"),
+    ("C++", "in C++17", "in C"),
+]
+
+
+@pytest.mark.parametrize(("word", "having", "lacking"), WORDS)
+def test_words_end_where_their_script_says(word, having, lacking):
+    assert factor_of(f"keyword:{word}")([having, lacking]) == [0.0, -INF]
+    factor = factor_of(f"without:{word}")
+    assert factor([having, lacking]) == [-INF, 0.0] == factor.prefix([f"{having} ", lacking])
+
+
+@pytest.mark.parametrize("spec", ["without:dog", "without~2:dog", "without:猫"])
 def test_f_is_never_below_phi_of_a_continuation(spec):
     factor = factor_of(spec)
-    pieces = [" dog", "gy", ".", '"', " a b"]
+    pieces = [f" {spec.partition(':')[2]}", "gy", ".", "猫", " a b"]
     texts = ["".join(text) for text in itertools.product(pieces, repeat=4)]
     phi = dict(zip(texts, factor(texts), strict=True))
     for begun in {text[:n] for text in texts for n in range(len(text))}:
         (log_f,) = factor.prefix([begun])
         assert log_f >= max(value for text, value in phi.items() if text.startswith(begun)), begun
-    assert factor.prefix([" dog", " dog.", " doggy."]) == [0.0, factor([" dog"])[0], 0.0]
+    if "dog" in spec:
+        assert factor.prefix([" dog", " dog.", " doggy."]) == [0.0, factor([" dog"])[0], 0.0]
 
 
 def test_texts_that_end_inside_a_character_are_read():

@@ -37,8 +37,7 @@ class AnyModel(Conditional):
     def __init__(
         self, network: Any, prompt: Tensor, length: int, end: End = (), vocab_size: int = 0
     ):
-        """prompt [P], then T = length tokens below vocab_size, such as len(tokenizer), or any where
-        that is 0; ValueError for a network that does not fit."""
+        """prompt [P], then T = length tokens below vocab_size; ValueError where it does not fit."""
         self.network = network.eval()
         self.learns_by_cache = True  # else gradients need states that are read without a cache
         config = network.config.get_text_config()
@@ -49,8 +48,7 @@ class AnyModel(Conditional):
         super().__init__(prompt.to(network.device), length, width, size, end)
         is_new = "cache" in inspect.signature(self.body.forward).parameters  # from 5.24 on
         self.cache_name = "cache" if is_new else "past_key_values"
-        names = {part: name for name, part in self.network.named_modules()}
-        self.path = names[self.body].split(".")  # from the network to its body
+        self.path_to_body = next(n for n, part in network.named_modules() if part is self.body)
         try:
             self.check()
         except Exception as error:  # of a network that nobody here has seen
@@ -82,7 +80,7 @@ class AnyModel(Conditional):
         states = hidden.reshape(-1, 1, hidden.shape[-1])  # [N, 1, D]
         output = self.output_class(last_hidden_state=states)
         network = part = copy.copy(self.network)  # of the modules on the path to the body alone
-        for name in self.path:
+        for name in self.path_to_body.split("."):
             part._modules = part._modules | {name: copy.copy(part._modules[name])}
             part = part._modules[name]
         part.forward = lambda *_, **__: output
@@ -115,6 +113,7 @@ class AnyModel(Conditional):
             gaps = (logits - wanted).masked_fill(logits == wanted, 0.0)  # where both are -inf
             if not gaps.square().mean().sqrt().item() <= tolerance < torch.inf:
                 raise ValueError("with a cache the network has other logits than its own forward")
+        self.output_class = model.output_class
         weight = next(self.network.parameters())
         needs = weight.requires_grad
         try:

@@ -23,8 +23,7 @@ from torch import Tensor
 from tinystories.decoder import Conditional
 from tinystories.gpt_neo import GPTNeo, GPTNeoModel
 
-# What files hold beside weights: causal masks, positions, a copy of the tied output layer, and the
-# layer behind BERT that sentence encoders do not use.
+# Beside weights: causal masks, positions, a copy of the tied output layer, BERT's unused pooler.
 UNUSED = re.compile(r"\.attention\.(masked_)?bias$|position_ids$|^lm_head\.weight$|^pooler\.")
 CHECKOUT = Path(__file__).resolve().parents[1]
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@\w+)?")  # OWNER/REPOSITORY@REVISION

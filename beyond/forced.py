@@ -19,6 +19,7 @@ N texts, n rows, T tokens, I pieces, M placements (i, u), S shared states, V voc
 """
 
 import math
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from tinystories.load import checkpoint_directory, load_tokenizer
 from tsmc import draws
 from tsmc.sampler import Population
 from tsmc.streams import Streams
+from twist.potential import LETTER
 
 FREE = -1  # in place of a token that is not prescribed
 PLAIN = 0.1  # share of plain draws
@@ -46,11 +48,9 @@ EVEN = 0.2  # share of v that is the same for all pieces; the others go by what 
 def draw_texts(
     base: Conditional, q: Conditional, uniform: Tensor, prescribed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """N texts of q at uniform numbers [N, T]: tokens, log p^(0) and log q of each token, [N, T].
-
-    q has the hidden states of p^(0) = base, so that one pass serves both. A token is the prescribed
-    one [N, T] where this is not FREE, unless the text has ended before.
-    """
+    """N texts of q at uniform numbers [N, T]: tokens, log p^(0) and log q of each token, [N, T]. q
+    has the states of p^(0) = base, so that one pass serves both. A token is the prescribed one
+    [N, T] where this is not FREE, unless the text has ended before."""
     tokens = torch.empty_like(prescribed)
     log_p, log_q = torch.empty_like(uniform), torch.empty_like(uniform)
     decoder = Decoder(base, len(uniform))
@@ -73,14 +73,15 @@ def draw_texts(
 
 def pieces_of(potential: Any, lm: str) -> list[list[int]]:
     """The spellings, by the tokenizer of a checkpoint, of the hints of the first factor that has
-    some: each word as given, in small letters and capitalised, behind a space."""
+    some: each word as given, in small letters and capitalised, behind a space if it has letters."""
     factors = [one for one in getattr(potential, "factors", []) if getattr(one, "hints", [])]
     pieces = []
     for word in factors[0].hints if factors else []:
         tokenizer = load_tokenizer(checkpoint_directory(lm))
         start = len(tokenizer.encode("a", add_special_tokens=False).ids)
         for form in dict.fromkeys((word, word.lower(), word.capitalize())):
-            pieces.append(tokenizer.encode(f"a {form}", add_special_tokens=False).ids[start:])
+            text = f"a {form}" if re.match(LETTER, form) else f"a{form}"
+            pieces.append(tokenizer.encode(text, add_special_tokens=False).ids[start:])
     return pieces
 
 
@@ -164,8 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
             one, low, high = (f"{math.exp(-limit):,.0f}" for limit in limits)
             print(f"About 1 in {one} texts of the model passes the test (95 %: {low} to {high})")
         k = pareto_k(log_weights)
-        # Where most texts count alike, a few weights that differ say nothing of a tail.
-        is_heavy = drawn.ess < size / 2 and k > 0.7  # nor where it is NaN
+        is_heavy = drawn.ess < size / 2 and k > 0.7  # else most texts count alike
         warning = ": estimates may be further off than their errors say; draw more, or train"
         print(f"Pareto k of the weights {k:.2f}{warning if is_heavy else ''}")
 

@@ -9,8 +9,7 @@
     line 3          one step from q^(m-1)
     line 4          nothing: p^(m) = q^(m) has learned what a twist could add, so psi^(m) = 1
 
-The pair (p^(0), psi^(0) = q^(0) / p^(0)) is kept as (q^(0), 1), which is the same by eq. 8. q is
-p^(0) with an adapter, which moves the final hidden states h in front of the output layer:
+A pair is (q^(m), 1), and weighs as in eq. 8. q is p^(0) with an adapter of the final states h:
 
     logits of q = head(h + U) + a g,   (U, a) = MLP(h)                                  [.., V]
 
@@ -21,9 +20,8 @@ proposals are poor, a few texts have all the weight; c, which truncates it (Ioni
 largest number under which the ESS of W is large enough. A fit that goes on for long learns the
 heavy texts by heart: so each generation fits an adapter anew, a share of the texts is held out, and
 the q with their least loss is kept. The objective is that of distributional policy gradients
-(Parshakova et al., 2019), the ladder that of adaptive SMC samplers (Jasra et al., 2011).
-
-N sequences in the pool, M texts of a fit, U updates, n rows of a batch, T tokens, D width, S tokens
+(Parshakova et al., 2019), the ladder that of adaptive SMC samplers (Jasra et al., 2011). N
+sequences in the pool, M texts of a fit, U updates, n rows of a batch, T tokens, D width, S tokens
 or prefixes that differ, V vocabulary.
 """
 

@@ -7,12 +7,15 @@ point of a figure, is the mean over seeds with its 95 % interval (Student's t).
 """
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no screen
+
+os.environ["MPLBACKEND"] = "agg"  # that of a notebook may not be installed here
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from eval import evaluate

@@ -18,8 +18,7 @@ def pareto_k(log_weights: Tensor) -> float:
     infinite where fewer than 5 weights are above zero.
 
     The threshold leaves the M = min(N / 5, 3 sqrt N) largest weights, of which equal ones count
-    once. Their k is the posterior mean of Zhang and Stephens (2009), drawn to 1/2 as by ten more.
-    """
+    once. Their k is the posterior mean of Zhang and Stephens (2009), drawn to 1/2 as by ten."""
     log_weights = log_weights.cpu().double().flatten().sort().values
     # Ascending; where all are zero, so are the differences that are not defined.
     weights = (log_weights - log_weights[-1]).exp().nan_to_num()  # [N]

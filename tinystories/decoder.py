@@ -107,7 +107,7 @@ class Decoder:
 class Conditional(abc.ABC):
     """A language model conditioned on one prompt."""
 
-    network: Any  # what is fine-tuned, where the model has one
+    network: Any  # what is fine-tuned
 
     def __init__(self, prompt: Tensor, length: int, width: int, vocab_size: int, end: End = ()):
         """prompt [P], then T = length tokens below vocab_size; any of `end` finishes a text."""

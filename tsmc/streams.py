@@ -1,12 +1,12 @@
 """Random streams by name, and large samples in chunks of bounded memory, drawn by all processes.
 
-Whatever draws at random has a stream of its own, named by a word and its generation, so it gives
-the same numbers after a resume, or in any process that `torchrun` has started. Only this file and
-the folder of a job (`eval/job.py`) know of processes: each draws a share, and all get the whole.
+Whatever draws at random has a stream of its own, so it gives the same numbers after a resume, or in
+any process of `torchrun`: each draws a share, and all get the whole.
 """
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +19,8 @@ CHUNK = 1000  # sequences that are drawn at a time
 
 def join_processes(device: torch.device) -> None:
     """Join the processes that torchrun has started, if any."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
+    if (count := os.environ.get("WORLD_SIZE", "1")) != "1" and not dist.is_initialized():
+        print(f"waiting for the {count} processes of WORLD_SIZE", file=sys.stderr)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -62,8 +63,7 @@ class Streams:
         self.device = torch.device(device)
 
     def stream(self, *name: str | int | None) -> torch.Generator:
-        """The random stream of a name, as ("sampling", 1); those of other names are independent."""
-        # Hashed, so that streams of neighbouring seeds or names have nothing in common.
+        """The random stream of a name, as ("sampling", 1), hashed to be independent of others."""
         digest = hashlib.sha256(repr((self.seed, *name)).encode()).digest()
         return torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "big"))
 
@@ -75,8 +75,8 @@ class Streams:
         draw: Callable[[int, torch.Generator], Any],
         particles: int = 1,
     ) -> Any:
-        """A sample of size `total`, of `particles` sequences each: draw(size, generator) returns an
-        object of tensors for each chunk, from stream (word, m, number of the chunk)."""
+        """`total` samples, each of `particles` sequences: draw(size, generator) gives an object of
+        tensors for each chunk n, from stream (word, m, n)."""
         at_once = max(1, CHUNK // particles)
         starts = range(0, total, at_once)
         rank, count = process()

@@ -3,19 +3,24 @@
     python -m beyond.forced --potential keyword:dragon --samples 3
 
 A piece b_i is a spelling, in tokens, of a word that texts with phi > 0 are likely to hold, a hint
-of the potential. A draw has it at position u with probability v_iu, and p draws all other tokens.
-The text s can come from every position at which it holds a piece:
+of the potential. p draws a text token by token. Before each token u, as long as no piece has been
+written, a piece is, with the chances h_iu, and the text goes on behind it:
 
-    log q(s) / p(s) = log sum over (i, u) at which s holds b_i of v_iu / prod p(b_i),  sum v = 1
+    rho_iu = p(first token of b_i | s_{1:u}) kappa_i,   h_iu = rho_iu / (sum_j rho_ju + R_u)
 
-where p(b_i) are the probabilities in s of the tokens of the piece. Behind the end of a text nothing
-is written: there every s agrees with a piece, and p = 1. Of N draws n are plain draws of p, which
-bound the weights and find texts without the pieces. All weights divide by the density of the
+where kappa_i is what the other tokens of the piece usually have, and R_u the mean over texts of p
+of all rho behind u. So words come where p would write them. Whatever kappa and R are, s comes from
+every position at which it holds a piece, and from none:
+
+    q(s) / p(s) = sum over (i, u) at which s holds b_i of prod_{v < u} (1 - h_v) h_iu / p(b_i)
+                  + prod_v (1 - h_v),                                    h_v = sum_i h_iv
+
+Of N draws n are plain draws of p, which bound the weights. All weights divide by the density of the
 mixture, so E[1/N sum w u] = sum_s p(s) phi(s) u(s) for all u:
 
     w(s) = p(s) phi(s) / (n/N p(s) + (1 - n/N) q(s)) <= phi(s) N/n
 
-N texts, n rows, T tokens, I pieces, M placements (i, u), S shared states, V vocabulary.
+N texts, n rows, T tokens, I pieces, L tokens of a piece, S shared states, V vocabulary.
 """
 
 import math
@@ -25,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from beyond.tail import pareto_k
@@ -40,19 +46,22 @@ from tsmc.streams import Streams
 from twist.potential import LETTER
 
 FREE = -1  # in place of a token that is not prescribed
-PLAIN = 0.1  # share of plain draws
-EVEN = 0.2  # share of v that is the same for all pieces; the others go by what p writes
+PLAIN = 0.5  # share of plain draws: so no word is drawn much worse than by p
+PILOT = 200  # texts of p by which kappa and R are chosen
 
 
 @torch.no_grad()
 def draw_texts(
-    base: Conditional, q: Conditional, uniform: Tensor, prescribed: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """N texts of q at uniform numbers [N, T]: tokens, log p^(0) and log q of each token, [N, T]. q
-    has the states of p^(0) = base, so that one pass serves both. A token is the prescribed one
-    [N, T] where this is not FREE, unless the text has ended before."""
-    tokens = torch.empty_like(prescribed)
+    base: Conditional, q: Conditional, uniform: Tensor, forced: Any = None, chance: Any = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """N texts of q at uniform numbers [N, T]: tokens, log p^(0), log q of each token, [N, T], and
+    log p^(0) of the first token of each piece [N, T, I]. q has the states of p^(0) = base. With
+    `forced`, pieces are written at uniform numbers `chance` [N, T], infinite for plain draws."""
+    tokens = torch.full(uniform.shape, FREE, device=uniform.device)  # those that are due
     log_p, log_q = torch.empty_like(uniform), torch.empty_like(uniform)
+    pieces = forced.pieces if forced else []
+    first = uniform.new_empty(*uniform.shape, len(pieces))
+    is_begun = torch.zeros(len(uniform), dtype=torch.bool, device=uniform.device)
     decoder = Decoder(base, len(uniform))
     for t in range(base.length):
         if t > 0:
@@ -60,15 +69,20 @@ def draw_texts(
         for hidden, rows, share in decoder.slices():  # [S, D], [n], [n]
             logits = q.head(hidden)  # [S, V]
             drawn, log_normaliser = draws.draw_categorical(logits, uniform[rows, t, None], share)
-            is_free = prescribed[rows, t] == FREE  # [n]
-            if base.end:
-                is_free |= hidden[share, -1] > 0  # the text has ended, and only repeats its end
-            chosen = drawn.where(is_free, prescribed[rows, t])  # [n]
+            log_base = logits.log_softmax(-1) if q is base else base.head(hidden).log_softmax(-1)
+            if forced:
+                first[rows, t] = log_base[share][:, forced.first].to(first)  # [n, I]
+                below = forced.chances(first[rows, t], t).cumsum(-1)  # [n, I]
+                number = (chance[rows, t, None] >= below).sum(1)  # [n] of a piece, I where none
+                number = number.masked_fill(is_begun[rows], len(pieces))
+                for i, piece in enumerate(pieces):
+                    tokens[rows[number == i], t : t + len(piece)] = piece[: base.length - t]
+                is_begun[rows] |= number < len(pieces)
+            chosen = torch.where(tokens[rows, t] == FREE, drawn, tokens[rows, t])  # [n]
             tokens[rows, t] = chosen
+            log_p[rows, t] = log_base[share, chosen].to(log_p)
             log_q[rows, t] = (logits[share, chosen] - log_normaliser).to(log_q)
-            if q is not base:
-                log_p[rows, t] = base.head(hidden).log_softmax(-1)[share, chosen].to(log_p)
-    return tokens, log_q if q is base else log_p, log_q
+    return tokens, log_p, log_q, first
 
 
 def pieces_of(potential: Any, lm: str) -> list[list[int]]:
@@ -91,46 +105,59 @@ class Forced:
     def __init__(self, base: Conditional, pieces: list[list[int]], generator: Generator):
         """ValueError where none of I pieces fits into a text, or where there are none."""
         self.base = base
-        tables, likely = [], []
-        for b in [b for b in pieces if len(b) <= base.length]:
-            positions = base.length - len(b) + 1
-            table = torch.full((positions, base.length), FREE, device=generator.device)
-            for u in range(positions):
-                table[u, u : u + len(b)] = table.new_tensor(b)
-            # How likely p writes it: the geometric mean over a text for each position.
-            uniform = draws.uniforms(*table.shape, generator)
-            _, log_p, _ = draw_texts(base, base, uniform, table)
-            likely.append(log_p.where(table != FREE, 0.0).sum(1).mean())
-            tables.append(table)
-        if not tables:
+        device = generator.device
+        # Behind an end nothing can be written.
+        cut = [next((b[: n + 1] for n, v in enumerate(b) if v in base.end), b) for b in pieces]
+        self.pieces = [torch.tensor(b, device=device) for b in cut if len(b) <= base.length]
+        if not self.pieces:
             raise ValueError("no hint of the potential fits into a text; give keyword:WORD")
-        share = (1 - EVEN) * torch.stack(likely).clamp(min=-1e9).softmax(0) + EVEN / len(tables)
-        self.table = torch.cat(tables)  # [M, T] the placements
-        sizes = torch.tensor([len(table) for table in tables], device=share.device)
-        self.v = (share / sizes).repeat_interleave(sizes)  # [M]
+        self.first = torch.stack([piece[0] for piece in self.pieces])  # [I]
+        last = torch.tensor([base.length - len(piece) for piece in self.pieces], device=device)
+        self.fits = torch.arange(base.length, device=device)[:, None] <= last  # [T, I]
+        self.later = torch.ones(base.length, dtype=torch.float64, device=device)  # [T] R
+        self.log_kappa = torch.zeros(len(self.pieces), dtype=torch.float64, device=device)  # [I]
+        uniform = draws.uniforms(PILOT, base.length, generator)  # [n, T]
+        never = torch.full_like(uniform, torch.inf)
+        tokens, _, _, first = draw_texts(base, base, uniform, self, never)
+        for i, piece in enumerate(self.pieces):  # which is written somewhere into each text
+            start = torch.arange(PILOT, device=device) % (last[i] + 1)  # [n]
+            places = start[:, None] + torch.arange(len(piece), device=device)  # [n, L]
+            log_b = base.log_probs(tokens.scatter(1, places, piece.expand_as(places)))
+            rest = log_b.gather(1, places)[:, 1:].sum(1).double()  # [n] -inf behind an end
+            self.log_kappa[i] = rest[rest > -torch.inf].mean().nan_to_num(0.0)
+        rho = ((first + self.log_kappa).exp() * self.fits).sum(-1).mean(0)  # [T]
+        self.later = rho.sum() - rho.cumsum(0)
+
+    def chances(self, first: Tensor, t: Any = slice(None)) -> Tensor:
+        """h [..., I] at t, from log p of the first token of each piece there; also for all t."""
+        rho = (first + self.log_kappa).exp() * self.fits[t]  # [..., I]
+        total = rho.sum(-1, keepdim=True) + self.later[t][..., None].clamp(min=0.0)
+        return rho / total.clamp(min=1e-300)
 
     def draw(self, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
         """N = count texts [N, T], and log of the density of the mixture over that of p [N]."""
         plain = max(1, round(PLAIN * count))
-        chosen = draws.invert(self.v[None], draws.uniforms(1, count - plain, generator))[0]
-        free = torch.full_like(self.table[:1], FREE).expand(plain, -1)
-        prescribed = torch.cat([free, self.table[chosen]])  # [N, T]
-        uniform = draws.uniforms(*prescribed.shape, generator)
-        tokens, log_p, _ = draw_texts(self.base, self.base, uniform, prescribed)
+        uniform = draws.uniforms(count, self.base.length, generator)  # [N, T]
+        chance = draws.uniforms(count, self.base.length, generator)  # [N, T]
+        chance[:plain] = torch.inf
+        tokens, log_p, _, first = draw_texts(self.base, self.base, uniform, self, chance)
         log_plain, log_forced = (uniform.new_tensor([plain, count - plain]) / count).log()
-        return tokens, log_plain.logaddexp(log_forced + self.log_ratio(tokens, log_p))
+        return tokens, log_plain.logaddexp(log_forced + self.log_ratio(tokens, log_p, first))
 
-    def log_ratio(self, tokens: Tensor, log_p: Tensor) -> Tensor:
-        """log q(s) / p(s) [N] of texts [N, T] with log p(s_t | s_{0:t-1}) [N, T]; infinite for a
-        text that p cannot write."""
-        is_end = self.base.is_end(tokens)  # [N, T]
-        is_behind = is_end.cumsum(1) > is_end.long()  # [N, T] whether an end comes before
-        terms = []  # of each placement [N]
-        for placed, v in zip(self.table, self.v, strict=True):
-            agrees = ((tokens == placed) | (placed == FREE) | is_behind).all(1)
-            term = v.log() - log_p[:, placed != FREE].sum(1)
-            terms.append(term.where(agrees, -torch.inf))
-        return torch.stack(terms, 1).logsumexp(1)
+    def log_ratio(self, tokens: Tensor, log_p: Tensor, first: Tensor) -> Tensor:
+        """log q(s) / p(s) [N] of texts [N, T] with log p of their tokens [N, T], and of the first
+        token of each piece [N, T, I]; infinite for a text that p cannot write."""
+        h = self.chances(first)  # [N, T, I]
+        log_stay = (1 - h.sum(-1)).clamp(min=0.0).log()  # [N, T]
+        log_before = F.pad(log_stay.cumsum(1)[:, :-1], (1, 0))  # [N, T] until then no piece
+        terms = [log_stay.sum(1, keepdim=True)]
+        for i, piece in enumerate(self.pieces):
+            holds = (tokens.unfold(1, len(piece), 1) == piece).all(-1)  # [N, T - L + 1]
+            log_b = log_p.unfold(1, len(piece), 1).sum(-1)
+            log_h = h[:, : holds.shape[1], i].log()
+            term = log_before[:, : holds.shape[1]] + log_h - log_b
+            terms.append(term.where(holds & (log_h > -torch.inf), -torch.inf))
+        return torch.cat(terms, 1).logsumexp(1)
 
 
 def draw_weighted(world: World, forced: Forced, count: int, generator: Generator) -> Any:

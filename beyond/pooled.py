@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from beyond.forced import FREE, Forced, draw_texts, pieces_of
+from beyond.forced import Forced, draw_texts, pieces_of
 from distill.finetune import Best
 from distill.pair import Pair
 from distill.paper import CHECKED, Paper
@@ -263,8 +263,7 @@ class Pooled(Paper):
                 tokens, log_ratio = q.draw(size, generator)  # [n, T], [n] log q / p^(0)
             else:
                 uniform = uniforms(q.length, size, generator).T  # [n, T]
-                free = torch.full_like(uniform, FREE, dtype=torch.long)
-                tokens, log_p, log_q = draw_texts(self.base, q, uniform, free)
+                tokens, log_p, log_q, _ = draw_texts(self.base, q, uniform)
                 log_ratio = (log_q - log_p).sum(1)
             log_phi = self.log_phi(tokens)  # [n]
             return Pool(tokens, (log_phi - log_ratio).double(), log_phi)

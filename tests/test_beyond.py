@@ -143,27 +143,27 @@ WORLDS = {  # pieces, the ends
 @pytest.mark.learned
 @pytest.mark.parametrize("name", WORLDS)
 def test_forced_draws_have_their_density_and_hold_a_piece(name):
-    """By frequencies; q(s) is the mean over placements of the chance that a draw becomes s."""
+    """By frequencies of all texts, whatever kappa and R are."""
     pieces, end = WORLDS[name]
     model, draws = random_model(5, end), forced.Forced(random_model(5, end), pieces, generator(0))
+    draws.later *= 0.3  # as a pilot might have it
     tree = Tree(model)
     texts = tree.sequences[tree.prefix_log_q()[-1] > -INF]  # [S, T]
-    chance, q = model.log_probs(texts).exp(), torch.zeros(len(texts)).double()  # [S, T], [S]
-    is_end = model.is_end(texts)
-    is_behind = is_end.cumsum(1) > is_end.long()  # [S, T]
-    for row, v in zip(draws.table, draws.v, strict=True):
-        steps = torch.where(row < 0, chance, (texts == row).double())
-        q += v * steps.where(~is_behind, 1.0).prod(1)
-    p = chance.prod(1)
-    assert q.sum().item() == pytest.approx(1) and draws.v.min() > 0.01
+    log_p = model.log_probs(texts)  # [S, T]
+    first = model.head(model.hidden(texts)).log_softmax(-1)[..., draws.first]  # [S, T, I]
+    p = log_p.sum(1).exp()
+    q = p * draws.log_ratio(texts, log_p, first).exp()
+    assert q.sum().item() == pytest.approx(1)
     tokens, log_ratio = draws.draw(20_000, generator(2))
     number = (tokens[:, None] == texts).all(2).int().argmax(1)  # [N]
-    torch.testing.assert_close(log_ratio, ((0.1 * p + 0.9 * q) / p).log()[number])
-    for part, law in ((number[:2000], p), (number[2000:], q)):
+    torch.testing.assert_close(log_ratio, ((p + q) / 2 / p).log()[number])
+    for part, law in ((number[:10_000], p), (number[10_000:], q)):
         expected = len(part) * law
         surprise = part.bincount(minlength=len(texts)) - expected
         assert (surprise[law == 0] == 0).all()
         assert (surprise / (expected * (1 - law)).clamp(min=1).sqrt()).abs().max() < 6
+    holds = sum((texts.unfold(1, len(b), 1) == b).all(2).any(1) for b in draws.pieces) > 0
+    assert q[holds].sum() > (0.99 if not end else p[holds].sum())
 
 
 def test_forced_draws_are_weighted_and_printed(capsys):

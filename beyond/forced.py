@@ -47,7 +47,7 @@ from twist.potential import LETTER
 
 FREE = -1  # in place of a token that is not prescribed
 PLAIN = 0.5  # share of plain draws: so no word is drawn much worse than by p
-PILOT = 200  # texts of p by which kappa and R are chosen
+PILOT, FEW = 200, 50  # texts of p by which R and kappa are chosen
 
 
 @torch.no_grad()
@@ -69,9 +69,10 @@ def draw_texts(
         for hidden, rows, share in decoder.slices():  # [S, D], [n], [n]
             logits = q.head(hidden)  # [S, V]
             drawn, log_normaliser = draws.draw_categorical(logits, uniform[rows, t, None], share)
-            log_base = logits.log_softmax(-1) if q is base else base.head(hidden).log_softmax(-1)
             if forced:
-                first[rows, t] = log_base[share][:, forced.first].to(first)  # [n, I]
+                first[rows, t] = (logits[:, forced.first][share] - log_normaliser[:, None]).to(
+                    first
+                )
                 below = forced.chances(first[rows, t], t).cumsum(-1)  # [n, I]
                 number = (chance[rows, t, None] >= below).sum(1)  # [n] of a piece, I where none
                 number = number.masked_fill(is_begun[rows], len(pieces))
@@ -80,9 +81,10 @@ def draw_texts(
                 is_begun[rows] |= number < len(pieces)
             chosen = torch.where(tokens[rows, t] == FREE, drawn, tokens[rows, t])  # [n]
             tokens[rows, t] = chosen
-            log_p[rows, t] = log_base[share, chosen].to(log_p)
             log_q[rows, t] = (logits[share, chosen] - log_normaliser).to(log_q)
-    return tokens, log_p, log_q, first
+            if q is not base:
+                log_p[rows, t] = base.head(hidden).log_softmax(-1)[share, chosen].to(log_p)
+    return tokens, log_q if q is base else log_p, log_q, first
 
 
 def pieces_of(potential: Any, lm: str) -> list[list[int]]:
@@ -102,6 +104,7 @@ def pieces_of(potential: Any, lm: str) -> list[list[int]]:
 class Forced:
     """The mixture of plain draws of p = base and of draws that hold a piece."""
 
+    @torch.no_grad()
     def __init__(self, base: Conditional, pieces: list[list[int]], generator: Generator):
         """ValueError where none of I pieces fits into a text, or where there are none."""
         self.base = base
@@ -120,9 +123,9 @@ class Forced:
         never = torch.full_like(uniform, torch.inf)
         tokens, _, _, first = draw_texts(base, base, uniform, self, never)
         for i, piece in enumerate(self.pieces):  # which is written somewhere into each text
-            start = torch.arange(PILOT, device=device) % (last[i] + 1)  # [n]
+            start = torch.arange(FEW, device=device) % (last[i] + 1)  # [n]
             places = start[:, None] + torch.arange(len(piece), device=device)  # [n, L]
-            log_b = base.log_probs(tokens.scatter(1, places, piece.expand_as(places)))
+            log_b = base.log_probs(tokens[:FEW].scatter(1, places, piece.expand_as(places)))
             rest = log_b.gather(1, places)[:, 1:].sum(1).double()  # [n] -inf behind an end
             self.log_kappa[i] = rest[rest > -torch.inf].mean().nan_to_num(0.0)
         rho = ((first + self.log_kappa).exp() * self.fits).sum(-1).mean(0)  # [T]

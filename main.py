@@ -6,12 +6,13 @@
     line 4          psi^(m) <- contrastive twist learning (CTL) on p^(m)      eq. 6
 
 The target never changes: sigma(s_{1:T}) is proportional to p^(0)(s_{1:T}) phi(s_{1:T}) (eq. 2), and
-p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). docs/tiny.py has the same loop with
-tables in place of networks; `distill/paper.py` has lines 1, 3 and 4.
+p^(m) sees it through phi^(m) = p^(0) phi / p^(m) (eq. 8). docs/tiny.py is the same with tables.
 """
 
+import os
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve a busy machine
 from distill.paper import Paper
 from eval.evaluate import end_rows, generation_row, table
 from eval.job import Job, command

@@ -64,7 +64,6 @@ class Options:
     eval_particles: tuple[int, ...] = option((50,), "K in testing; of others the score alone", 1)
     eval_runs: int = option(40, "TSMC runs of K particles for a row of the table", low=2)
     eval_target_proposals: int = option(100_000, "most draws for 200 exact samples; 0: none")
-    # The paper's learner.
     particles: int = option(100, "K, particles of a run", low=1)
     resampling: str = option("multinomial", "resampling scheme", choices=SCHEMES)
     ess_threshold: float = option(0.0, "resample where ESS / K is lower; 1: at every step", high=1)

@@ -70,9 +70,8 @@ def draw_texts(
             logits = q.head(hidden)  # [S, V]
             drawn, log_normaliser = draws.draw_categorical(logits, uniform[rows, t, None], share)
             if forced:
-                first[rows, t] = (logits[:, forced.first][share] - log_normaliser[:, None]).to(
-                    first
-                )
+                logits_first = logits[:, forced.first][share]  # [n, I]
+                first[rows, t] = (logits_first - log_normaliser[:, None]).to(first)
                 below = forced.chances(first[rows, t], t).cumsum(-1)  # [n, I]
                 number = (chance[rows, t, None] >= below).sum(1)  # [n] of a piece, I where none
                 number = number.masked_fill(is_begun[rows], len(pieces))
@@ -91,10 +90,12 @@ def pieces_of(potential: Any, lm: str) -> list[list[int]]:
     """The spellings, by the tokenizer of a checkpoint, of the hints of the first factor that has
     some: each word as given, in small letters and capitalised, behind a space if it has letters."""
     factors = [one for one in getattr(potential, "factors", []) if getattr(one, "hints", [])]
+    if not factors:
+        return []
+    tokenizer = load_tokenizer(checkpoint_directory(lm))
+    start = len(tokenizer.encode("a", add_special_tokens=False).ids)
     pieces = []
-    for word in factors[0].hints if factors else []:
-        tokenizer = load_tokenizer(checkpoint_directory(lm))
-        start = len(tokenizer.encode("a", add_special_tokens=False).ids)
+    for word in factors[0].hints:
         for form in dict.fromkeys((word, word.lower(), word.capitalize())):
             text = f"a {form}" if re.match(LETTER, form) else f"a{form}"
             pieces.append(tokenizer.encode(text, add_special_tokens=False).ids[start:])

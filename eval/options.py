@@ -159,6 +159,6 @@ def read_options(
     typed = vars(parser.parse_args(arguments))
     files = {"lm", "toxicity_model", "potential"}  # which may have moved, but not changed
     if typed.pop("resume", None) and typed.keys() - {"generations"} - files:
-        raise ValueError("--resume takes the options of the job; give none but --generations")
+        raise ValueError("--resume keeps all options; give none but --generations and moved files")
     preset = PRESETS.get(typed.get("preset", "pocket"), {})
     return build(kind, learner.defaults | preset | saved | typed), learner, folder

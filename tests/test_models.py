@@ -138,10 +138,7 @@ def test_any_causal_language_model_is_loaded_and_only_with_its_weights(tmp_path)
     path, name = tmp_path / "model.safetensors", "model.norm.weight"
     others = load_file(path)
     norm = {name: others.pop(name)}
-    damaged = [
-        ({}, f"missing keys: .*{name}"),
-        (norm | {"x": torch.ones(9)}, "unexpected keys: .*x"),
-    ]
+    damaged = [({}, f"missing keys: {name}"), (norm | {"x": torch.ones(9)}, "unexpected keys: x")]
     for extra, fault in [*damaged, ({name: torch.ones(9)}, f"mismatched keys:.*{name}")]:
         save_file(others | extra, path, {"format": "pt"})
         with pytest.raises(ValueError, match=fault):

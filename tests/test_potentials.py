@@ -86,7 +86,7 @@ def test_words_end_where_their_script_says(word, having, lacking):
 @pytest.mark.parametrize("spec", ["without:dog", "without~2:dog", "without:猫"])
 def test_f_is_never_below_phi_of_a_continuation(spec):
     factor = factor_of(spec)
-    pieces = [f" {spec.partition(':')[2]}", "gy", ".", "猫", " a b"]
+    pieces = [f" {spec.partition(':')[2]}", "gy", ".", '"', "猫", " a b"]
     texts = ["".join(text) for text in itertools.product(pieces, repeat=4)]
     phi = dict(zip(texts, factor(texts), strict=True))
     for begun in {text[:n] for text in texts for n in range(len(text))}:

@@ -27,7 +27,8 @@ def load_any(directory: Path, device: str | torch.device) -> Any:
     network, found = load(directory, output_loading_info=True, **settings)
     for trouble, names in found.items():  # missing, unexpected and mismatched keys, other errors
         if names:
-            raise ValueError(f"{directory}: {trouble.replace('_', ' ')}: {names}"[:300])
+            faults = ", ".join(sorted(map(str, names)))[:300]
+            raise ValueError(f"{directory}: {trouble.replace('_', ' ')}: {faults}")
     return network.to(device)
 
 

@@ -50,9 +50,8 @@ def gathered(value: Any) -> list[Any]:
 
 def progress(steps: Iterable, title: str, m: int | None = None) -> tqdm:
     """The steps with a bar on a terminal."""
-    return tqdm(
-        steps, title if m is None else f"generation {m}, {title}", leave=False, disable=None
-    )
+    title = title if m is None else f"generation {m}, {title}"
+    return tqdm(steps, title, leave=False, disable=None)
 
 
 class Streams:

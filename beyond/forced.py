@@ -16,7 +16,7 @@ every position at which it holds a piece, and from none:
                   + prod_v (1 - h_v),                                    h_v = sum_i h_iv
 
 Of N draws n are plain draws of p, which bound the weights. All weights divide by the density of the
-mixture, so E[1/N sum w u] = sum_s p(s) phi(s) u(s) for all u:
+mixture, as in `tsmc/mixture.py`, so E[1/N sum w u] = sum_s p(s) phi(s) u(s) for all u:
 
     w(s) = p(s) phi(s) / (n/N p(s) + (1 - n/N) q(s)) <= phi(s) N/n
 
@@ -33,7 +33,6 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from beyond.tail import pareto_k
 from eval.job import command
 from eval.options import Options, build
 from eval.sample import Weighted, parsed, parser_of, report
@@ -41,7 +40,6 @@ from eval.world import World, load_sampling_world
 from tinystories.decoder import Conditional, Decoder
 from tinystories.load import checkpoint_directory, load_tokenizer
 from tsmc import draws
-from tsmc.sampler import Population
 from tsmc.streams import Streams
 from twist.potential import LETTER
 
@@ -182,23 +180,18 @@ def main(arguments: list[str] | None = None) -> None:
         forced = Forced(world.base, pieces, streams.stream("hints"))
         drawn = streams.draw("forced draws", None, size, partial(draw_weighted, world, forced))
         tokens, log_weights = drawn.tokens, drawn.log_weights[None]  # [N, T], [1, N] of one run
-        log_z, ess = draws.log_mean_exp(log_weights), draws.effective_sample_size(log_weights)
-        if not log_z > -torch.inf:
+        if not log_weights.max() > -torch.inf:
             raise ValueError("all forced draws have weight zero; draw more, or soften phi")
-        ancestors = draws.systematic(draws.normalise(log_weights), streams.stream("resampling"))
-        population = Population(tokens[None], log_weights, ancestors, tokens[ancestors], log_z, ess)
         texts = world.potential.texts(tokens)
-        drawn = Weighted(texts, world.score(tokens, texts), population.shares(), population, True)
+        log_z = draws.log_mean_exp(log_weights)  # [1]
+        drawn = Weighted(texts, world.score(tokens, texts), log_weights, log_z, True)
         print(report(drawn, count, options.seed))
         if set(drawn.scores["log_phi"].tolist()) <= {0.0, -torch.inf}:  # texts pass, or do not
             evidence = drawn.evidence()
-            limits = (evidence.value + sign * evidence.half_width() for sign in (0, 1, -1))
-            one, low, high = (f"{math.exp(-limit):,.0f}" for limit in limits)
+            limits = (evidence.value, evidence.value + evidence.above())
+            one, low = (f"{math.exp(-limit):,.0f}" for limit in limits)
+            high = f"{math.exp(evidence.half_width() - evidence.value):,.0f}"
             print(f"About 1 in {one} texts of the model passes the test (95 %: {low} to {high})")
-        k = pareto_k(log_weights)
-        is_heavy = drawn.ess < size / 2 and k > 0.7  # else most texts count alike
-        warning = ": estimates may be further off than their errors say; draw more, or train"
-        print(f"Pareto k of the weights {k:.2f}{warning if is_heavy else ''}")
 
 
 if __name__ == "__main__":

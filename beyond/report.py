@@ -24,8 +24,7 @@ from tsmc.estimate import Estimate, mean_estimate
 
 COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study shows
     "kl_target_model": ("KL(sigma, p^(m))", ".2f"),  # without its twist
-    # KL(sigma||law of a sample) of runs that resample at T alone: what weights repair is in it.
-    "kl_samples": ("KL of samples", ".2f"),
+    "kl_samples": ("KL of samples", ".2f"),  # KL of a draw of runs without draws of p, until 1.1
     "kl_fresh": ("KL, fresh", ".2f"),  # by other exact samples, drawn after all tuning
     "weighted_score": ("score, weighted", ".3f"),  # mean over runs of K, weighted to sigma
     # Of what line 3 learns from: different texts, and (until 0.20) different first five tokens.

@@ -15,30 +15,31 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from beyond.report import draw_study, fill, read_records
 from distill.pair import Pair
+from distill.paper import Paper
+from eval.evaluate import DRAW, draw_plain, mixture_row
 from eval.job import command
 from eval.options import Parser
-from eval.sample import TrainedJob, Weighted, sample
+from eval.sample import TrainedJob
 from eval.world import SAMPLES, load_target
 from tinystories.load import read_json, write, write_json
-from tsmc.draws import log_mean_exp, normalise
-from tsmc.proposal import proposal_log_probs, sequence_log_probs
+from tsmc.draws import normalise
+from tsmc.proposal import proposal_log_probs
+from tsmc.streams import Streams
 
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
 ONCE = "--generations 0 --ctl-batch-size 500"  # the scores of `paper` 2 in generation 0
-SIZES = "--eval-particles 50 20 100 1000"
 RULE = "--ess-threshold 1 --ctl-updates 140 --ctl-learning-rate 3e-4"  # the paper's, and its steps
 RULE += " --distill-updates 80 --distill-learning-rate 3e-5"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
 SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
 QUESTION = "--lm smollm2 --potential docs/question.py:log_phi"
 RUNS = {  # options and seeds
-    "paper": (SIZES, FIVE),
-    "pooled": (f"--learner pooled {SIZES}", FIVE),
+    "paper": ("", FIVE),
+    "pooled": ("--learner pooled", FIVE),
     "rule": (f"{RULE} --distill-runs 300", FIVE),
     "rule-50": (f"{RULE} --distill-runs 40", FIVE),  # with the scores of `paper`
     "every-step": ("--ess-threshold 1", FIVE),
@@ -77,7 +78,8 @@ RULES = {  # of resampling, under which the pairs of RULED are measured
 }
 RULED = ("paper", "sad-paper")
 COUNTED, BINS = ("paper", "beta-1"), 20  # of these the toxicity of p and sigma is counted
-AGAIN = ("paper", "pooled")  # these have a second KL, by the exact samples FRESH
+AGAIN = ("paper", "pooled")  # these have scores by SIZES, and a KL by the exact samples FRESH
+SIZES = (20, 50, 100, 1000)  # K of the paper's Fig. 2
 FRESH = Path("docs/results/fresh")  # of the first task, drawn after all tuning
 KEPT = Path("docs/results/runs")
 LOCAL = ("out", "lm", "toxicity_model", "similarity_model", "target", "device")  # not kept
@@ -114,61 +116,65 @@ def measured(job: Path, kind: str) -> dict:
             row["distinct_texts"] = distinct[-1]
         trained = TrainedJob(job, m)
         world, options = trained.world, trained.options
-        sizes = (options.eval_particles[0], options.eval_runs)  # K, R
+        sizes = (options.eval_particles, options.eval_runs)  # K, R
+        streams = Streams(options.seed, world.base.prompt.device)
+        learner = Paper(world.base, world.potential, options, streams)  # which draws any pair
         drawn = trained.sample(*sizes)
-        row["worth"] = drawn.ess / len(drawn.texts)
-        shares = normalise(drawn.population.log_weights.cpu().double())  # [R, K]
-        products = (shares * scores_of(drawn))[drawn.population.log_z.cpu() > -math.inf]
-        row["weighted_score"] = products.nansum(1).mean().item()  # without dead runs and 0 * inf
-        if drawn.is_independent and (job / "target" / SAMPLES).exists():
-            row["kl_samples"] = kl_by(job / "target", trained, drawn)
+        row["worth"] = drawn.ess / math.prod(sizes)
+        shares = normalise(drawn.log_weights.cpu().double())  # [R, K] of each run
+        products = shares * score_of(drawn.scores).view_as(shares)
+        # Without dead runs and 0 * inf.
+        row["weighted_score"] = products[drawn.log_z.cpu() > -math.inf].nansum(1).mean().item()
+        is_known = DRAW in row or not (job / "target" / SAMPLES).exists()
+        if not is_known and learner.is_independent(trained.pair):  # of a policy
+            world.exact = load_target(job / "target", options, world.base.prompt.device)
+            draw_plain(options, world, learner)
+            population = learner.population(trained.pair, "sample", None, *sizes)
+            row |= mixture_row(world, trained.pair, population)
         if kind in AGAIN:
             row["kl_fresh"] = kl_by(FRESH, trained)
+            row["populations"] = {}
+            for size in SIZES:
+                few = max(1, math.prod(sizes) // size)
+                row["populations"][size] = mean_score(trained, learner, size, few)
         if kind in RULED:
             by_rule = {}
             for rule, (scheme, threshold) in RULES.items():
                 changed = dataclasses.replace(options, resampling=scheme, ess_threshold=threshold)
-                drawn = sample(world, trained.pair, changed, *sizes)
-                scores = scores_of(drawn).gather(1, drawn.population.ancestors.cpu())
-                by_rule[rule] = {"score": scores.mean().item()}
+                learner = Paper(world.base, world.potential, changed, streams)
+                by_rule[rule] = {"score": mean_score(trained, learner, *sizes)}
             results.setdefault("rules", []).append(by_rule)
     trained.pair = Pair(world.base, None)  # of row Base
     if kind in AGAIN:
         results["base"]["kl_fresh"] = kl_by(FRESH, trained)
     if kind in COUNTED:
         exact = load_target(job / "target", options, world.base.prompt.device)
-        toxicity = {"Base": scores_of(trained.sample(*sizes))}  # of 2,000 texts of p
+        toxicity = {"Base": score_of(trained.sample(*sizes).scores)}  # of 2,000 texts of p
         toxicity["Target"] = (exact.log_phi / options.beta).exp()
         counts = {name: one.cpu().histc(BINS, 0, 1).tolist() for name, one in toxicity.items()}
         results["histograms"] = counts
     return results
 
 
-def scores_of(drawn: Weighted) -> Tensor:
-    """The toxicity [R, K] where phi reads it, else log phi."""
-    return drawn.scores.get("toxicity", drawn.scores["log_phi"]).view_as(drawn.shares)
+def score_of(scores: dict[str, Tensor]) -> Tensor:
+    """The toxicity [N] where phi reads it, else log phi."""
+    return scores.get("toxicity", scores["log_phi"])
 
 
-def kl_by(directory: Path, trained: TrainedJob, drawn: Weighted | None = None) -> float:
-    """KL(sigma||q) by the exact samples of a directory; with R runs of K drawn from q, of the law
-    of a sample of such a run, by what it is over q:
+def mean_score(trained: TrainedJob, learner: Paper, particles: int, runs: int) -> float:
+    """The mean score of the samples of R = runs runs of K = particles, resampled at T."""
+    world, word = trained.world, f"populations of {particles}"
+    population = learner.population(trained.pair, word, trained.generation, particles, runs)
+    tokens = population.alive().samples.flatten(0, 1)  # [R K, T]
+    return score_of(world.score(tokens, world.potential.texts(tokens))).mean().item()
 
-        law(s) = E[sum_k 1(s_k = s) W_k] = K q(s) E[w(s) / (w(s) + w_2 + ... + w_K)]
 
-    The mean over runs makes KL(sigma||law) a little too large in expectation (Jensen's inequality).
-    """
-    world = trained.world
-    world.exact = load_target(directory, trained.options, world.base.prompt.device)
-    tokens = world.exact.tokens  # [N, T]
+def kl_by(directory: Path, trained: TrainedJob) -> float:
+    """KL(sigma||q) by the exact samples of a directory."""
+    trained.world.exact = load_target(directory, trained.options, trained.world.base.prompt.device)
+    tokens = trained.world.exact.tokens  # [N, T]
     _, log_q = proposal_log_probs(trained.pair.model, trained.pair.twist, tokens)  # [N]
-    if drawn is None:
-        return world.kl(log_q).value
-    log_w = sequence_log_probs(world.base, tokens) + world.exact.log_phi - log_q  # [N]
-    log_weights = drawn.population.log_weights.double()  # [R, K]
-    others = log_weights[:, 1:].logsumexp(1)  # [R]
-    log_shares = -F.softplus(others - log_w.double()[:, None])  # [N, R], 0 where q(s) = 0
-    log_law = log_q + math.log(log_weights.shape[1]) + log_mean_exp(log_shares)
-    return world.kl(log_law).value
+    return trained.world.kl(log_q).value
 
 
 def main(arguments: list[str] | None = None) -> None:

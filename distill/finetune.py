@@ -1,9 +1,8 @@
 """What fine-tuning shares: the trained copy, all of it or by LoRA, its updates, its best values.
 
-    AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01 of matrices only
-    LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8
-
-LoRA trains A and B of the query and value projections, and W + B A replaces W. D width.
+AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01 of matrices only
+LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8,
+       of the query and value projections; then W + B A replaces W. D width.
 """
 
 import copy

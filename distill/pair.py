@@ -1,10 +1,8 @@
 """A trained pair (p^(m), psi^(m)), and its file.
 
-    model.*      p^(m), a fine-tuned network: what differs from p^(0)
-    twist.*      psi^(m), unless it is 1
-    learner.*    what the learner needs to go on, if anything
-
-Metadata name the class of p^(m) where it is another than p^(0)'s, as "module:Class".
+model.*      p^(m), a fine-tuned network: what differs from p^(0)
+twist.*      psi^(m), unless it is 1
+learner.*    what the learner needs to go on, if anything
 """
 
 import copy
@@ -32,7 +30,7 @@ class Pair:
 
 def save_pair(path: Path, pair: Pair, base: Conditional, state: dict[str, Tensor]) -> None:
     """Write what a pair has beside p^(0) = base, and the state of its learner."""
-    kind = type(pair.model)
+    kind = type(pair.model)  # kept as "module:Class" where it is another than that of p^(0)
     is_other = kind is not type(base)
     known = {} if is_other else base.network.state_dict()
     parts: dict[str, dict[str, Tensor]] = {"learner": state, "model": {}}

@@ -5,10 +5,9 @@
     line 4   psi^(m) <- CTL-m on p^(m): sigma is proportional to p^(m) phi^(m),             eq. 8
                         phi^(m) = p^(0) phi / p^(m)
 
-p^(m) is p^(m-1), fine-tuned on samples of R independent runs of K particles, which count alike
-whatever their Z-hat is. A fifth of the runs is held out, and the parameters with their least loss
-are kept. By default a run resamples at the last token alone, so it is importance sampling from q;
-with --ess-threshold 1 at every step, as in the paper. N texts, U updates of n rows, T tokens.
+p^(m) is p^(m-1), fine-tuned on samples of R runs of K particles, which count alike. A fifth of the
+runs is held out, and the parameters with their least loss are kept. By default a run resamples at
+T alone; with --ess-threshold 1 at every step, as in the paper. N texts, U updates of n rows.
 """
 
 import math
@@ -37,8 +36,7 @@ PATIENCE = 3  # checks without a lower loss, after which line 3 ends
 
 
 class Paper:
-    """CTL and fine-tuning, for base = p^(0), log_phi(tokens [N, T]) [N], options and streams; other
-    learners are subclasses, and so is another objective of psi, by its `twist_loss`."""
+    """CTL and fine-tuning of base = p^(0) for log_phi(tokens [N, T]) [N]; others are subclasses."""
 
     defaults: ClassVar[dict[str, Any]] = {}  # options of which a learner has another default
     is_policy = False  # whether p^(m) is a policy, whose texts no weight corrects
@@ -56,6 +54,10 @@ class Paper:
     def sigma(self, model: Conditional) -> Sigma:
         """The target, as p^(m) = model sees it."""
         return Sigma(model, self.base, self.log_phi, self.options.effective_potential)
+
+    def is_independent(self, pair: Pair) -> bool:
+        """Whether particles of a run are, because no run resamples before T."""
+        return self.rule.threshold(self.sigma(pair.model)) == 0
 
     def population(self, pair: Pair, word: str, m: Any, particles: int, runs: int) -> Population:
         """R runs of K particles, from the stream of a word; ValueError where all ended dead."""

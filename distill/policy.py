@@ -11,13 +11,10 @@ GRPO, group relative policy optimisation (eq. 10):
     L = mean over n and t of  -(pi / sg(pi)) A^(n) + b (p^(0) / pi - log(p^(0) / pi) - 1),
     where pi and p^(0) are those of s_t^(n) given its past
 
-Unlike in Rafailov et al. 2023 (DPO), pairs are new samples of p^(0), ordered by reward; unlike in
-Shao et al. 2024 (GRPO), each batch has one update, so there is no older policy to clip by. What the
-paper leaves open: the i-th best of the top half meets the i-th best of the bottom half, without the
-middle one of an odd number; r is log phi, as phi is near zero on almost all samples; A = 0 where
-all rewards are equal, and beside a reward of -inf it is that of the indicator of phi > 0. The
-gradient of GRPO's penalty takes the samples as given: its mean over samples of pi is the gradient
-of KL(p^(0) || pi) per token, not of KL(pi || p^(0)), which its value estimates.
+Each update has new samples, so there is no older policy to clip by. What the paper leaves open: the
+i-th best of the top half meets the i-th best of the bottom half; r is log phi, as phi is near zero
+on almost all samples; beside a reward of -inf A is that of the indicator of phi > 0. The gradient
+of GRPO's penalty is on average that of KL(p^(0) || pi), while its value estimates KL(pi || p^(0)).
 
 N sequences, M = floor(N / 2) pairs, T tokens; sg stops the gradient.
 """
@@ -138,4 +135,4 @@ class GRPO(Policy):
                 log_ref = self.base.log_probs(tokens)  # [r, T]
             log_pi = policy.log_probs(tokens)  # [r, T]
             loss = grpo_loss(log_pi, log_ref, advantage[rows], self.options.strength)
-            yield loss * (len(rows) / len(advantage))  # the rows' share of the batch
+            yield loss * (len(rows) / len(advantage))

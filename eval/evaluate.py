@@ -1,6 +1,4 @@
-"""The rows of a job's table, Base, Target and generations: what a set of samples is worth.
-
-Samples are the particles after the last resampling, where copies count as often as they occur.
+"""The rows of a job's table. Samples are the particles after the last resampling, copies included.
 N texts, R runs of K particles, T tokens, D width of an embedding.
 """
 
@@ -16,23 +14,25 @@ from distill.pair import Pair
 from distill.paper import Paper
 from eval.options import Options
 from eval.world import World
-from tsmc.estimate import log_mean_estimate
+from tsmc.draws import log_mean_exp
+from tsmc.estimate import Estimate, log_mean_estimate
+from tsmc.mixture import PLAIN, mixture_log_weights
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.rejection import exact_samples
 from tsmc.sampler import Population
 
-KL = "kl_target_proposal"
+KL, DRAW = "kl_target_proposal", "kl_draw"
 COLUMNS = {  # of the table: title and form, by the key of a row
     "toxicity": ("toxicity", ".3f"),  # mean of p(toxic | s), where the potential reads it
     "log_phi": ("log phi", ".2f"),
     "phi_positive": ("phi > 0", ".3f"),  # share of texts that the potential does not rule out
     # The mean cosine of the embeddings of two texts. To distil few distinct texts raises it.
     "similarity": ("similarity", ".3f"),
-    # KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma by exact samples, of the
-    # proposal: weights repair a part. That of Base is KL(sigma||p).
+    # KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma; of Base KL(sigma||p).
     KL: ("KL", ".2f"),
-    # The log of the mean of Z-hat over all runs, where dead ones count zero; of Base and Target
-    # that of phi over draws of p^(0). Then mean and spread of log Z-hat over the runs alive.
+    # KL(sigma||law) of a draw by weight from K particles, of which a part are draws of p^(0).
+    DRAW: ("KL of a draw", ".2f"),
+    # By draws of q and p^(0), or runs that resample before T; then of single runs that are alive.
     "log_z": ("log Z", ".2f"),
     "log_z_hat_mean": ("log Z-hat", ".2f"),
     "log_z_hat_std": ("(spread)", ".2f"),
@@ -64,14 +64,18 @@ def mean_pairwise_cosine(vectors: Tensor) -> float:
     return float((unit.sum(0).square().sum() - unit.square().sum()) / (count * (count - 1)))
 
 
+def with_interval(key: str, estimate: Estimate) -> dict[str, float]:
+    """A number of a row and its 95 % interval."""
+    row = {key: estimate.value, f"{key}_half_width": estimate.half_width()}
+    return row | ({f"{key}_above": estimate.above()} if estimate.stretch > 1 else {})
+
+
 def population_row(population: Population) -> dict[str, float]:
     """What the runs say of themselves: evidence, effective sizes, copies. Dead runs have none."""
-    alive, log_z = population.alive(), log_mean_estimate(population.log_z)
+    alive = population.alive()
     particles = population.log_weights.shape[1]
     distinct = [len(tokens.unique(dim=0)) / particles for tokens in alive.samples]  # [R]
     return {
-        "log_z": log_z.value,
-        "log_z_half_width": log_z.half_width(),
         "log_z_hat_mean": alive.log_z.mean().item(),
         "log_z_hat_std": alive.log_z.std().item(),
         "ess": alive.ess.mean().item(),
@@ -80,42 +84,76 @@ def population_row(population: Population) -> dict[str, float]:
     }
 
 
+def log_importance(world: World, pair: Pair, tokens: Tensor, log_phi: Tensor) -> Tensor:
+    """log w_q = log p^(0) phi / q [N] of texts tokens [N, T] with log phi [N]."""
+    _, log_q = proposal_log_probs(pair.model, pair.twist, tokens)  # [N]
+    return sequence_log_probs(world.base, tokens) + log_phi - log_q
+
+
+def mixture_row(world: World, pair: Pair, population: Population) -> dict[str, float]:
+    """log Z by draws of q and some of row Base; KL(sigma||law) of a draw by weight from K of them:
+    law(s) = K mix(s) E[w(s) / (w(s) + w of K - 1 others)], with the density mix = p phi / w."""
+    runs, particles = population.log_weights.shape
+    tokens, plain_phi = world.plain
+    plain_w = log_importance(world, pair, tokens, plain_phi).view(runs, particles)
+    log_phi = world.potential(population.tokens.flatten(0, 1)).view(runs, particles)
+    more = math.ceil(PLAIN / (1 - PLAIN) * particles)  # of p beside K of q
+    share = more / (particles + more)
+    log_w = mixture_log_weights(population.log_weights, log_phi, share)  # [R, K]
+    plain_w = mixture_log_weights(plain_w, plain_phi.view(runs, particles), share)[:, :more]
+    log_w = torch.cat([log_w, plain_w], 1)  # [R, K + more]
+    row = with_interval("log_z", log_mean_estimate(log_w))
+    if (exact := world.exact) is not None:
+        plain = round(share * particles)
+        others = log_w[:, plain + 1 : particles + plain].logsumexp(1)  # [R] of K - 1
+        over_q = log_importance(world, pair, exact.tokens, exact.log_phi)  # [N]
+        exact_w = mixture_log_weights(over_q, exact.log_phi, share)  # [N]
+        log_mix = sequence_log_probs(world.base, exact.tokens) + exact.log_phi - exact_w  # [N]
+        log_shares = F.logsigmoid(exact_w[:, None] - others)  # [N, R]
+        log_law = math.log(particles) + log_mix + log_mean_exp(log_shares)  # [N]
+        row |= with_interval(DRAW, world.kl(log_law))
+    return row
+
+
 def generation_row(
     options: Options, world: World, learner: Paper, pair: Pair, m: int
 ) -> dict[str, Any]:
     """The row of generation m."""
     row: dict[str, Any] = {"generation": m, "scores": learner.scored(m)}
-    particles, *others = options.eval_particles
-    count = options.eval_runs * particles
+    particles = options.eval_particles
     if learner.is_policy:  # all its texts count, those with phi = 0 as well
         draw = partial(sample_proposal, pair.model, None)
+        count = options.eval_runs * particles
         tokens = learner.streams.draw("evaluation", m, count, draw).tokens
     else:
         population = learner.population(pair, "evaluation", m, particles, options.eval_runs)
         tokens = population.alive().samples.flatten(0, 1)  # [R K, T]
         row |= population_row(population)
+        if learner.is_independent(pair):
+            draw_plain(options, world, learner)
+            row |= mixture_row(world, pair, population)
+        else:
+            row |= with_interval("log_z", log_mean_estimate(population.log_z))
     if world.exact is not None:
         log_p, log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)  # [N], [N]
-        kl = world.kl(log_q)
-        row |= {KL: kl.value, f"{KL}_half_width": kl.half_width()}
+        row |= with_interval(KL, world.kl(log_q))
         row["kl_target_model"] = world.kl(log_p).value  # of the model without its twist
-    row |= texts_row(world, tokens, options.seed)
-    if others and not learner.is_policy:  # Fig. 2: equally many particles in runs of each K
-        row["populations"] = {}
-        for size in options.eval_particles:
-            word = f"populations of {size}"
-            drawn = learner.population(pair, word, m, size, max(1, count // size))
-            texts = texts_row(world, drawn.alive().samples.flatten(0, 1), options.seed)
-            row["populations"][size] = texts.get("toxicity", texts["log_phi"])
-    return row
+    return row | texts_row(world, tokens, options.seed)
+
+
+def draw_plain(options: Options, world: World, learner: Paper) -> None:
+    """The draws of p^(0) of row Base, as many as those of q, unless the world has them."""
+    if world.plain is None:
+        count = options.eval_runs * options.eval_particles
+        draw = partial(sample_proposal, world.base, None)
+        tokens = learner.streams.draw("base samples", None, count, draw).tokens  # [N, T]
+        world.plain = tokens, world.potential(tokens)
 
 
 def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
     """The rows Base and Target; exact samples are drawn where the world has none, but need few."""
-    count = options.eval_runs * options.eval_particles[0]
-    draw = partial(sample_proposal, world.base, None)
-    tokens = learner.streams.draw("base samples", None, count, draw).tokens  # [N, T]
-    log_phi = world.potential(tokens)  # [N]
+    draw_plain(options, world, learner)
+    tokens, log_phi = world.plain  # [N, T], [N]
     # The mean of phi tells beforehand how many proposals are needed.
     rate = log_phi.exp().mean().item()
     proposals = min(options.eval_target_proposals, math.ceil(ENOUGH / rate) if rate > 0 else 2**63)
@@ -123,15 +161,13 @@ def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
         word = "target by rejection"
         exact = exact_samples(world.base, world.potential, learner.streams, word, proposals)
         world.exact = exact if len(exact.tokens) > 1 else None
-    log_z = log_mean_estimate(log_phi)
-    rows = {"base": texts_row(world, tokens, options.seed)}
-    rows["base"] |= {"log_z": log_z.value, "log_z_half_width": log_z.half_width()}
+    base = texts_row(world, tokens, options.seed)
+    rows = {"base": base | with_interval("log_z", log_mean_estimate(log_phi))}
     if (exact := world.exact) is not None:
-        kl = world.kl(sequence_log_probs(world.base, exact.tokens))
-        rows["base"] |= {KL: kl.value, f"{KL}_half_width": kl.half_width()}
+        rows["base"] |= with_interval(KL, world.kl(sequence_log_probs(world.base, exact.tokens)))
+        log_z = Estimate(exact.log_z, exact.log_z_std_error, math.inf)
         rows["target"] = texts_row(world, exact.tokens, options.seed)
-        rows["target"]["log_z"] = exact.log_z
-        rows["target"]["log_z_half_width"] = 1.96 * exact.log_z_std_error
+        rows["target"] |= with_interval("log_z", log_z)
     return rows
 
 
@@ -145,7 +181,9 @@ def table(results: dict[str, Any]) -> str:
     for name, row in rows.items():
         cells = [format(row[key], COLUMNS[key][1]) if key in row else "" for key in shown]
         for n, key in enumerate(shown):
-            if f"{key}_half_width" in row:
+            if f"{key}_above" in row:
+                cells[n] += f" -{row[f'{key}_half_width']:.2f} +{row[f'{key}_above']:.2f}"
+            elif f"{key}_half_width" in row:
                 cells[n] += f" ± {row[f'{key}_half_width']:.2f}"
         lines.append([name, *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

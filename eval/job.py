@@ -6,8 +6,7 @@
     generation-0/pair.safetensors, row.json ...  a generation each; its row is written last
     results.json                                 all rows, once the last one is there
 
-With --resume a job goes on behind its last row, and its results are, to the byte, those of a job
-that was never interrupted, because every random stream has a name.
+With --resume a job goes on behind its last row, to the same results, for random streams have names.
 """
 
 import contextlib
@@ -111,8 +110,8 @@ class Job:
 
 @contextlib.contextmanager
 def command(program: str) -> Iterator[list[str]]:
-    """Run a command. What the user can correct ends it with one line on standard error and code 2,
-    Ctrl-C with code 130 and the line that the command has added to the list."""
+    """Run a command: what the user can correct ends it in one line, and Ctrl-C with the lines of
+    the list as well."""
     if sys.platform == "linux":
         # Keep freed pages: to wait for fresh zeroed ones is a third of the time of a training step.
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX of <malloc.h>

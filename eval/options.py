@@ -61,7 +61,7 @@ class Options:
     seed: int = option(0, "seed of everything random")
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     dtype: str = option("float32", "type of the networks, but for training", choices=DTYPES)
-    eval_particles: tuple[int, ...] = option((50,), "K in testing; of others the score alone", 1)
+    eval_particles: int = option(50, "K in testing", low=1)
     eval_runs: int = option(40, "TSMC runs of K particles for a row of the table", low=2)
     eval_target_proposals: int = option(100_000, "most draws for 200 exact samples; 0: none")
     particles: int = option(100, "K, particles of a run", low=1)
@@ -75,7 +75,6 @@ class Options:
     distill_runs: int = option(100, "R, TSMC runs that are distilled", low=1)
     distill_updates: int = option(200, "gradient steps for each language model, at most", low=1)
     distill_learning_rate: float = option(1e-5, "AdamW's step size; of LoRA thirty times", high=1)
-    # DPO and GRPO, which the paper tunes on grids.
     learning_rate: float = option(1e-4, "AdamW's step size of a policy", high=1)
     updates: int = option(398, "gradient steps of a policy in a generation", low=1)
     batch_size: int = option(128, "N, sequences drawn for one update of a policy", low=2)
@@ -116,8 +115,6 @@ def add_options(parser: argparse.ArgumentParser, kind: type, names: tuple[str, .
         how: dict[str, Any] = {"type": type(one.default)}
         if isinstance(one.default, bool):
             how = {"action": argparse.BooleanOptionalAction}
-        elif one.name == "eval_particles":
-            how = {"type": int, "nargs": "+"}
         elif isinstance(one.default, tuple):
             how = {"action": "append"}
         parser.add_argument(f"--{one.name.replace('_', '-')}", help=text, **how)
@@ -133,7 +130,8 @@ def build(kind: type, values: dict[str, Any]) -> Any:
 def read_job(folder: Path) -> dict[str, Any]:
     """What a job has saved; ValueError for one of an earlier version."""
     saved = read_json(folder / "config.json")
-    if not isinstance(saved.get("sigma", {}).get("files"), dict):
+    files = saved.get("sigma", {}).get("files")
+    if not (isinstance(files, dict) and isinstance(saved["eval_particles"], int)):
         raise ValueError(f"{folder}: is a job of an earlier version")
     return saved
 
@@ -141,8 +139,8 @@ def read_job(folder: Path) -> dict[str, Any]:
 def read_options(
     arguments: list[str] | None, learners: dict[str, str], description: str
 ) -> tuple[Any, type, Path | None]:
-    """The options of a command line, the class of the learner, and the folder to resume, if any;
-    `learners` has "module:Class" by name, and only the module that is asked for is imported."""
+    """The options of a command line, the class of the learner of all `learners`, which is imported
+    by its "module:Class", and the folder to resume, if any."""
     first = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     first.add_argument("--resume", metavar="JOB", type=Path, help="continue this job")
     first.add_argument("--learner", choices=learners, help="how to learn [paper]")

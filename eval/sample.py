@@ -6,14 +6,15 @@ Of the weight of all runs, particle k of run r has the share
 
     W_rk = Z-hat_r / (sum over all runs of Z-hat) * softmax(log_weights_r)_k
 
-so the more runs, the nearer are draws by W to sigma. All texts are worth at most 1 / sum W^2
-independent samples. Options that are not typed are those of the job. R runs, K particles.
+so the more runs, the nearer are draws by W to sigma. Where no run resamples before T, n of K are
+draws of p^(0) (`tsmc/mixture.py`). Options not typed are those of the job. R runs, K particles.
 """
 
 import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from torch import Tensor
 
 from distill.pair import Pair, load_pair
 from distill.paper import Paper
+from eval.evaluate import log_importance
 from eval.job import PAIR, ROW, command
 from eval.options import Options, Parser, add_options, build, read_job
 from eval.world import World, load_sampling_world, sigma_of
+from tsmc import draws
 from tsmc.estimate import Estimate, log_mean_estimate
-from tsmc.proposal import sequence_log_probs
-from tsmc.sampler import Population
+from tsmc.mixture import PLAIN, mixture_log_weights
+from tsmc.proposal import sample_proposal, sequence_log_probs
 from tsmc.streams import Streams
 
 CHANGES = ("prompt", "length", "end", "seed", "potential", "lm", "device", "dtype")
@@ -40,9 +43,14 @@ class Weighted:
 
     texts: list[str]  # [R K], prompt included
     scores: dict[str, Tensor]  # "log_phi", "log_p" of p^(0) [R K], "toxicity" where phi reads it
-    shares: Tensor  # [R, K] float64, W
-    population: Population
+    log_weights: Tensor  # [R, K]
+    log_z: Tensor  # [R] log Z-hat
     is_independent: bool  # whether the particles of a run are, because none resampled before T
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """Each particle's share W of the weight of all runs [R, K] float64."""
+        return draws.shares(self.log_z, self.log_weights)
 
     @property
     def ess(self) -> float:
@@ -60,9 +68,7 @@ class Weighted:
 
     def evidence(self) -> Estimate:
         """log of the mean of Z-hat over the runs, or over all particles that are independent."""
-        if self.is_independent:
-            return log_mean_estimate(self.population.log_weights.flatten(), self.ess)
-        return log_mean_estimate(self.population.log_z)
+        return log_mean_estimate(self.log_weights if self.is_independent else self.log_z)
 
     def probability(self, event: Callable[[str], float]) -> Estimate:
         """P(event(text)) under sigma, or its mean where event gives numbers, by the weights."""
@@ -76,23 +82,33 @@ class Weighted:
         # It is at least that of ESS independent texts: runs agree too well where a few texts have
         # nearly all the weight, and where the event holds for none of the texts, or for all.
         least = math.sqrt(max(0.0, value * (1 - value)) / self.ess + 1 / self.ess**2)
-        return Estimate(value, max(error, least), max(1.0, count - 1.0))
-
-
-def weigh(world: World, population: Population, is_independent: bool) -> Weighted:
-    """The texts of a population of sigma with their shares and scores."""
-    tokens = population.tokens.flatten(0, 1)  # [R K, T]
-    texts = world.potential.texts(tokens)
-    scores = world.score(tokens, texts) | {"log_p": sequence_log_probs(world.base, tokens).cpu()}
-    return Weighted(texts, scores, population.shares(), population, is_independent)
+        # The texts that no draw has met may be of either kind.
+        stretch = self.evidence().stretch
+        return Estimate(value, stretch * max(error, least), max(1.0, count - 1.0))
 
 
 def sample(world: World, pair: Pair, options: Options, particles: int, runs: int) -> Weighted:
-    """R = runs runs of K = particles of (p^(m), psi^(m)), by the seed and the rule of options."""
+    """R = runs runs of K = particles of a pair, by the seed and the rule of options."""
     streams = Streams(options.seed, world.base.prompt.device)
     learner = Paper(world.base, world.potential, options, streams)  # which draws any pair
-    population = learner.population(pair, "sample", None, particles, runs)
-    return weigh(world, population, learner.rule.threshold(learner.sigma(pair.model)) == 0)
+    is_independent = learner.is_independent(pair)
+    plain = round(PLAIN * particles) if is_independent else 0  # n
+    population = learner.population(pair, "sample", None, particles - plain, runs)
+    tokens, log_weights, log_z = population.tokens, population.log_weights, population.log_z
+    if plain > 0:
+        draw = partial(sample_proposal, world.base, None)
+        others = streams.draw("plain draws", None, runs * plain, draw).tokens  # [R n, T]
+        tokens = torch.cat([tokens, others.view(runs, plain, -1)], 1)  # [R, K, T]
+    texts = world.potential.texts(tokens.flatten(0, 1))
+    scores = world.score(tokens.flatten(0, 1), texts)
+    scores["log_p"] = sequence_log_probs(world.base, tokens.flatten(0, 1)).cpu()
+    if plain > 0:
+        log_phi = scores["log_phi"].to(log_weights).view(runs, particles)
+        log_w = log_importance(world, pair, others, log_phi[:, -plain:].flatten())
+        log_weights = torch.cat([log_weights, log_w.view(runs, plain)], 1)  # [R, K] over q
+        log_weights = mixture_log_weights(log_weights, log_phi, plain / particles)
+        log_z = draws.log_mean_exp(log_weights)
+    return Weighted(texts, scores, log_weights, log_z, is_independent)
 
 
 class TrainedJob:
@@ -119,8 +135,7 @@ class TrainedJob:
 def report(drawn: Weighted, count: int, seed: int) -> str:
     """Estimates, then a line for each of `count` samples."""
     evidence = drawn.evidence()
-    log_z = f"log Z {evidence.value:.2f} ± {evidence.half_width():.2f}"
-    lines = [f"{log_z}   all texts are worth {drawn.ess:.1f} samples"]
+    lines = [f"log Z {evidence}   all texts are worth {drawn.ess:.1f} samples"]
     lines.append(" share  log phi  toxicity  text")
     for row in drawn.samples(count, seed):
         toxicity = f"{row['toxicity']:8.3f}" if "toxicity" in row else " " * 8

@@ -2,8 +2,7 @@
 
     sigma(s) = p^(0)(s) phi(s) / Z_sigma (eq. 2),   drawn by rejection (`tsmc/rejection.py`)
 
-Exact samples are kept as tokens [N, T] with log phi [N], and with all that sigma depends on: the
-options, and hashes of weights and of users' files. N texts, T tokens, D width of an embedding.
+Exact samples are kept with all that sigma depends on. N texts, T tokens, D width of an embedding.
 """
 
 import dataclasses
@@ -46,6 +45,7 @@ class World:
     tokenizer: Any  # of the language model
     encode: Callable[[list[str]], Tensor] | None = None  # N texts -> [N, D], for the table
     exact: ExactSamples | None = None  # None where there are none of this sigma
+    plain: tuple[Tensor, Tensor] | None = None  # tokens [N, T] and log phi [N] of row Base
 
     def score(self, tokens: Tensor, texts: list[str]) -> dict[str, Tensor]:
         """log phi [N] of texts and of their tokens [N, T], and the other scores."""

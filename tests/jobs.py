@@ -16,7 +16,7 @@ import main
 from tsmc import streams
 
 CONTEXT = multiprocessing.get_context("fork")
-TABLE = "--generations 1 --eval-runs 4 --eval-particles 4 2 --eval-target-proposals 60"
+TABLE = "--generations 1 --eval-runs 4 --eval-particles 4 --eval-target-proposals 60"
 TABLE += " --beta 0.3 --length 3"
 PAPER = "--ctl-updates 3 --ctl-batch-size 11 --particles 6 --distill-runs 13 --distill-updates 3"
 POOLED = "--pool-first-draws 50 --pool-first-rounds 2 --pool-first-updates 3 --pool-draws 45"

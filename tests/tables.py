@@ -1,4 +1,4 @@
-"""Tables in the place of networks, for worlds that can be enumerated (`tsmc/exact.py`).
+"""Tables in the place of networks, for worlds that can be enumerated (`exact.py`).
 
     p(v | s_{1:t-1}) = softmax(logits[n])_v,   log psi(s_{1:t-1}, v) = log_psi[n, v]
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.exact import Target
 from tinystories.decoder import Conditional
-from tsmc.exact import Target
 
 
 class TableCache:

@@ -10,11 +10,11 @@ from tables import TableTwist
 from torch.nn.functional import one_hot
 from worlds import INF, generator, gpt_neo_world, hard_potential, table_world
 
+from tests.exact import Target, kl_divergence
 from tinystories import decoder
 from tsmc import draws
 from tsmc.draws import BLOCK, SCHEMES, draw_categorical
-from tsmc.estimate import Estimate, log_mean_estimate
-from tsmc.exact import Target, kl_divergence
+from tsmc.estimate import Estimate, log_mean_estimate, tail_factor
 from tsmc.proposal import proposal_log_probs, sequence_log_probs
 from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.sampler import Rule, tsmc
@@ -119,7 +119,7 @@ def test_particles_and_runs_die_and_nan_is_told(ess_threshold):
     is_dead = population.log_z == -INF
     assert 0 < is_dead.sum() < 200 and torch.equal(population.ess < 1, is_dead)
     assert (population.alive().samples == torch.tensor([1, 0, 1])).all()
-    shares = population.shares()
+    shares = draws.shares(population.log_z, population.log_weights)
     assert shares.sum().item() == pytest.approx(1) and (shares[is_dead] == 0).all()
     with torch.no_grad():
         twist.log_psi[0] = 0.0
@@ -159,6 +159,17 @@ def test_half_widths_are_quantiles_of_students_t(dof):
     half = torch.linspace(0, math.pi / 2, 1_000_001, dtype=torch.float64)
     inside, whole = (torch.trapezoid(y.cos() ** (dof - 1), y) for y in (x, half))
     assert (inside / whole).item() == pytest.approx(0.95, abs=2e-5)
-    found = vars(log_mean_estimate(torch.tensor([1.0, 2.0, 6.0]).log(), dof + 1))
-    wanted = {"value": math.log(3), "std_error": (7 / 3) ** 0.5 / 3, "dof": dof}
-    assert found == pytest.approx(wanted)
+
+
+def test_an_interval_of_a_log_mean_reaches_upwards_by_the_tail():
+    """The error of a log by hand; k of Pareto weights, none of equal ones; dead values count."""
+    found = log_mean_estimate(torch.tensor([2.0, 3.0, 4.0]).log())
+    wanted = {"value": math.log(3), "std_error": 1 / 3 / 3**0.5, "dof": 2.0}
+    assert vars(found) == pytest.approx(wanted | {"stretch": 1.0})
+    uniform = torch.rand(4000, generator=generator(0), dtype=torch.float64)
+    for k in (0.2, 0.7, 1.5):
+        assert tail_factor(-k * uniform.log()) == pytest.approx(1 + 4 * max(0, k - 0.4), rel=0.25)
+    passed = torch.zeros(4000).log()
+    passed[:3] = 0.0
+    found = log_mean_estimate(passed)
+    assert found.above() == found.half_width() == pytest.approx(1.96 / 3**0.5, rel=2e-3)

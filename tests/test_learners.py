@@ -8,7 +8,15 @@ import torch
 import worlds
 from networks import tiny
 from tables import TableModel, TableTwist
-from worlds import INF, generator, log_q, rare_potential, table_world, tiny_conditional
+from worlds import (
+    INF,
+    exact_ctl_loss,
+    generator,
+    log_q,
+    rare_potential,
+    table_world,
+    tiny_conditional,
+)
 
 import distill.paper
 from distill.finetune import Student
@@ -16,7 +24,7 @@ from distill.pair import Pair
 from distill.paper import CHECKED, PATIENCE, Paper
 from distill.policy import DPO, GRPO, advantages, dpo_loss, grpo_loss, preference_pairs
 from eval.options import Options
-from tsmc.exact import Target, kl_divergence
+from tests.exact import Target, kl_divergence
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Population
 from tsmc.sigma import Sigma
@@ -47,7 +55,7 @@ def test_mean_gradient_of_many_batches_is_the_enumerated_one(m, end):
     wanted = Target(base, potential).log_sigma[-1]  # the target stays while p changes (eq. 8)
     torch.testing.assert_close(target.log_sigma[-1], wanted)
     gradients = torch.stack([gradient(sigma, twist, 2000, source) for _ in range(40)])
-    (exact,) = torch.autograd.grad(target.ctl_loss(twist), twist.log_psi)
+    (exact,) = torch.autograd.grad(exact_ctl_loss(target, twist), twist.log_psi)
     never = exact == 0  # prefixes that no text has
     assert (gradients[:, never] == 0).all() and never.any() == bool(end)
     mean, error = gradients.mean(0)[~never], gradients.std(0)[~never] / 40**0.5

@@ -7,9 +7,11 @@ import torch
 from tables import TableModel
 from worlds import INF, bias, broken, generator, gpt_neo_world, table_world
 
+import tsmc.mixture
 import tsmc.proposal
 import tsmc.sampler
 import tsmc.sigma
+from tests.exact import Target
 from tinystories import decoder
 from tsmc.draws import multinomial, systematic
 from tsmc.proposal import proposal_log_probs, sample_proposal
@@ -73,6 +75,25 @@ def early_resampling() -> float:
     return max(0.0, min(1.0, max(errors)))
 
 
+def mixture_of_p_and_q() -> float:
+    """E[w u] of a mixture for u of one text each, where q rules out a token as well."""
+    model, twist, potential = table_world(2, 3)
+    errors = []
+    for level in (0.0, -INF):
+        with torch.no_grad():
+            twist.log_psi[0] += level
+        target = Target(model, potential)
+        log_p, log_q = target.log_p[-1], target.tree.prefix_log_q(twist)[-1]
+        log_w = tsmc.mixture.mixture_log_weights(
+            log_p + potential.log_phi - log_q, potential.log_phi
+        )
+        density = tsmc.mixture.PLAIN * log_p.exp() + (1 - tsmc.mixture.PLAIN) * log_q.exp()
+        errors.append(
+            (density * log_w.exp() - (log_p + potential.log_phi).exp()).abs().max().item()
+        )
+    return max(errors)
+
+
 TABLE = table_world(2, 3)
 CHECKS = {  # name: the largest error of all paths, or of another check
     "always": lambda: at_all_rules(*TABLE, thresholds=[1.0]),
@@ -85,6 +106,7 @@ CHECKS = {  # name: the largest error of all paths, or of another check
     "ended": ended_texts,
     "forced": forced_texts,
     "early": early_resampling,
+    "mixture": mixture_of_p_and_q,
 }
 
 
@@ -135,6 +157,9 @@ OTHERS = {  # name: the check, the module, what is replaced, by what
     "states read behind the end": ("forced", decoder, "hidden = hidden.gather", "hidden.gather"),
     "states drawn behind it": ("forced", decoder, "before[:, :-1], hidden)", "hidden, hidden)"),
 }
+MIXED = "-torch.logaddexp(math.log1p(-plain) - log_weights, math.log(plain) - log_phi)"
+OTHERS["weights of q alone"] = ("mixture", tsmc.mixture, MIXED, "log_weights")
+OTHERS["shares exchanged"] = ("mixture", tsmc.mixture, "(plain) - log_phi", "(1 - plain) - log_phi")
 MUTANTS = {name: (check, tsmc.sampler, *change) for name, (check, *change) in SAMPLER.items()}
 MUTANTS |= OTHERS
 

@@ -17,10 +17,10 @@ from tables import TableModel, TableTwist
 from torch import Tensor
 
 from distill.pair import Pair
+from tests.exact import Target, Tree, kl_divergence
 from tinystories.gpt_neo import GPTNeo, GPTNeoModel
 from tsmc import draws, proposal
 from tsmc.draws import multinomial, systematic
-from tsmc.exact import Target, Tree
 from tsmc.sampler import Rule, tsmc
 from tsmc.sigma import Sigma
 
@@ -199,3 +199,12 @@ def bias(model, twist, log_phi, base=None, scheme=multinomial, ess_threshold=1.0
 def log_q(pair: Pair) -> Tensor:
     """log q [V^T] of all sequences, by the proposal of a pair."""
     return Tree(pair.model).prefix_log_q(pair.twist)[-1]
+
+
+def exact_ctl_loss(target: Target, twist) -> Tensor:
+    """sum_t KL(sigma(s_{1:t}) || pi_t(s_{1:t})) (eq. 5), whose gradient is eq. 6."""
+    loss = torch.zeros_like(target.log_p[0][0])
+    for t, hidden in enumerate(target.tree.hidden, start=1):
+        log_pi = (target.log_p[t] + twist(hidden).flatten()).log_softmax(0)  # [V^t]
+        loss = loss + kl_divergence(target.log_sigma[t], log_pi)
+    return loss

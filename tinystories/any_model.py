@@ -1,8 +1,7 @@
 """A causal language model of `transformers` as p: what it needs to be sampled and trained here.
 
-The network must keep its states in a cache that can be reordered, which `check` tries once. A
-subclass whose `logits` changes them (a temperature, a mask of tokens) changes p. N rows, D width,
-V vocabulary, P tokens of the prompt, T of a continuation.
+Its states must be kept in a cache that can be reordered. A subclass whose `logits` changes them
+changes p. N rows, D width, V vocabulary, P tokens of the prompt, T of a continuation.
 """
 
 import copy
@@ -90,8 +89,8 @@ class AnyModel(Conditional):
 
     @torch.no_grad()
     def check(self) -> None:
-        """ValueError where a cache leads to other logits than the network's own forward: two texts
-        are written token by token, exchanged at every token, and read at once."""
+        """ValueError where a cache leads to other logits than the network's own forward, by two
+        texts that are written token by token, exchanged at every token."""
         model = copy.copy(self)
         model.end = ()  # no text is finished here
         tokens = self.prompt.expand(2, -1)  # [2, P + t]

@@ -5,12 +5,9 @@
     decoder = Decoder(model, rows)       N continuations token by token, which every sampler drives
     decoder.append(tokens, ancestors)    row n continues row ancestors[n] with tokens[n]
 
-`Conditional` is the one interface of a language model. Each kind says how tokens are read (`cache`,
-`read`) and how hidden states become logits (`logits`): a GPT-Neo (`gpt_neo.py`), or any network of
-`transformers` (`any_model.py`).
-
-That a text is finished is a property of p: after an `end` the first of the `end` tokens follows
-with probability one, so log p is 0 there. The hidden state of a finished text stays the one that
+`Conditional` is the one interface of a language model: a GPT-Neo (`gpt_neo.py`), or any network of
+`transformers` (`any_model.py`). That a text is finished is a property of p: after an `end` the
+first of them follows with probability one. The hidden state of a finished text stays the one that
 its end was drawn from, with a mark in a further column. Rows of equal texts share their hidden
 state. N rows, S shared states, D width, V vocabulary, P tokens of a prompt, T of a text.
 """
@@ -73,8 +70,7 @@ class Decoder:
         return self.shared[self.index]
 
     def slices(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The shared states in slices [S, D], for which V logits fit into memory; the rows [n] that
-        have one of them; and which one each of these rows has [n]."""
+        """Slices [S, D] of shared states, the rows [n] that have one of them, and which one [n]."""
         for some in row_slices(self.shared, self.model.vocab_size):
             is_here = (self.index >= some.start) & (self.index < some.stop)  # [N]
             rows = is_here.nonzero().squeeze(1)  # [n]
@@ -140,8 +136,7 @@ class Conditional(abc.ABC):
         return torch.isin(tokens, torch.tensor(self.end, device=tokens.device))
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] of hidden states [..., D], of finished texts as well: log p of
-        the first end is then 0, and that of all other tokens -inf."""
+        """Next-token logits [..., V] of hidden states [..., D], of finished texts as well."""
         if not self.end:
             return self.logits(hidden)
         logits = self.logits(hidden[..., :-1])

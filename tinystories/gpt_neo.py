@@ -8,9 +8,9 @@
 
 Unlike GPT-2's, attention scores are not divided by sqrt(head size), q, k and v have no bias, and
 layers alternate between global attention and a local window of the last `window_size` positions,
-the query's own included. Attention and logits are in float32 at least. Modules nest as the tensors
-of a Hugging Face checkpoint are named, and `config` has the entries of its config.json. B batch, T
-positions, S positions of the whole history, D width, H heads, V vocabulary.
+the query's own included. Attention and logits are in float32 at least. Modules nest as tensors of a
+checkpoint are named, and `config` has the entries of its config.json. B batch, T positions, S of
+the whole history, D width, H heads, V vocabulary.
 """
 
 from typing import Any

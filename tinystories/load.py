@@ -4,8 +4,7 @@
     model.safetensors           its tensors, or an older pytorch_model.bin; or several of either
     tokenizer.json              its tokenizer
 
-GPT-Neo and the scorers of `eval` are read by hand: their modules nest as the tensors of a
-checkpoint are named. Any other language model is that of `transformers` (`any_model.py`).
+GPT-Neo and the scorers are read by hand, other language models by transformers (`any_model.py`).
 """
 
 import json
@@ -123,8 +122,8 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Conditional, Tokenizer]:
-    """p(s_{1:T} | s_0) of a checkpoint, and its tokenizer: s_0 is the prompt, T the length, and any
-    token of `end`, given as texts, finishes a text. ValueError where they do not fit the model."""
+    """p(s_{1:T} | s_0) of a checkpoint and its tokenizer: T = length, and any token of `end`, given
+    as texts, finishes a text. ValueError where they do not fit the model."""
     directory = checkpoint_directory(name)
     if (directory / "adapter_config.json").exists():
         raise ValueError(f"{name}: holds an adapter; merge it into the weights of its model first")

@@ -10,8 +10,7 @@ With a prefix part f_t(s_{1:t}) of the potential, particles carry psi f_t in pla
 stays as it is: log w_t gains log f_t - log f_{t-1}, and f_0 = f_T = 1, f > 0 where a continuation
 has phi > 0. Particles then follow pi_t, proportional to p psi f_t (eq. 4), and at T sigma (eq. 2).
 With every resampling log Z-hat gains the log-mean-exp of the weights; Z-hat is unbiased under any
-scheme and threshold (docs/method.md). The paper's weight at T sums p phi over all s_T; here s_T is
-drawn from q_T like every other token, and the weight corrects for it.
+scheme and threshold. The paper's weight at T sums p phi over all s_T; here s_T is drawn as well.
 """
 
 from dataclasses import dataclass
@@ -35,8 +34,7 @@ class Rule:
     ess_threshold: float = 1.0  # 1: at every step, as in the paper; 0: at T alone
 
     def threshold(self, sigma: Sigma) -> float:
-        """ESS / K below which a run resamples before T: at least EARLY with a prefix part, which
-        tells good beginnings from bad ones; 0 where particles are independent."""
+        """ESS / K below which a run resamples before T: at least EARLY with a prefix part."""
         return max(self.ess_threshold, EARLY if sigma.log_prefix else 0.0)
 
 
@@ -55,11 +53,6 @@ class Population:
         """The runs in which some particle has a weight above zero."""
         is_alive = self.log_z > -torch.inf  # [R]
         return Population(**{name: value[is_alive] for name, value in vars(self).items()})
-
-    def shares(self) -> Tensor:
-        """Each particle's share of the weight of all runs [R, K] float64; some run is alive."""
-        runs = normalise(self.log_z.cpu().double())  # [R]
-        return runs[:, None] * normalise(self.log_weights.cpu().double())
 
 
 @torch.no_grad()

@@ -3,8 +3,7 @@
     sigma(s) proportional to p^(0)(s) phi(s)                                                   eq. 2
     phi^(m)(s) = p^(0)(s) phi(s) / p^(m)(s)                                                    eq. 8
 
-p^(m) phi^(m) = p^(0) phi, so the target is the same whichever model the particles are drawn from.
-For the prefix part f_t(s_{1:t}) of a potential see `sampler.py`. N texts, t or T tokens.
+p^(m) phi^(m) = p^(0) phi: sigma stays the target. For f_t see `sampler.py`. N texts, T tokens.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Random streams by name, and large samples in chunks of bounded memory, drawn by all processes.
 
-Whatever draws at random has a stream of its own, so it gives the same numbers after a resume, or in
-any process of `torchrun`: each draws a share, and all get the whole.
+Whatever draws at random has a stream of its own, with the same numbers after a resume or in any
+process of `torchrun`: each draws a share, and all get the whole.
 """
 
 import hashlib
@@ -74,8 +74,7 @@ class Streams:
         draw: Callable[[int, torch.Generator], Any],
         particles: int = 1,
     ) -> Any:
-        """`total` samples, each of `particles` sequences: draw(size, generator) gives an object of
-        tensors for each chunk n, from stream (word, m, n)."""
+        """`total` samples, each of `particles` sequences, by draw(size, generator) of a chunk."""
         at_once = max(1, CHUNK // particles)
         starts = range(0, total, at_once)
         rank, count = process()

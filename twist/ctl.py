@@ -9,9 +9,7 @@ self-normalised weights, through which no gradient flows:
     positive   w(s) = p^(m)(s) phi^(m)(s) / q(s) = p^(0)(s) phi(s) / q(s)    [K], for every t
     negative   p^(m)(s_{1:t}) psi(s_{1:t}) / q(s_{1:t})                      [K, T]
 
-Under a sparse potential the effective sample size of the positive weights falls towards one;
-self-distillation is the remedy. What the paper leaves open: each update has a new batch from the
-current q. K sequences, T tokens.
+Each update has a new batch from the current q, which the paper leaves open. K sequences, T tokens.
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,7 @@
     h_{t-1} [.., D] -> GELU(linear) -> GELU(linear) -> linear -> log psi of every next token [.., V]
 
 One forward pass serves the whole vocabulary. The last layer starts at zero: psi = 1, and the first
-proposal is the language model itself. A constant added to all of log psi changes neither the
-gradient of CTL nor the evidence. The paper leaves the form of psi open. H hidden units, V tokens.
+proposal is the language model itself. The paper leaves this form open. H hidden units, V tokens.
 """
 
 import torch

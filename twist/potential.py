@@ -44,8 +44,7 @@ class TextPotential:
     def __init__(
         self, factors: list[Any], decode: Callable[..., list[str]], prompt: Tensor, end: End = ()
     ):
-        """`decode` makes texts of rows of tokens; `prompt` [P] precedes every continuation, whose
-        text ends before the first token of `end`."""
+        """`decode` makes texts of rows of tokens; a text ends before the first token of `end`."""
         self.factors = factors
         self.decode = decode
         self.prompt = prompt.tolist()

@@ -3,7 +3,6 @@
     psi*(s_{1:T}) = phi(s_{1:T}),   psi*(s_{1:t}) = sum_v p(v | s_{1:t}) psi*(s_{1:t}, v)
     sigma(s_{1:t}) = p(s_{1:t}) psi*(s_{1:t}) / Z_sigma,   Z_sigma = psi*(s_{1:0})    eq. 2 and 3
     pi_t(s_{1:t}) proportional to p(s_{1:t}) psi(s_{1:t})                             eq. 4
-    CTL loss = sum_t KL(sigma(s_{1:t}) || pi_t(s_{1:t}))                              eq. 5
 
 Quantities of step t are listed over all V^t prefixes s_{1:t} in lexicographic order, so prefix i
 followed by token v is entry i V + v of the next list. D width, V vocabulary, T steps.
@@ -73,11 +72,3 @@ class Target:
         assert -torch.inf < self.log_z < torch.inf, "phi is zero everywhere, or NaN: no sigma"
         levels = zip(self.log_p, self.log_psi, strict=True)
         self.log_sigma = [log_p + log_psi - self.log_z for log_p, log_psi in levels]
-
-    def ctl_loss(self, twist: Twist) -> Tensor:
-        """eq. 5, whose gradient is eq. 6."""
-        loss = torch.zeros_like(self.log_p[0][0])
-        for t, hidden in enumerate(self.tree.hidden, start=1):
-            log_pi = (self.log_p[t] + twist(hidden).flatten()).log_softmax(0)  # [V^t]
-            loss = loss + kl_divergence(self.log_sigma[t], log_pi)
-        return loss

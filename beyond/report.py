@@ -25,6 +25,8 @@ from tsmc.estimate import Estimate, mean_estimate
 COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study shows
     "kl_target_model": ("KL(sigma, p^(m))", ".2f"),  # without its twist
     "kl_samples": ("KL of samples", ".2f"),  # KL of a draw of runs without draws of p, until 1.1
+    "draw 10": ("KL of a draw, K = 10", ".2f"),
+    "draw 50": ("KL of a draw, K = 50", ".2f"),
     "kl_fresh": ("KL, fresh", ".2f"),  # by other exact samples, drawn after all tuning
     "weighted_score": ("score, weighted", ".3f"),  # mean over runs of K, weighted to sigma
     # Of what line 3 learns from: different texts, and (until 0.20) different first five tokens.
@@ -35,6 +37,7 @@ COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study show
     "core_seconds": ("core seconds", ",.0f"),  # of the whole job
     "acceptance_rate": ("acceptance rate", ".3%"),  # of rejection
 }
+DRAWN = (5, 10, 20, 50, 100, 200)  # K of runs that a draw is taken from
 TITLES = {title: (key, form) for key, (title, form) in COLUMNS.items()}
 LEVELS = {"Base": ":", "Target": "--"}  # horizontal lines
 LEARNERS = ("paper", "every-step", "pooled")
@@ -52,9 +55,12 @@ def read_records(folder: Path) -> Rows:
         found = {f"{name} {m}": row for m, row in enumerate(record["generations"])}
         for row in found.values():
             row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
+            row |= {f"draw {size}": kl for size, kl in row.get("draws", {}).items()}
         for m, by_rule in enumerate(record.get("rules", [])):
             found[f"{name} {m}"] |= {rule: numbers["score"] for rule, numbers in by_rule.items()}
-        found[f"{name} Base"] = record["base"] | {"acceptance_rate": 1.0}  # the target of beta = 0
+        base = record["base"] | {"acceptance_rate": 1.0}  # the target of beta = 0
+        base |= {f"draw {size}": kl for size, kl in base.get("draws", {}).items()}
+        found[f"{name} Base"] = base
         if target := record.get("target"):
             found[f"{name} Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
         for title, counts in record.get("histograms", {}).items():
@@ -147,6 +153,13 @@ def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
     for name in [f"{learner} {m}" for m in range(3) for learner in ("paper", "pooled")]:
         lines[name] = [(size, name, f"K = {size}") for size in (20, 50, 100, 1000)]
     draw(rows, {"toxicity": lines}, folder / "particles.png", xlabel="particles", xscale="log")
+    titles = [
+        "paper Base",
+        *(f"{learner} {m}" for learner in ("paper", "pooled") for m in range(3)),
+    ]
+    lines = {name: [(size, name, f"draw {size}") for size in DRAWN] for name in titles}
+    settings = {"xlabel": "particles", "xscale": "log"}
+    draw(rows, {"KL of a draw": lines}, folder / "draws.png", **settings)
     lines = {}
     for name, row in SIGMAS.items():
         lines[name] = [((n + 0.5) / 20, row, f"share {n}") for n in range(20)]

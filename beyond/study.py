@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from beyond.report import draw_study, fill, read_records
+from beyond.report import DRAWN, draw_study, fill, read_records
 from distill.pair import Pair
 from distill.paper import Paper
 from eval.evaluate import DRAW, draw_plain, mixture_row
@@ -69,6 +69,15 @@ RUNS = {  # options and seeds
     "question-paper": (QUESTION, THREE),
     "question-pooled": (f"--learner pooled {QUESTION}", THREE),
 }
+RARE = {  # one in 80, 1,000, 30,000, 10^6 and 10^8 texts of p
+    "smile": "--potential keyword:smile",
+    "dragon": "--potential keyword:dragon",
+    "two-words": "--potential keyword:dragon --potential keyword:friend",
+    "toxic-dragon": "--potential keyword:dragon --potential toxicity",
+    "toxic-words": "--potential keyword:dragon --potential keyword:friend --potential toxicity",
+}
+RUNS |= {f"{name}-paper": (options, (91,)) for name, options in RARE.items()}
+RUNS |= {f"{name}-pooled": (f"--learner pooled {RARE[name]}", (91,)) for name in RARE}
 RULES = {  # of resampling, under which the pairs of RULED are measured
     "multinomial, every step": ("multinomial", 1.0),
     "systematic, every step": ("systematic", 1.0),
@@ -137,6 +146,7 @@ def measured(job: Path, kind: str) -> dict:
             for size in SIZES:
                 few = max(1, math.prod(sizes) // size)
                 row["populations"][size] = mean_score(trained, learner, size, few)
+            row["draws"] = kl_by_particles(trained, learner, job / "target")
         if kind in RULED:
             by_rule = {}
             for rule, (scheme, threshold) in RULES.items():
@@ -147,6 +157,7 @@ def measured(job: Path, kind: str) -> dict:
     trained.pair = Pair(world.base, None)  # of row Base
     if kind in AGAIN:
         results["base"]["kl_fresh"] = kl_by(FRESH, trained)
+        results["base"]["draws"] = kl_by_particles(trained, learner, job / "target")
     if kind in COUNTED:
         exact = load_target(job / "target", options, world.base.prompt.device)
         toxicity = {"Base": score_of(trained.sample(*sizes).scores)}  # of 2,000 texts of p
@@ -167,6 +178,21 @@ def mean_score(trained: TrainedJob, learner: Paper, particles: int, runs: int) -
     population = learner.population(trained.pair, word, trained.generation, particles, runs)
     tokens = population.alive().samples.flatten(0, 1)  # [R K, T]
     return score_of(world.score(tokens, world.potential.texts(tokens))).mean().item()
+
+
+def kl_by_particles(trained: TrainedJob, learner: Paper, target: Path) -> dict[int, float]:
+    """KL(sigma||law of a draw) by the number K of particles of a run, from the same draws of q."""
+    world, options = trained.world, trained.options
+    world.exact = load_target(target, options, world.base.prompt.device)
+    draw_plain(options, world, learner)
+    sizes = (options.eval_particles, options.eval_runs)
+    population = learner.population(trained.pair, "sample", None, *sizes)
+    kl = {}
+    for particles in DRAWN:
+        log_weights = population.log_weights.view(-1, particles)
+        runs = dataclasses.replace(population, log_weights=log_weights)
+        kl[particles] = mixture_row(world, trained.pair, runs)[DRAW]
+    return kl
 
 
 def kl_by(directory: Path, trained: TrainedJob) -> float:

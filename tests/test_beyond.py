@@ -214,11 +214,12 @@ def test_a_study_measures_jobs_and_fills_its_tables(tmp_path, monkeypatch, finis
         read_options(options.split(), LEARNERS, "")
     job, rule = finished_job("paper"), {"end alone": ("systematic", 0.0)}
     monkeypatch.setattr(study, "RULES", rule)
+    monkeypatch.setattr(study, "DRAWN", (4, 8))
     monkeypatch.setattr(study, "FRESH", job / "target")
     record = study.measured(job, "paper") | {"name": "paper"}
     first, last = record["generations"]
     assert last["kl_fresh"] == pytest.approx(last[KL], abs=1e-4)
-    assert -0.1 < last[DRAW] < last[KL] - 0.05  # weights repair a part
+    assert -0.1 < last["draws"][8] < last[DRAW] < last[KL] - 0.05  # weights repair a part
     assert sum(record["histograms"]["Base"]) == 16 and 0 < last["worth"] <= 1
     first |= {"toxicity": 0.25, "kl_fresh": 2.5}
     record["rules"][1]["end alone"]["score"] = 0.25
@@ -230,4 +231,4 @@ def test_a_study_measures_jobs_and_fills_its_tables(tmp_path, monkeypatch, finis
     assert one == "| paper 1 | 0.550 ± 0.635 | 2.00 | 0.250 |  |"
     assert change.startswith("| paper 0 → paper 1 | 0.300 ± 0.635 | -0.50 | ")
     report.draw_study(rows, tmp_path, ["end alone"])
-    assert len(list(tmp_path.glob("*.png"))) == 6
+    assert len(list(tmp_path.glob("*.png"))) == 7

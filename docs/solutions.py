@@ -4,8 +4,8 @@
    few that have it. In a palindrome the opposite letter decides alone, so the sum loses little.
 2. The copies of particle k are binomial, with variance K W_k (1 - W_k): .96 + .84 + .64 + .36. Each
    systematic point is uniform on its own part, so particle k has K W_k copies on average.
-3. psi = sigma(s_{1:t}) / p(s_{1:t}), psi* over Z, with its level: a classifier's logit has no free
-   constant. CTL does not change where all log psi_t grow by a number that depends on t.
+3. A number that depends on the beginning may be added to log psi of all next tokens: q is the same.
+   So levels are not learned, and a run that resamples before T compares beginnings by chance.
 4. f_T = 1, and in the product of the weights every other f_t cancels. With -inf a beginning dies,
    whose continuations have phi > 0: sigma loses them, and nothing tells.
 5. w_t = p psi / (q psi before), whatever q is. Z-hat is right on average for any q, but its runs
@@ -15,7 +15,6 @@
 import re
 
 import torch
-import torch.nn.functional as F
 
 from docs import tiny
 from tsmc.draws import invert, normalise, uniforms
@@ -33,10 +32,10 @@ def stratified(weights, generator):
 
 def twist_loss(psi, batch, model):
     drawn = batch.drawn
-    positive = normalise(batch.log_positive())[:, None]  # [K, 1]
-    negative = normalise((drawn.log_p - drawn.log_q).cumsum(1).T).T  # [K, T]
-    logits = psi.of_tokens(drawn.hidden, drawn.tokens)  # [K, T]
-    return -(positive * F.logsigmoid(logits) + negative * F.logsigmoid(-logits)).sum()
+    log_p = model.head(drawn.hidden).log_softmax(-1)  # [K, T, V]
+    log_q = (log_p + psi(drawn.hidden)).log_softmax(-1)  # [K, T, V]
+    log_q = log_q.gather(2, drawn.tokens[..., None]).squeeze(2).sum(1)  # [K]
+    return -(normalise(batch.log_positive()) * log_q).sum()
 
 
 def prefix_cost(texts):

@@ -1,9 +1,9 @@
 """The tables and figures of docs/results.md, from the records that `study.py` keeps.
 
 A table of a page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is
-"NAME M", generation M of the runs NAME, or "A → B", the change from A to B within each seed, and a
-column has a title of COLUMNS. Behind <!-- table sad- --> the runs are sad-NAME. A number, and a
-point of a figure, is the mean over seeds with its 95 % interval (Student's t).
+"NAME M" or "generation M (NAME)", of the runs NAME, or "A → B", the change from A to B within each
+seed, and a column has a title of COLUMNS. Behind <!-- table sad- --> the runs are sad-NAME. A
+number, and a point of a figure, is the mean over seeds with its 95 % interval (Student's t).
 """
 
 import math
@@ -33,6 +33,8 @@ COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study show
     "distinct_texts": ("distinct texts distilled", ",.0f"),
     "beginnings": ("beginnings distilled", ",.0f"),
     "scores": ("scores", ",.0f"),  # texts that phi has scored up to here
+    "log_z_held": ("share held", ".2f"),  # of intervals of log Z, those that hold Target's
+    "log_z_width": ("width", ".2f"),
     "worth": ("effective texts per score", ".3f"),  # 1 / sum W^2 over R K
     "core_seconds": ("core seconds", ",.0f"),  # of the whole job
     "acceptance_rate": ("acceptance rate", ".3%"),  # of rejection
@@ -62,6 +64,12 @@ def read_records(folder: Path) -> Rows:
         base |= {f"draw {size}": kl for size, kl in base.get("draws", {}).items()}
         found[f"{name} Base"] = base
         if target := record.get("target"):
+            for row in [one for one in record["generations"] if "log_z" in one]:
+                # Until 0.20 the error was kept, of 40 runs.
+                below = row.get("log_z_half_width") or 2.02 * row["log_z_std_error"]
+                above = row.get("log_z_above", below)
+                row["log_z_held"] = float(-above <= row["log_z"] - target["log_z"] <= below)
+                row["log_z_width"] = below + above
             found[f"{name} Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
         for title, counts in record.get("histograms", {}).items():
             shares = {f"share {n}": count / sum(counts) for n, count in enumerate(counts)}
@@ -93,7 +101,8 @@ def fill(page: str, rows: Rows) -> str:
         lines = [head, rule]
         for name in [line.split("|")[1].strip() for line in old]:
             cells = [name]
-            row = " → ".join((block[1] or "") + part for part in name.split(" → "))
+            row = re.sub(r"generation (\d) \(([\w-]+)\)", r"\2 \1", name)
+            row = " → ".join((block[1] or "") + part for part in row.split(" → "))
             for title in titles:
                 key, form = TITLES.get(title, (title, ".3f"))
                 mean = mean_of(rows, row, key)

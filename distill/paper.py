@@ -82,8 +82,7 @@ class Paper:
         options = self.options
         drawn = self.population(pair, "sampling", m, options.particles, options.distill_runs)
         samples = drawn.alive().samples  # [R, K, T]; runs whose weights are all zero have none
-        # Whole runs are held out, because the particles of one run may be copies. A run that is
-        # alone is both learned and held out.
+        # Whole runs, because the particles of one may be copies; one that is alone is both.
         num_held = max(1, len(samples) // HELD_OUT)
         held = samples[:num_held, ::HELD_EVERY].flatten(0, 1)  # [H, T]
         tokens = samples[num_held:].flatten(0, 1) if len(samples) > 1 else samples[0]  # [N, T]

@@ -82,9 +82,8 @@ class Weighted:
         # It is at least that of ESS independent texts: runs agree too well where a few texts have
         # nearly all the weight, and where the event holds for none of the texts, or for all.
         least = math.sqrt(max(0.0, value * (1 - value)) / self.ess + 1 / self.ess**2)
-        # The texts that no draw has met may be of either kind.
-        stretch = self.evidence().stretch
-        return Estimate(value, stretch * max(error, least), max(1.0, count - 1.0))
+        error = self.evidence().stretch * max(error, least)  # unseen texts may be of either kind
+        return Estimate(value, error, max(1.0, count - 1.0))
 
 
 def sample(world: World, pair: Pair, options: Options, particles: int, runs: int) -> Weighted:
@@ -133,11 +132,13 @@ class TrainedJob:
 
 
 def report(drawn: Weighted, count: int, seed: int) -> str:
-    """Estimates, then a line for each of `count` samples."""
-    evidence = drawn.evidence()
-    lines = [f"log Z {evidence}   all texts are worth {drawn.ess:.1f} samples"]
+    """Estimates, then a line for each of `count` different samples."""
+    evidence, worth = drawn.evidence(), f"all texts are worth {drawn.ess:.1f} samples"
+    needed = drawn.ess * math.exp(min(-evidence.value, 700.0))
+    lines = [f"log Z {evidence}   {worth}; rejection needs {needed:,.0f} texts for these"]
     lines.append(" share  log phi  toxicity  text")
-    for row in drawn.samples(count, seed):
+    different = {row["text"]: row for row in drawn.samples(20 * count, seed)}
+    for row in list(different.values())[:count]:
         toxicity = f"{row['toxicity']:8.3f}" if "toxicity" in row else " " * 8
         text = " ".join(row["text"].split())
         lines.append(f"{row['share']:6.3f}  {row['log_phi']:7.2f}  {toxicity}  {text}")
@@ -151,7 +152,9 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser = Parser(description=description, formatter_class=raw, **settings)
     parser.add_argument("--particles", type=int, default=50, help="K, particles of a run [50]")
     parser.add_argument("--runs", type=int, default=40, help="R, runs, weighed by Z-hat [40]")
-    parser.add_argument("--samples", type=int, default=10, help="texts to draw by weight [10]")
+    parser.add_argument(
+        "--samples", type=int, default=10, help="texts to draw by weight, all different [10]"
+    )
     add_options(parser, Options, CHANGES)
     return parser
 

@@ -34,8 +34,7 @@ class Drawn:
 
 
 def extend(model: Conditional, decoder: Decoder, twist: Twist | None, uniform: Tensor) -> Drawn:
-    """s_t ~ q_t for every row of a decoder, at uniform numbers [N, 1]; where psi rules out every
-    token, log q_t is infinite, so that the row has no weight."""
+    """s_t ~ q_t for every row, at uniform [N, 1]; log q_t is infinite where psi rules all out."""
     parts, order = [], []
     for hidden, rows, index in decoder.slices():  # [S, D], [n], [n]
         tilted = model.head(hidden)  # [S, V] p psi, in logarithms and up to a constant

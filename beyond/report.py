@@ -95,7 +95,8 @@ def mean_of(rows: Rows, title: str, key: str) -> Estimate | None:
 
 def fill(page: str, rows: Rows) -> str:
     """The page, the numbers of its tables made anew; those of a row without runs are left out."""
-    for block in re.finditer(r"<!-- table (\w+-)? ?-->\n(.*?)<!-- end -->", page, re.DOTALL):
+    blocks = re.finditer(r"<!-- table (\w+-)? ?-->\n(.*?)<!-- end -->", page, re.DOTALL)
+    for block in reversed(list(blocks)):  # so that the places of those before stay
         head, rule, *old = block[2].splitlines()
         titles = [title.strip() for title in head.split("|")[2:-1]]
         lines = [head, rule]
@@ -110,7 +111,7 @@ def fill(page: str, rows: Rows) -> str:
                 if mean and 1e-12 < mean.std_error < math.inf:  # not of one seed, nor all equal
                     cells[-1] += f" ± {format(mean.half_width(), form)}"
             lines.append(f"| {' | '.join(cells)} |")
-        page = page.replace(block[2], "".join(f"{line}\n" for line in lines))
+        page = page[: block.start(2)] + "\n".join([*lines, ""]) + page[block.end(2) :]
     return page
 
 

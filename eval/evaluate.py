@@ -87,7 +87,8 @@ def population_row(population: Population) -> dict[str, float]:
 def log_importance(world: World, pair: Pair, tokens: Tensor, log_phi: Tensor) -> Tensor:
     """log w_q = log p^(0) phi / q [N] of texts tokens [N, T] with log phi [N]."""
     _, log_q = proposal_log_probs(pair.model, pair.twist, tokens)  # [N]
-    return sequence_log_probs(world.base, tokens) + log_phi - log_q
+    log_w = sequence_log_probs(world.base, tokens) + log_phi - log_q
+    return log_w.masked_fill(log_phi == -math.inf, -math.inf)  # also where q = 0
 
 
 def mixture_row(world: World, pair: Pair, population: Population) -> dict[str, float]:
@@ -129,7 +130,7 @@ def generation_row(
         population = learner.population(pair, "evaluation", m, particles, options.eval_runs)
         tokens = population.alive().samples.flatten(0, 1)  # [R K, T]
         row |= population_row(population)
-        if learner.is_independent(pair):
+        if learner.is_independent(pair) and options.effective_potential:  # of the same sigma
             draw_plain(options, world, learner)
             row |= mixture_row(world, pair, population)
         else:

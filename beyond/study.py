@@ -20,14 +20,13 @@ from torch import Tensor
 from beyond.report import DRAWN, draw_study, fill, read_records
 from distill.pair import Pair
 from distill.paper import Paper
-from eval.evaluate import DRAW, draw_plain, mixture_row
+from eval.evaluate import DRAW, draw_plain, log_importance, mixture_row, weighted_draws
 from eval.job import command
 from eval.options import Parser
 from eval.sample import TrainedJob
 from eval.world import SAMPLES, load_target
 from tinystories.load import read_json, write, write_json
 from tsmc.draws import normalise
-from tsmc.proposal import proposal_log_probs
 from tsmc.streams import Streams
 
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
@@ -139,7 +138,8 @@ def measured(job: Path, kind: str) -> dict:
             world.exact = load_target(job / "target", options, world.base.prompt.device)
             draw_plain(options, world, learner)
             population = learner.population(trained.pair, "sample", None, *sizes)
-            row |= mixture_row(world, trained.pair, population)
+            weighted = weighted_draws(world, trained.pair, population)
+            row |= mixture_row(world, weighted, sizes[0], exact_over_q(trained))
         if kind in AGAIN:
             row["kl_fresh"] = kl_by(FRESH, trained)
             row["populations"] = {}
@@ -187,20 +187,20 @@ def kl_by_particles(trained: TrainedJob, learner: Paper, target: Path) -> dict[i
     draw_plain(options, world, learner)
     sizes = (options.eval_particles, options.eval_runs)
     population = learner.population(trained.pair, "sample", None, *sizes)
-    kl = {}
-    for particles in DRAWN:
-        log_weights = population.log_weights.view(-1, particles)
-        runs = dataclasses.replace(population, log_weights=log_weights)
-        kl[particles] = mixture_row(world, trained.pair, runs)[DRAW]
-    return kl
+    drawn, over_q = weighted_draws(world, trained.pair, population), exact_over_q(trained)
+    return {size: mixture_row(world, drawn, size, over_q)[DRAW] for size in DRAWN}
+
+
+def exact_over_q(trained: TrainedJob) -> Tensor:
+    """log p phi / q [N] of the exact samples of the world."""
+    exact = trained.world.exact
+    return log_importance(trained.world, trained.pair, exact.tokens, exact.log_phi)
 
 
 def kl_by(directory: Path, trained: TrainedJob) -> float:
     """KL(sigma||q) by the exact samples of a directory."""
     trained.world.exact = load_target(directory, trained.options, trained.world.base.prompt.device)
-    tokens = trained.world.exact.tokens  # [N, T]
-    _, log_q = proposal_log_probs(trained.pair.model, trained.pair.twist, tokens)  # [N]
-    return trained.world.kl(log_q).value
+    return trained.world.kl(exact_over_q(trained)).value
 
 
 def main(arguments: list[str] | None = None) -> None:

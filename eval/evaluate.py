@@ -91,28 +91,30 @@ def log_importance(world: World, pair: Pair, tokens: Tensor, log_phi: Tensor) ->
     return log_w.masked_fill(log_phi == -math.inf, -math.inf)  # also where q = 0
 
 
-def mixture_row(world: World, pair: Pair, population: Population) -> dict[str, float]:
-    """log Z by draws of q and some of row Base; KL(sigma||law) of a draw by weight from K of them:
-    law(s) = K mix(s) E[w(s) / (w(s) + w of K - 1 others)], with the density mix = p phi / w."""
-    runs, particles = population.log_weights.shape
+def weighted_draws(world: World, pair: Pair, population: Population) -> list[tuple]:
+    """log w_q and log phi of N = R K draws of q, and of the N draws of p of row Base, all [N]."""
     tokens, plain_phi = world.plain
-    plain_w = log_importance(world, pair, tokens, plain_phi).view(runs, particles)
-    log_phi = world.potential(population.tokens.flatten(0, 1)).view(runs, particles)
+    log_phi = world.potential(population.tokens.flatten(0, 1))
+    plain_w = log_importance(world, pair, tokens, plain_phi)
+    return [(population.log_weights.flatten(), log_phi), (plain_w, plain_phi)]
+
+
+def mixture_row(
+    world: World, drawn: list[tuple], particles: int, over_q: Tensor | None
+) -> dict[str, float]:
+    """log Z by `weighted_draws`; KL(sigma||law) of a draw by weight from K = particles of them, for
+    the density mix = p phi / w: law(s) = K mix(s) E[w(s) / (w(s) + w of K - 1 others)]."""
     more = math.ceil(PLAIN / (1 - PLAIN) * particles)  # of p beside K of q
     share = more / (particles + more)
-    log_w = mixture_log_weights(population.log_weights, log_phi, share)  # [R, K]
-    plain_w = mixture_log_weights(plain_w, plain_phi.view(runs, particles), share)[:, :more]
-    log_w = torch.cat([log_w, plain_w], 1)  # [R, K + more]
+    log_w, plain_w = (mixture_log_weights(*one, share).view(-1, particles) for one in drawn)
+    log_w = torch.cat([log_w, plain_w[:, :more]], 1)  # [R, K + more]
     row = with_interval("log_z", log_mean_estimate(log_w))
-    if (exact := world.exact) is not None:
+    if over_q is not None:
         plain = round(share * particles)
         others = log_w[:, plain + 1 : particles + plain].logsumexp(1)  # [R] of K - 1
-        over_q = log_importance(world, pair, exact.tokens, exact.log_phi)  # [N]
-        exact_w = mixture_log_weights(over_q, exact.log_phi, share)  # [N]
-        log_mix = sequence_log_probs(world.base, exact.tokens) + exact.log_phi - exact_w  # [N]
-        log_shares = F.logsigmoid(exact_w[:, None] - others)  # [N, R]
-        log_law = math.log(particles) + log_mix + log_mean_exp(log_shares)  # [N]
-        row |= with_interval(DRAW, world.kl(log_law))
+        exact_w = mixture_log_weights(over_q, world.exact.log_phi, share)  # [N]
+        log_shares = log_mean_exp(F.logsigmoid(exact_w[:, None] - others))  # [N] over R
+        row |= with_interval(DRAW, world.kl(exact_w - math.log(particles) - log_shares))
     return row
 
 
@@ -121,7 +123,13 @@ def generation_row(
 ) -> dict[str, Any]:
     """The row of generation m."""
     row: dict[str, Any] = {"generation": m, "scores": learner.scored(m)}
-    particles = options.eval_particles
+    particles, exact, over_q = options.eval_particles, world.exact, None
+    if exact is not None:
+        log_model, log_q = proposal_log_probs(pair.model, pair.twist, exact.tokens)  # [N], [N]
+        log_sigma = sequence_log_probs(world.base, exact.tokens) + exact.log_phi  # [N] plus log Z
+        over_q = log_sigma - log_q
+        row |= with_interval(KL, world.kl(over_q))
+        row["kl_target_model"] = world.kl(log_sigma - log_model).value  # without its twist
     if learner.is_policy:  # all its texts count, those with phi = 0 as well
         draw = partial(sample_proposal, pair.model, None)
         count = options.eval_runs * particles
@@ -132,13 +140,9 @@ def generation_row(
         row |= population_row(population)
         if learner.is_independent(pair) and options.effective_potential:  # of the same sigma
             draw_plain(options, world, learner)
-            row |= mixture_row(world, pair, population)
+            row |= mixture_row(world, weighted_draws(world, pair, population), particles, over_q)
         else:
             row |= with_interval("log_z", log_mean_estimate(population.log_z))
-    if world.exact is not None:
-        log_p, log_q = proposal_log_probs(pair.model, pair.twist, world.exact.tokens)  # [N], [N]
-        row |= with_interval(KL, world.kl(log_q))
-        row["kl_target_model"] = world.kl(log_p).value  # of the model without its twist
     return row | texts_row(world, tokens, options.seed)
 
 
@@ -165,7 +169,7 @@ def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
     base = texts_row(world, tokens, options.seed)
     rows = {"base": base | with_interval("log_z", log_mean_estimate(log_phi))}
     if (exact := world.exact) is not None:
-        rows["base"] |= with_interval(KL, world.kl(sequence_log_probs(world.base, exact.tokens)))
+        rows["base"] |= with_interval(KL, world.kl(exact.log_phi))  # q = p
         log_z = Estimate(exact.log_z, exact.log_z_std_error, math.inf)
         rows["target"] = texts_row(world, exact.tokens, options.seed)
         rows["target"] |= with_interval("log_z", log_z)

@@ -152,9 +152,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser = Parser(description=description, formatter_class=raw, **settings)
     parser.add_argument("--particles", type=int, default=50, help="K, particles of a run [50]")
     parser.add_argument("--runs", type=int, default=40, help="R, runs, weighed by Z-hat [40]")
-    parser.add_argument(
-        "--samples", type=int, default=10, help="texts to draw by weight, all different [10]"
-    )
+    parser.add_argument("--samples", type=int, default=10, help="different texts to draw [10]")
     add_options(parser, Options, CHANGES)
     return parser
 

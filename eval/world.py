@@ -26,7 +26,7 @@ from eval.scorers import Runner, SentenceEncoder, ToxicityClassifier, load_score
 from tinystories.decoder import Conditional
 from tinystories.load import checkpoint_directory, load_model, located, read_json, write_tensors
 from tsmc.estimate import Estimate, mean_estimate
-from tsmc.proposal import sample_proposal, sequence_log_probs
+from tsmc.proposal import sample_proposal
 from tsmc.rejection import ExactSamples
 from twist.potential import TextPotential, each_once, factor_of
 
@@ -52,14 +52,12 @@ class World:
         scores = {name: each_once(function, texts) for name, function in self.scores.items()}
         return {"log_phi": self.potential(tokens).cpu()} | scores
 
-    def kl(self, log_q: Tensor) -> Estimate:
-        """KL(sigma||q) in nats, from log q [N] of the exact samples."""
-        exact = self.exact
-        log_p = sequence_log_probs(self.base, exact.tokens)
-        mean = mean_estimate(log_p + exact.log_phi - log_q)
+    def kl(self, log_w: Tensor) -> Estimate:
+        """KL(sigma||q) in nats, from log w = log p^(0) phi / q [N] of the exact samples."""
+        mean = mean_estimate(log_w)
         # Both errors count as independent, though they come from the same draws.
-        error = math.hypot(mean.std_error, exact.log_z_std_error)
-        return Estimate(mean.value - exact.log_z, error, mean.dof)
+        error = math.hypot(mean.std_error, self.exact.log_z_std_error)
+        return Estimate(mean.value - self.exact.log_z, error, mean.dof)
 
 
 def load_world(options: Options, folder: Path | None = None) -> World:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from worlds import INF, letters, table_world
 
 from distill.pair import Pair
-from eval.evaluate import DRAW, KL, table
+from eval.evaluate import DRAW, KL, log_importance, table
 from eval.job import PAIR, Job, command
 from eval.options import POCKET, Options, read_options
 from eval.sample import TrainedJob, Weighted, report, sample
@@ -172,6 +172,16 @@ def test_evidence_probabilities_and_samples_agree_with_enumeration(ess_threshold
     alike = Weighted(texts, {}, equal, equal[:, 0], last.is_independent)
     error = (1 / 20 / 4 + 1 / 20**2) ** 0.5 if last.is_independent else (1 / 3 / 4) ** 0.5
     assert alike.probability(lambda text: text == "a").std_error == pytest.approx(error)
+
+
+def test_a_text_that_neither_q_nor_phi_allows_has_no_weight():
+    model, twist, potential = table_world(3, 3)
+    with torch.no_grad():
+        twist.log_psi[0] = -INF
+    tokens = torch.tensor([[0, 1, 2], [0, 1, 2]])
+    world = World(model, potential, {}, None)
+    found = log_importance(world, Pair(model, twist), tokens, torch.tensor([-INF, 0.0]))
+    assert found.tolist() == [-INF, INF]
 
 
 def test_the_command_prints_what_programs_draw(finished_job, capsys):

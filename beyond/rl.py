@@ -8,12 +8,10 @@ The regulariser has strength one (Korbak et al. 2022), so that the optimum is si
 reward keeps its scale. The gradient is that of KL(pi || sigma), which may leave out parts of sigma.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from distill.policy import ROWS, Policy
+from distill.policy import Policy
 from tinystories.decoder import Conditional
 from twist.ctl import Batch
 
@@ -23,14 +21,13 @@ class RL(Policy):
 
     defaults = Policy.defaults | {"learning_rate": 3e-5}
 
-    def losses(self, policy: Conditional, batch: Batch) -> Iterator[Tensor]:
+    def loss(self, policy: Conditional, batch: Batch) -> Tensor:
         tokens, log_phi = batch.drawn.tokens, batch.log_phi  # [N, T], [N]
         if not bool((log_phi > -torch.inf).all()):
             raise ValueError("phi is zero on some text, an infinite reward; give keyword~8:WORD")
         with torch.no_grad():
-            log_p = torch.cat([self.base.log_probs(part) for part in tokens.split(ROWS)])
+            log_p = self.base.log_probs(tokens)  # [N, T]
         log_ratio = log_p - batch.drawn.log_p  # [N, T]
         to_go = log_ratio.flip(1).cumsum(1).flip(1) + log_phi.to(log_ratio.dtype)[:, None]
         advantage = to_go - to_go.mean(0)  # [N, T]
-        for rows in torch.arange(len(tokens), device=tokens.device).split(ROWS):
-            yield -(advantage[rows] * policy.log_probs(tokens[rows])).sum() / len(tokens)
+        return -(advantage * policy.log_probs(tokens)).sum() / len(tokens)

@@ -1,6 +1,6 @@
 """What fine-tuning shares: the trained copy, all of it or by LoRA, its updates, its best values.
 
-AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01 of matrices only
+AdamW, (beta_1, beta_2) = (0.9, 0.999), with decay .01
 LoRA   y = x (W + (alpha / r) B A)^T,   A [r, D] normal, B [D, r] zero at first, r = alpha = 8,
        of the query and value projections; then W + B A replaces W. D width.
 """
@@ -9,7 +9,7 @@ import copy
 import re
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrize
 
 RANK = 8  # of LoRA
@@ -43,7 +43,7 @@ class Best:
 class LoRA(nn.Module):
     """An update of rank r of a weight W (Hu et al. 2021)."""
 
-    def __init__(self, weight: Tensor, generator: torch.Generator):
+    def __init__(self, weight: Tensor, generator: Generator):
         super().__init__()
         size_out, size_in = weight.shape
         a = weight.new_empty(RANK, size_in)
@@ -54,7 +54,7 @@ class LoRA(nn.Module):
         return weight + self.b @ self.a  # W + B A
 
 
-def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Module]:
+def add_lora(network: nn.Module, generator: Generator) -> list[nn.Module]:
     """Freeze the network and put LoRA on its query and value projections; returns these layers."""
     network.requires_grad_(False)
     added = []
@@ -72,20 +72,15 @@ def add_lora(network: nn.Module, generator: torch.Generator) -> list[nn.Module]:
 class Student:
     """A copy, in float32 or wider, of a language model's network in training, and its optimiser."""
 
-    def __init__(
-        self, network: nn.Module, learning_rate: float, lora: bool, generator: torch.Generator
-    ):
+    def __init__(self, network: nn.Module, learning_rate: float, lora: bool, generator: Generator):
         self.dtype = next(network.parameters()).dtype
         wide = torch.promote_types(self.dtype, torch.float32)
         # A step of 3e-5 would vanish in bfloat16, so training is in float32 at least.
         self.network = copy.deepcopy(network).to(wide).requires_grad_(True)
         self.lora = add_lora(self.network, generator) if lora else []  # the layers that have it
         parameters = [one for one in self.network.parameters() if one.requires_grad]
-        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-        vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         settings = {"lr": learning_rate, "weight_decay": 0.01, "fused": True}
-        self.optimizer = torch.optim.AdamW(groups, **settings)
+        self.optimizer = torch.optim.AdamW(parameters, **settings)
 
     def step(self) -> None:
         """One update with the accumulated gradients, which are zeroed."""

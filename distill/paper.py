@@ -24,7 +24,7 @@ from tsmc.draws import SCHEMES, effective_sample_size
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Population, Rule, tsmc
 from tsmc.sigma import Sigma
-from tsmc.streams import Streams, progress
+from tsmc.streams import Streams, progress, side_by_side
 from twist.ctl import Batch, ctl_loss, draw_batch
 from twist.mlp import TwistMLP
 
@@ -96,11 +96,16 @@ class Paper:
         batches = torch.multinomial(even, math.prod(size), True, generator=generator).view(size)
         best = Best(student.network, PATIENCE)
         best.is_over(-sequence_log_probs(model, held).mean().item())  # p^(m-1) may be the best
-        for update, rows in enumerate(progress(batches, "distillation", m), 1):
-            loss = -model.log_probs(tokens[rows]).mean()  # eq. 7, a mean over tokens
+
+        def learn(rows: Tensor) -> Tensor:  # some of a batch
+            loss = -model.log_probs(tokens[rows]).mean() / 2  # eq. 7, a mean over tokens
             loss.backward()
+            return loss.detach()
+
+        for update, rows in enumerate(progress(batches, "distillation", m), 1):
+            losses = side_by_side(learn, rows.chunk(2), tokens.device)
+            self.note(distillation_loss=sum(losses))
             student.step()
-            self.note(distillation_loss=loss.detach())
             is_checked = update % CHECKED == 0 or update == options.distill_updates
             if is_checked and best.is_over(-sequence_log_probs(model, held).mean().item()):
                 break

@@ -20,7 +20,6 @@ N sequences, M = floor(N / 2) pairs, T tokens; sg stops the gradient.
 """
 
 import abc
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +32,6 @@ from tinystories.decoder import Conditional
 from tsmc.sigma import Sigma
 from tsmc.streams import progress
 from twist.ctl import Batch, draw_batch
-
-ROWS = 256  # sequences of one forward and backward pass, to bound the memory of logits
 
 
 def preference_pairs(reward: Tensor) -> Tensor:
@@ -52,10 +49,8 @@ def dpo_loss(log_pi: Tensor, log_ref: Tensor, strength: float) -> Tensor:
 
 def advantages(reward: Tensor) -> Tensor:
     """A [N], of mean 0 and variance 1, or all zero, of rewards [N], which may hold -inf."""
-    reward = reward.double()
     possible = reward > -torch.inf
-    if not possible.all():
-        reward = possible.to(reward.dtype)
+    reward = (reward if possible.all() else possible).double()
     # A spread below the rounding of float32 scores would otherwise be blown up to size 1.
     if reward.std(correction=0) <= 1e-6 * reward.abs().max():
         return torch.zeros_like(reward)
@@ -93,15 +88,14 @@ class Policy(Paper):
         sigma = Sigma(self.base if self.draws_base else policy, self.base, self.log_phi, False)
         for _ in progress(range(options.updates), "fine-tuning", m):
             batch = draw_batch(sigma, None, options.batch_size, generator)
-            for loss in self.losses(policy, batch):
-                loss.backward()
+            self.loss(policy, batch).backward()
             student.step()
             self.note(log_phi=batch.log_phi.mean())
         return Pair(self.base.with_network(student.finish()), None)
 
     @abc.abstractmethod
-    def losses(self, policy: Conditional, batch: Batch) -> Iterator[Tensor]:
-        """The loss of a batch in parts, whose sum the policy descends."""
+    def loss(self, policy: Conditional, batch: Batch) -> Tensor:
+        """A scalar of a batch, which the policy descends."""
 
     def scored(self, m: int) -> int:
         return (m + 1) * self.options.updates * self.options.batch_size
@@ -112,14 +106,11 @@ class DPO(Policy):
 
     draws_base = True
 
-    def losses(self, policy: Conditional, batch: Batch) -> Iterator[Tensor]:
+    def loss(self, policy: Conditional, batch: Batch) -> Tensor:
         pairs = preference_pairs(batch.log_phi)  # [M, 2]
+        log_pi = policy.log_probs(batch.drawn.tokens).sum(-1)  # [N]
         log_ref = batch.drawn.log_p.sum(-1)  # [N]
-        for part in pairs.split(ROWS // 2):
-            tokens = batch.drawn.tokens[part].flatten(0, 1)  # [2 m, T]
-            log_pi = policy.log_probs(tokens).sum(-1).view(-1, 2)  # [m, 2]
-            loss = dpo_loss(log_pi, log_ref[part], self.options.strength)
-            yield loss * (len(part) / len(pairs))
+        return dpo_loss(log_pi[pairs], log_ref[pairs], self.options.strength)
 
 
 class GRPO(Policy):
@@ -127,12 +118,8 @@ class GRPO(Policy):
 
     defaults = Policy.defaults | {"learning_rate": 1e-3, "strength": 0.64}
 
-    def losses(self, policy: Conditional, batch: Batch) -> Iterator[Tensor]:
-        advantage = advantages(batch.log_phi)  # [N]
-        for rows in torch.arange(len(advantage), device=advantage.device).split(ROWS):
-            tokens = batch.drawn.tokens[rows]  # [r, T]
-            with torch.no_grad():
-                log_ref = self.base.log_probs(tokens)  # [r, T]
-            log_pi = policy.log_probs(tokens)  # [r, T]
-            loss = grpo_loss(log_pi, log_ref, advantage[rows], self.options.strength)
-            yield loss * (len(rows) / len(advantage))
+    def loss(self, policy: Conditional, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            log_ref = self.base.log_probs(batch.drawn.tokens)  # [N, T]
+        log_pi = policy.log_probs(batch.drawn.tokens)  # [N, T]
+        return grpo_loss(log_pi, log_ref, advantages(batch.log_phi), self.options.strength)

@@ -73,8 +73,7 @@ def with_interval(key: str, estimate: Estimate) -> dict[str, float]:
 def population_row(population: Population) -> dict[str, float]:
     """What the runs say of themselves: evidence, effective sizes, copies. Dead runs have none."""
     alive = population.alive()
-    particles = population.log_weights.shape[1]
-    distinct = [len(tokens.unique(dim=0)) / particles for tokens in alive.samples]  # [R]
+    distinct = [len(tokens.unique(dim=0)) / len(tokens) for tokens in alive.samples]  # [R]
     return {
         "log_z_hat_mean": alive.log_z.mean().item(),
         "log_z_hat_std": alive.log_z.std().item(),
@@ -118,9 +117,7 @@ def mixture_row(
     return row
 
 
-def generation_row(
-    options: Options, world: World, learner: Paper, pair: Pair, m: int
-) -> dict[str, Any]:
+def generation_row(options: Options, world: World, learner: Paper, pair: Pair, m: int) -> dict:
     """The row of generation m."""
     row: dict[str, Any] = {"generation": m, "scores": learner.scored(m)}
     particles, exact, over_q = options.eval_particles, world.exact, None

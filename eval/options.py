@@ -51,9 +51,7 @@ class Options:
     length: int = option(20, "T, tokens of a continuation", low=1)
     end: tuple[str, ...] = option((), "token that finishes a text; repeated: any of them")
     preset: str = option("pocket", "which networks", choices=PRESETS)
-    lm: str = option(
-        "checkpoints/pocket/lm", "language model: a directory, or OWNER/NAME of the Hub"
-    )
+    lm: str = option("checkpoints/pocket/lm", "language model: directory or OWNER/NAME of the Hub")
     toxicity_model: str = option("checkpoints/pocket/toxicity", "classifier")
     similarity_model: str = option("checkpoints/pocket/similarity", "sentence encoder")
     target: str = option("", "exact samples of this sigma that another job has drawn (JOB/target)")

@@ -50,7 +50,8 @@ class Weighted:
     @cached_property
     def shares(self) -> Tensor:
         """Each particle's share W of the weight of all runs [R, K] float64."""
-        return draws.shares(self.log_z, self.log_weights)
+        runs = draws.normalise(self.log_z.cpu().double())  # [R]
+        return runs[:, None] * draws.normalise(self.log_weights.cpu().double())
 
     @property
     def ess(self) -> float:

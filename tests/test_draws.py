@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -10,16 +12,18 @@ from tables import TableTwist
 from torch.nn.functional import one_hot
 from worlds import INF, generator, gpt_neo_world, hard_potential, table_world
 
+from eval.sample import Weighted
 from tests.exact import Target, kl_divergence
 from tinystories import decoder
 from tsmc import draws
 from tsmc.draws import BLOCK, SCHEMES, draw_categorical
 from tsmc.estimate import Estimate, log_mean_estimate, tail_factor
-from tsmc.proposal import proposal_log_probs, sequence_log_probs
+from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.sampler import Rule, tsmc
 from tsmc.sigma import Sigma
 from tsmc.streams import Streams
+from twist.potential import TextPotential
 
 
 def chance(model, sequence) -> float:
@@ -119,7 +123,8 @@ def test_particles_and_runs_die_and_nan_is_told(ess_threshold):
     is_dead = population.log_z == -INF
     assert 0 < is_dead.sum() < 200 and torch.equal(population.ess < 1, is_dead)
     assert (population.alive().samples == torch.tensor([1, 0, 1])).all()
-    shares = draws.shares(population.log_z, population.log_weights)
+    weighted = Weighted([], {}, population.log_weights, population.log_z, True)
+    shares = weighted.shares
     assert shares.sum().item() == pytest.approx(1) and (shares[is_dead] == 0).all()
     with torch.no_grad():
         twist.log_psi[0] = 0.0
@@ -173,3 +178,31 @@ def test_an_interval_of_a_log_mean_reaches_upwards_by_the_tail():
     passed[:3] = 0.0
     found = log_mean_estimate(passed)
     assert found.above() == found.half_width() == pytest.approx(1.96 / 3**0.5, rel=2e-3)
+
+
+def test_two_threads_draw_what_one_does_and_a_potential_meets_one_at_a_time():
+    model, twist, _ = gpt_neo_world(3, 4)
+    threads, inside = set(), []
+
+    def factor(texts):
+        threads.add(threading.get_ident())
+        inside.append(None)
+        time.sleep(0.01)
+        assert len(inside) == 1
+        inside.clear()
+        return [float(-len(text)) for text in texts]
+
+    decode = lambda rows: ["".join(map(str, row)) for row in rows]  # noqa: E731
+    sigma = Sigma(model, model, TextPotential([factor], decode, model.prompt))
+    draw = lambda size, source: tsmc(sigma, twist, 100, source, size)  # noqa: E731
+    usual, found = torch.get_num_threads(), []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        population = Streams(0).draw("x", None, 40, draw, 100)
+        drawn = sample_proposal(model, twist, 999, generator(0))
+        log_p, log_q = proposal_log_probs(model, twist, drawn.tokens)
+        torch.testing.assert_close(log_q, drawn.log_q.sum(1))
+        found.append([*vars(population).values(), *vars(drawn).values(), log_p])
+    torch.set_num_threads(usual)
+    assert all(map(torch.equal, *found)) and len(threads) == 3
+    assert threading.main_thread().ident in threads

@@ -51,7 +51,7 @@ def forced_texts() -> float:
     """Texts that end, as they are drawn, against teacher forcing: their states, log p and log q."""
     errors = []
     for model, twist, _ in (gpt_neo_world(3, 6, 2, end=(2, 1)), table_world(3, 6, end=(1,))):
-        with mock.patch.object(decoder, "MAX_LOGITS", 40):  # logits in slices
+        with mock.patch.object(decoder, "MAX_LOGITS", 12):  # logits in slices
             drawn = sample_proposal(model, twist, 200, generator(0))
         log_p, log_q = proposal_log_probs(model, twist, drawn.tokens)
         errors += [drawn.hidden - model.hidden(drawn.tokens), drawn.log_q.sum(1) - log_q]

@@ -8,6 +8,7 @@ N rows, n rows of a slice, S shared states, T steps, D width, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tinystories.decoder import Conditional, Decoder, row_slices
 from tsmc.draws import draw_categorical, uniforms
+from tsmc.streams import joined, side_by_side
 
 WIDEST = 8  # numbers that a network has in memory for each token, over its width D
 Twist = Callable[[Tensor], Tensor]
@@ -57,13 +59,19 @@ def extend(model: Conditional, decoder: Decoder, twist: Twist | None, uniform: T
     return Drawn(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
 
 
-@torch.no_grad()
 def sample_proposal(
     model: Conditional, twist: Twist | None, rows: int, generator: torch.Generator
 ) -> Drawn:
     """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model."""
     uniform = uniforms(model.length, rows, generator).T  # [N, T]
-    decoder = Decoder(model, rows)
+    halves = side_by_side(partial(write, model, twist), uniform.chunk(2), uniform.device)
+    return joined(list(halves), uniform.device)
+
+
+@torch.no_grad()
+def write(model: Conditional, twist: Twist | None, uniform: Tensor) -> Drawn:
+    """Sequences of q at uniform numbers [N, T]."""
+    decoder = Decoder(model, len(uniform))
     steps, hidden = [], []
     for t in range(model.length):
         if t > 0:
@@ -76,27 +84,30 @@ def sample_proposal(
     return Drawn(**columns, hidden=torch.stack(hidden, 1) if hidden else None)
 
 
-@torch.no_grad()
-def proposal_log_probs(
-    model: Conditional, twist: Twist | None, tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """log p(s_{1:T}) and log q(s_{1:T}), both [N], of sequences tokens [N, T]."""
-    all_log_p, all_log_q = [], []
+def proposal_log_probs(model: Conditional, twist: Twist | None, tokens: Tensor) -> Tensor:
+    """log p(s_{1:T}) and log q(s_{1:T}) [2, N] of sequences tokens [N, T]."""
     # Memory holds the states of many texts at a time, and the logits of few.
-    for rows in row_slices(tokens, WIDEST * model.width * tokens.shape[1]):
-        hidden = model.hidden(tokens[rows]).flatten(0, 1)  # [n T, D]
-        nexts = tokens[rows].flatten()[:, None]  # [n T, 1]
-        for some in row_slices(hidden, model.vocab_size):
-            log_p = model.head(hidden[some]).log_softmax(-1)  # [m, V]
-            all_log_p.append(log_p.gather(1, nexts[some]))
-            if twist is not None:
-                tilted = log_p + twist(hidden[some])  # [m, V]
-                is_ruled_out = tilted.gather(1, nexts[some]) == -torch.inf
-                log_q = tilted.log_softmax(-1).gather(1, nexts[some])
-                all_log_q.append(log_q.masked_fill(is_ruled_out, -torch.inf))
-    log_p = torch.cat(all_log_p).view_as(tokens).sum(-1)
-    log_q = torch.cat(all_log_q).view_as(tokens).sum(-1) if all_log_q else log_p
-    return log_p, log_q
+    slices = row_slices(tokens, WIDEST * model.width * tokens.shape[1])
+    few = [tokens[rows] for rows in slices]
+    return torch.cat(list(side_by_side(partial(read, model, twist), few, tokens.device))).T
+
+
+@torch.no_grad()
+def read(model: Conditional, twist: Twist | None, tokens: Tensor) -> Tensor:
+    """log p(s_{1:T}) and log q(s_{1:T}) [n, 2] of a slice of the sequences [n, T]."""
+    hidden = model.hidden(tokens).flatten(0, 1)  # [n T, D]
+    nexts = tokens.flatten()[:, None]  # [n T, 1]
+    parts = []
+    for some in row_slices(hidden, model.vocab_size):
+        log_p = model.head(hidden[some]).log_softmax(-1)  # [m, V]
+        of_p = of_q = log_p.gather(1, nexts[some])  # [m, 1]
+        if twist is not None:
+            tilted = log_p + twist(hidden[some])  # [m, V]
+            is_ruled_out = tilted.gather(1, nexts[some]) == -torch.inf
+            of_q = tilted.log_softmax(-1).gather(1, nexts[some])
+            of_q = of_q.masked_fill(is_ruled_out, -torch.inf)
+        parts.append(torch.cat([of_p, of_q], 1))
+    return torch.cat(parts).view(*tokens.shape, 2).sum(1)
 
 
 def sequence_log_probs(model: Conditional, tokens: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 from torch import Generator, Tensor
 
@@ -30,17 +31,14 @@ class ExactSamples:
     log_z_std_error: float
 
 
-def draw_accepted(
-    model: Conditional, log_phi: Callable, count: int, generator: Generator
-) -> SimpleNamespace:
+def draw_accepted(model: Conditional, log_phi: Callable, count: int, generator: Generator) -> Any:
     """Of N = count sequences from p those accepted, and log phi of all; ValueError for phi > 1."""
     tokens = sample_proposal(model, None, count, generator).tokens  # [N, T]
     proposed = log_phi(tokens)  # [N]
     if proposed.max() > 1e-6:
         fault = f"log phi is {proposed.max():.4g} on some text, and rejection needs at most 0"
         raise ValueError(f"{fault}: subtract an upper bound, or pass --eval-target-proposals 0")
-    uniform = uniforms(count, 1, generator)[:, 0]
-    is_accepted = uniform < proposed.to(uniform.dtype).exp()  # [N]
+    is_accepted = uniforms(count, 1, generator)[:, 0] < proposed.double().exp()  # [N]
     tokens, accepted = tokens[is_accepted], proposed[is_accepted]  # [A, T], [A]
     return SimpleNamespace(tokens=tokens, log_phi=accepted, proposed=proposed)
 

@@ -43,7 +43,6 @@ class Batch:
 def draw_batch(sigma: Sigma, twist: TwistMLP | None, size: int, generator: Generator) -> Batch:
     """K = size sequences from the current q, and their phi."""
     drawn = sample_proposal(sigma.model, twist, size, generator)
-    # phi^(m) divides by log p^(m).
     return Batch(drawn, sigma.log_potential(drawn.tokens, drawn.log_p.sum(-1)))
 
 

@@ -23,6 +23,7 @@ import math
 import re
 import runpy
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ from tinystories.load import located
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff"
 LETTER = rf"[^\W{UNSPACED}\U00020000-\U0003ffff]"
 EDGE = rf"(?:(?<!{LETTER})|(?!{LETTER}))"  # of a word: no letters on both sides
+ONE_AT_A_TIME = threading.Lock()  # a function of a user's need not bear two threads
 
 
 class TextPotential:
@@ -69,7 +71,8 @@ class TextPotential:
         views = {"texts": texts, "continuations": continuations, "finished": finished}
         values = []  # of each function [N]
         for factor, function in functions:
-            values.append(each_once(function, views[getattr(factor, "reads", "texts")]))
+            with ONE_AT_A_TIME:
+                values.append(each_once(function, views[getattr(factor, "reads", "texts")]))
         return torch.stack(values).sum(0).to(tokens.device)
 
     def texts(self, tokens: Tensor) -> list[str]:

@@ -79,8 +79,7 @@ class Student:
         self.network = copy.deepcopy(network).to(wide).requires_grad_(True)
         self.lora = add_lora(self.network, generator) if lora else []  # the layers that have it
         parameters = [one for one in self.network.parameters() if one.requires_grad]
-        settings = {"lr": learning_rate, "weight_decay": 0.01, "fused": True}
-        self.optimizer = torch.optim.AdamW(parameters, **settings)
+        self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
 
     def step(self) -> None:
         """One update with the accumulated gradients, which are zeroed."""

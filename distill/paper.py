@@ -98,12 +98,12 @@ class Paper:
         best.is_over(-sequence_log_probs(model, held).mean().item())  # p^(m-1) may be the best
 
         def learn(rows: Tensor) -> Tensor:  # some of a batch
-            loss = -model.log_probs(tokens[rows]).mean() / 2  # eq. 7, a mean over tokens
+            loss = -model.log_probs(tokens[rows]).sum() / (BATCH_SIZE * tokens.shape[1])  # eq. 7
             loss.backward()
             return loss.detach()
 
         for update, rows in enumerate(progress(batches, "distillation", m), 1):
-            losses = side_by_side(learn, rows.chunk(2), tokens.device)
+            losses = side_by_side(learn, rows.chunk(1 if rows.is_cuda else 2), tokens.device)
             self.note(distillation_loss=sum(losses))
             student.step()
             is_checked = update % CHECKED == 0 or update == options.distill_updates

@@ -129,8 +129,7 @@ def generation_row(options: Options, world: World, learner: Paper, pair: Pair, m
         row["kl_target_model"] = world.kl(log_sigma - log_model).value  # without its twist
     if learner.is_policy:  # all its texts count, those with phi = 0 as well
         draw = partial(sample_proposal, pair.model, None)
-        count = options.eval_runs * particles
-        tokens = learner.streams.draw("evaluation", m, count, draw).tokens
+        tokens = learner.streams.draw("evaluation", m, options.eval_runs * particles, draw).tokens
     else:
         population = learner.population(pair, "evaluation", m, particles, options.eval_runs)
         tokens = population.alive().samples.flatten(0, 1)  # [R K, T]

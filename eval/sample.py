@@ -134,15 +134,15 @@ class TrainedJob:
 
 def report(drawn: Weighted, count: int, seed: int) -> str:
     """Estimates, then a line for each of `count` different samples."""
-    evidence, worth = drawn.evidence(), f"all texts are worth {drawn.ess:.1f} samples"
-    needed = drawn.ess * math.exp(min(-evidence.value, 700.0))
-    lines = [f"log Z {evidence}   {worth}; rejection needs {needed:,.0f} texts for these"]
-    lines.append(" share  log phi  toxicity  text")
+    needed = drawn.ess * math.exp(min(-drawn.evidence().value, 700.0))
+    worth = f"{len(drawn.texts):,} texts are worth {drawn.ess:.1f} samples"
+    lines = [f"log Z {drawn.evidence()}   {worth}; rejection needs {needed:,.0f} texts for these"]
+    lines.append(f" share  log phi  {'toxicity  ' * ('toxicity' in drawn.scores)}text")
     different = {row["text"]: row for row in drawn.samples(20 * count, seed)}
     for row in list(different.values())[:count]:
-        toxicity = f"{row['toxicity']:8.3f}" if "toxicity" in row else " " * 8
+        toxicity = f"{row['toxicity']:8.3f}  " if "toxicity" in row else ""
         text = " ".join(row["text"].split())
-        lines.append(f"{row['share']:6.3f}  {row['log_phi']:7.2f}  {toxicity}  {text}")
+        lines.append(f"{row['share']:6.3f}  {row['log_phi']:7.2f}  {toxicity}{text}")
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import threading
 import time
 from functools import partial
@@ -22,7 +23,7 @@ from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_prob
 from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.sampler import Rule, tsmc
 from tsmc.sigma import Sigma
-from tsmc.streams import Streams
+from tsmc.streams import Streams, side_by_side
 from twist.potential import TextPotential
 
 
@@ -206,3 +207,8 @@ def test_two_threads_draw_what_one_does_and_a_potential_meets_one_at_a_time():
     torch.set_num_threads(usual)
     assert all(map(torch.equal, *found)) and len(threads) == 3
     assert threading.main_thread().ident in threads
+    child = os.fork()  # its threads are its own
+    if child == 0:
+        torch.set_num_threads(2)
+        os._exit(list(side_by_side(len, ["a", "bc"], torch.device("cpu"))) != [1, 2])
+    assert os.waitpid(child, 0)[1] == 0

@@ -66,7 +66,7 @@ def test_both_learners_step_to_their_end():
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(PAGE.as_uri() + "#twist=learned")
         page.wait_for_selector("#pool td", state="attached")  # its slowest table
-        for learner, steps in (("paper", 24), ("pooled", 17)):
+        for learner, steps in (("paper", 24), ("pooled", 16)):
             page.click(f"[data-choose] button:text-is('{learner}')")
             page.click("#first")
             for _ in range(steps):

@@ -64,7 +64,8 @@ def sample_proposal(
 ) -> Drawn:
     """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model."""
     uniform = uniforms(model.length, rows, generator).T  # [N, T]
-    halves = side_by_side(partial(write, model, twist), uniform.chunk(2), uniform.device)
+    parts = 1 if uniform.is_cuda else 2
+    halves = side_by_side(partial(write, model, twist), uniform.chunk(parts), uniform.device)
     return joined(list(halves), uniform.device)
 
 

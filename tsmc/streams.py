@@ -45,6 +45,7 @@ def joined(parts: list[Any], device: torch.device) -> Any:
 
 @functools.cache
 def workers() -> ThreadPoolExecutor:
+    os.register_at_fork(after_in_child=workers.cache_clear)  # a child has no threads
     half = torch.get_num_threads() // 2
     return ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(half,))
 

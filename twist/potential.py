@@ -3,7 +3,7 @@
     log phi(s_{1:T}) = sum of the factors' log phi, by default beta log p(toxic | s)    (Sec. 3)
 
 A factor is any function of N texts that returns N numbers log phi below infinity, each of which
-depends on its text alone. It may have attributes:
+depends on its text alone. One thread after the other calls it. It may have attributes:
 
     reads     "texts" (with the prompt, the default), "continuations" (without it), or "finished":
               N pairs (continuation, whether a token `end` has finished it)
@@ -37,7 +37,7 @@ from tinystories.load import located
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff"
 LETTER = rf"[^\W{UNSPACED}\U00020000-\U0003ffff]"
 EDGE = rf"(?:(?<!{LETTER})|(?!{LETTER}))"  # of a word: no letters on both sides
-ONE_AT_A_TIME = threading.Lock()  # a function of a user's need not bear two threads
+ONE_AT_A_TIME = threading.RLock()  # a function of a user's need not bear two threads
 
 
 class TextPotential:

@@ -58,10 +58,9 @@ def texts_row(world: World, tokens: Tensor, seed: int) -> dict[str, Any]:
 
 def mean_pairwise_cosine(vectors: Tensor) -> float:
     """Mean cosine over the pairs i != j of vectors [N, D], N > 1."""
-    count = vectors.shape[0]
     unit = F.normalize(vectors.double(), dim=-1)  # [N, D]
     # The sum over all pairs is |sum_i e_i|^2.
-    return float((unit.sum(0).square().sum() - unit.square().sum()) / (count * (count - 1)))
+    return float((unit.sum(0).square().sum() - unit.square().sum()) / (len(unit) * (len(unit) - 1)))
 
 
 def with_interval(key: str, estimate: Estimate) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinystories.decoder import Conditional, Decoder, row_slices
 from tsmc.draws import draw_categorical, uniforms
-from tsmc.streams import joined, side_by_side
+from tsmc.streams import in_halves, joined, side_by_side
 
 WIDEST = 8  # numbers that a network has in memory for each token, over its width D
 Twist = Callable[[Tensor], Tensor]
@@ -64,9 +64,7 @@ def sample_proposal(
 ) -> Drawn:
     """Draw N = rows sequences i.i.d. from q, without resampling; without a twist from the model."""
     uniform = uniforms(model.length, rows, generator).T  # [N, T]
-    parts = 1 if uniform.is_cuda else 2
-    halves = side_by_side(partial(write, model, twist), uniform.chunk(parts), uniform.device)
-    return joined(list(halves), uniform.device)
+    return joined(in_halves(partial(write, model, twist), uniform), uniform.device)
 
 
 @torch.no_grad()
@@ -88,8 +86,7 @@ def write(model: Conditional, twist: Twist | None, uniform: Tensor) -> Drawn:
 def proposal_log_probs(model: Conditional, twist: Twist | None, tokens: Tensor) -> Tensor:
     """log p(s_{1:T}) and log q(s_{1:T}) [2, N] of sequences tokens [N, T]."""
     # Memory holds the states of many texts at a time, and the logits of few.
-    slices = row_slices(tokens, WIDEST * model.width * tokens.shape[1])
-    few = [tokens[rows] for rows in slices]
+    few = [tokens[rows] for rows in row_slices(tokens, WIDEST * model.width * tokens.shape[1])]
     return torch.cat(list(side_by_side(partial(read, model, twist), few, tokens.device))).T
 
 

@@ -103,7 +103,8 @@ class Paper:
             return loss.detach()
 
         for update, rows in enumerate(progress(batches, "distillation", m), 1):
-            self.note(distillation_loss=sum(in_halves(learn, rows)))
+            losses = in_halves(learn, rows)
+            self.note(distillation_loss=sum(losses))
             student.step()
             is_checked = update % CHECKED == 0 or update == options.distill_updates
             if is_checked and best.is_over(-sequence_log_probs(model, held).mean().item()):

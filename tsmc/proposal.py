@@ -101,9 +101,8 @@ def read(model: Conditional, twist: Twist | None, tokens: Tensor) -> Tensor:
         of_p = of_q = log_p.gather(1, nexts[some])  # [m, 1]
         if twist is not None:
             tilted = log_p + twist(hidden[some])  # [m, V]
-            is_ruled_out = tilted.gather(1, nexts[some]) == -torch.inf
-            of_q = tilted.log_softmax(-1).gather(1, nexts[some])
-            of_q = of_q.masked_fill(is_ruled_out, -torch.inf)
+            is_never = tilted.gather(1, nexts[some]) == -torch.inf
+            of_q = tilted.log_softmax(-1).gather(1, nexts[some]).masked_fill(is_never, -torch.inf)
         parts.append(torch.cat([of_p, of_q], 1))
     return torch.cat(parts).view(*tokens.shape, 2).sum(1)
 

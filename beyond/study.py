@@ -87,6 +87,7 @@ RULES = {  # of resampling, under which the pairs of RULED are measured
 RULED = ("paper", "sad-paper")
 COUNTED, BINS = ("paper", "beta-1"), 20  # of these the toxicity of p and sigma is counted
 AGAIN = ("paper", "pooled")  # these have scores by SIZES, and a KL by the exact samples FRESH
+DRAWS = (*AGAIN, "sad-paper", "sad-pooled")  # these have a KL of a draw by DRAWN
 SIZES = (20, 50, 100, 1000)  # K of the paper's Fig. 2
 FRESH = Path("docs/results/fresh")  # of the first task, drawn after all tuning
 KEPT = Path("docs/results/runs")
@@ -146,6 +147,7 @@ def measured(job: Path, kind: str) -> dict:
             for size in SIZES:
                 few = max(1, math.prod(sizes) // size)
                 row["populations"][size] = mean_score(trained, learner, size, few)
+        if kind in DRAWS:
             row["draws"] = kl_by_particles(trained, learner, job / "target")
         if kind in RULED:
             by_rule = {}
@@ -157,6 +159,7 @@ def measured(job: Path, kind: str) -> dict:
     trained.pair = Pair(world.base, None)  # of row Base
     if kind in AGAIN:
         results["base"]["kl_fresh"] = kl_by(FRESH, trained)
+    if kind in DRAWS:
         results["base"]["draws"] = kl_by_particles(trained, learner, job / "target")
     if kind in COUNTED:
         exact = load_target(job / "target", options, world.base.prompt.device)

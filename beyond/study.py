@@ -27,6 +27,7 @@ from eval.sample import TrainedJob
 from eval.world import SAMPLES, load_target
 from tinystories.load import read_json, write, write_json
 from tsmc.draws import normalise
+from tsmc.proposal import sequence_log_probs
 from tsmc.streams import Streams
 
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
@@ -197,7 +198,8 @@ def kl_by_particles(trained: TrainedJob, learner: Paper, target: Path) -> dict[i
 def exact_over_q(trained: TrainedJob) -> Tensor:
     """log p phi / q [N] of the exact samples of the world."""
     exact = trained.world.exact
-    return log_importance(trained.world, trained.pair, exact.tokens, exact.log_phi)
+    log_sigma = sequence_log_probs(trained.world.base, exact.tokens) + exact.log_phi  # [N]
+    return log_importance(trained.pair, exact.tokens, log_sigma)
 
 
 def kl_by(directory: Path, trained: TrainedJob) -> float:

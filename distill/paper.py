@@ -24,7 +24,7 @@ from tsmc.draws import SCHEMES, effective_sample_size
 from tsmc.proposal import sequence_log_probs
 from tsmc.sampler import Population, Rule, tsmc
 from tsmc.sigma import Sigma
-from tsmc.streams import Streams, in_halves, progress
+from tsmc.streams import Streams, progress, side_by_side
 from twist.ctl import Batch, ctl_loss, draw_batch
 from twist.mlp import TwistMLP
 
@@ -103,8 +103,8 @@ class Paper:
             return loss.detach()
 
         for update, rows in enumerate(progress(batches, "distillation", m), 1):
-            losses = in_halves(learn, rows)
-            self.note(distillation_loss=sum(losses))
+            parts = rows.chunk(1 if rows.is_cuda else 2)
+            self.note(distillation_loss=sum(side_by_side(learn, parts, rows.device)))
             student.step()
             is_checked = update % CHECKED == 0 or update == options.distill_updates
             if is_checked and best.is_over(-sequence_log_probs(model, held).mean().item()):

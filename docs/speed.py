@@ -62,10 +62,10 @@ def seconds(model: Conditional, theirs: Any, rows: int) -> dict[str, float]:
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(REPEATS + 1):
         for name, call in calls.items():
-            start = time.process_time()
+            start = time.perf_counter()
             with torch.no_grad():
                 call()
-            taken[name].append(time.process_time() - start)
+            taken[name].append(time.perf_counter() - start)
     return {name: statistics.median(found[1:]) for name, found in taken.items()}  # warm
 
 

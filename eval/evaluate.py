@@ -82,18 +82,17 @@ def population_row(population: Population) -> dict[str, float]:
     }
 
 
-def log_importance(world: World, pair: Pair, tokens: Tensor, log_phi: Tensor) -> Tensor:
-    """log w_q = log p^(0) phi / q [N] of texts tokens [N, T] with log phi [N]."""
+def log_importance(pair: Pair, tokens: Tensor, log_sigma: Tensor) -> Tensor:
+    """log w_q = log p^(0) phi / q [N] of texts tokens [N, T] with log_sigma = log p^(0) phi [N]."""
     _, log_q = proposal_log_probs(pair.model, pair.twist, tokens)  # [N]
-    log_w = sequence_log_probs(world.base, tokens) + log_phi - log_q
-    return log_w.masked_fill(log_phi == -math.inf, -math.inf)  # also where q = 0
+    return (log_sigma - log_q).masked_fill(log_sigma == -math.inf, -math.inf)  # also where q = 0
 
 
 def weighted_draws(world: World, pair: Pair, population: Population) -> list[tuple]:
     """log w_q and log phi of N = R K draws of q, and of the N draws of p of row Base, all [N]."""
-    tokens, plain_phi = world.plain
     log_phi = world.potential(population.tokens.flatten(0, 1))
-    plain_w = log_importance(world, pair, tokens, plain_phi)
+    tokens, plain_phi, log_sigma = world.plain
+    plain_w = log_importance(pair, tokens, log_sigma)
     return [(population.log_weights.flatten(), log_phi), (plain_w, plain_phi)]
 
 
@@ -146,14 +145,15 @@ def draw_plain(options: Options, world: World, learner: Paper) -> None:
     if world.plain is None:
         count = options.eval_runs * options.eval_particles
         draw = partial(sample_proposal, world.base, None)
-        tokens = learner.streams.draw("base samples", None, count, draw).tokens  # [N, T]
-        world.plain = tokens, world.potential(tokens)
+        drawn = learner.streams.draw("base samples", None, count, draw)
+        log_phi = world.potential(drawn.tokens)
+        world.plain = drawn.tokens, log_phi, drawn.log_p.sum(1) + log_phi
 
 
 def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
     """The rows Base and Target; exact samples are drawn where the world has none, but need few."""
     draw_plain(options, world, learner)
-    tokens, log_phi = world.plain  # [N, T], [N]
+    tokens, log_phi, _ = world.plain  # [N, T], [N]
     # The mean of phi tells beforehand how many proposals are needed.
     rate = log_phi.exp().mean().item()
     proposals = min(options.eval_target_proposals, math.ceil(ENOUGH / rate) if rate > 0 else 2**63)

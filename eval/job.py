@@ -110,8 +110,7 @@ class Job:
 
 @contextlib.contextmanager
 def command(program: str) -> Iterator[list[str]]:
-    """Run a command: what the user can correct ends it in one line, and Ctrl-C with the lines of
-    the list as well."""
+    """Run a command: a user's mistake ends it in one line, Ctrl-C with those of the list too."""
     if sys.platform == "linux":
         # Keep freed pages: to wait for fresh zeroed ones is a third of the time of a training step.
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX of <malloc.h>

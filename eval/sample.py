@@ -104,7 +104,8 @@ def sample(world: World, pair: Pair, options: Options, particles: int, runs: int
     scores["log_p"] = sequence_log_probs(world.base, tokens.flatten(0, 1)).cpu()
     if plain > 0:
         log_phi = scores["log_phi"].to(log_weights).view(runs, particles)
-        log_w = log_importance(world, pair, others, log_phi[:, -plain:].flatten())
+        log_sigma = log_phi + scores["log_p"].to(log_weights).view(runs, particles)
+        log_w = log_importance(pair, others, log_sigma[:, -plain:].flatten())
         log_weights = torch.cat([log_weights, log_w.view(runs, plain)], 1)  # [R, K] over q
         log_weights = mixture_log_weights(log_weights, log_phi, plain / particles)
         log_z = draws.log_mean_exp(log_weights)

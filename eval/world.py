@@ -45,7 +45,7 @@ class World:
     tokenizer: Any  # of the language model
     encode: Callable[[list[str]], Tensor] | None = None  # N texts -> [N, D], for the table
     exact: ExactSamples | None = None  # None where there are none of this sigma
-    plain: tuple[Tensor, Tensor] | None = None  # tokens [N, T] and log phi [N] of row Base
+    plain: tuple[Tensor, ...] | None = None  # of row Base tokens, log phi, log p phi [N]
 
     def score(self, tokens: Tensor, texts: list[str]) -> dict[str, Tensor]:
         """log phi [N] of texts and of their tokens [N, T], and the other scores."""

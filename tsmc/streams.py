@@ -50,18 +50,16 @@ def workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(half,))
 
 
+def num_workers(device: torch.device) -> int:
+    """How many threads work side by side: two on a CPU of two cores, but none beside another."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return 2 if is_main and device.type == "cpu" and torch.get_num_threads() > 1 else 1
+
+
 def side_by_side(function: Callable, items: Iterable, device: torch.device) -> Iterator[Any]:
     """function(item) of all items, on a CPU by two threads, each with half of the cores: they wait
     for each other less than the threads inside of an operator do. Gradients are on."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and device.type == "cpu" and torch.get_num_threads() > 1:
-        return workers().map(function, items)
-    return map(function, items)
-
-
-def in_halves(function: Callable, rows: torch.Tensor) -> list[Any]:
-    """function of the halves of rows [N, ...], side by side; on a GPU of all rows at once."""
-    return list(side_by_side(function, rows.chunk(1 if rows.is_cuda else 2), rows.device))
+    return (workers().map if num_workers(device) > 1 else map)(function, items)
 
 
 def gathered(value: Any) -> list[Any]:

@@ -37,6 +37,10 @@ COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study show
     "log_z_width": ("width", ".2f"),
     "worth": ("effective texts per score", ".3f"),  # 1 / sum W^2 over R K
     "core_seconds": ("core seconds", ",.0f"),  # of the whole job
+    # Over beginnings of t = 10 tokens, standard deviations and a correlation of two levels.
+    "psi 10": ("spread of log psi", ".2f"),
+    "psi* 10": ("spread of log psi*", ".2f"),
+    "correlation 10": ("correlation", ".2f"),
     "acceptance_rate": ("acceptance rate", ".3%"),  # of rejection
 }
 DRAWN = (5, 10, 20, 50, 100, 200)  # K of runs that a draw is taken from

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from beyond.levels import compare_levels
 from beyond.report import DRAWN, draw_study, fill, read_records
 from distill.pair import Pair
 from distill.paper import Paper
@@ -142,6 +143,8 @@ def measured(job: Path, kind: str) -> dict:
             population = learner.population(trained.pair, "sample", None, *sizes)
             weighted = weighted_draws(world, trained.pair, population)
             row |= mixture_row(world, weighted, sizes[0], exact_over_q(trained))
+        if kind == "paper":
+            row |= compare_levels(trained, TrainedJob(job).pair)
         if kind in AGAIN:
             row["kl_fresh"] = kl_by(FRESH, trained)
             row["populations"] = {}

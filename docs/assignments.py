@@ -1,7 +1,7 @@
 """Five assignments for a course on Monte Carlo methods or language models. They check themselves.
 
 Fill in the functions that raise NotImplementedError; `python docs/assignments.py 1` then checks the
-first. With `--solved` it checks docs/solutions.py, which also answers the questions. Minutes are
+first. With `--solved` it checks tests/solutions.py, which also answers the questions. Minutes are
 for readers of docs/tiny.py. Numbers are of one thread with seed 0; on another processor those of 3
 and 4, which draw from a network, are as if of another seed.
 """
@@ -46,7 +46,7 @@ def run_tiny(**functions) -> list[list[float]]:
     return [list(map(float, line.split()[1:7])) for line in table.getvalue().splitlines()[1:]]
 
 
-# %% 1. A twist that sees the mirrored letter (10 minutes)
+# %% 1. A twist that sees the mirrored letter (10 minutes, 15 points)
 # The twist of tiny.py sees the step and the letter before, but whether a word becomes a palindrome
 # depends on the letter opposite. Say which it is, and the twist below learns a second table that
 # sees it; log psi is the sum of both. KL(sigma||q) falls from 4.04 and 1.29, in generations 0 and
@@ -77,7 +77,7 @@ def check_1() -> None:
     say(kl[0] < 2 and kl[3] < 1, f"KL(sigma||q) {kl[0]:.2f}, then {kl[3]:.2f}")
 
 
-# %% 2. A resampling scheme (10 minutes)
+# %% 2. A resampling scheme (10 minutes, 15 points)
 # Stratified resampling draws one point in each of K intervals of length 1 / K, and takes the
 # particles in whose parts of the cumulative weight they fall. W = (.4, .3, .2, .1) is resampled
 # 20,000 times: the variances of the four numbers of copies add up to 2.8 under multinomial
@@ -101,7 +101,7 @@ def check_2() -> None:
     say(abs(variance - 1.28) < 0.06, f"the variances add up to {variance:.2f}")
 
 
-# %% 3. Another objective for psi (60 minutes)
+# %% 3. Another objective for psi (60 minutes, 25 points)
 # `Paper` descends `twist_loss(psi, batch, model)`, and a subclass may have another. Write the loss
 # E_sigma[-log q(s)], which is least where q = sigma, without looking at beyond/: q is proportional
 # to p psi, token by token, so log q = sum_t (log p + log psi - log N_t).
@@ -145,7 +145,7 @@ def check_3() -> None:
     say(kl < 4.9, f"KL(sigma||q) {kl:.2f}, and 5.53 without a twist")
 
 
-# %% 4. A potential with a prefix part (30 minutes)
+# %% 4. A potential with a prefix part (30 minutes, 20 points)
 # Each word of more than four letters shall cost one nat; a word is an unbroken run of letters a to
 # z or A to Z. The prefix part log f_t charges an unfinished text for the words that something
 # follows (docs/potentials.md); log phi is that of the text with a full stop. log Z is -6.41 +- .51
@@ -180,7 +180,7 @@ def check_4() -> None:
     say(many > 3 * few, "with the prefix part the texts are worth more")
 
 
-# %% 5. A worse proposal (60 minutes)
+# %% 5. A worse proposal (60 minutes, 25 points)
 # Draw from q proportional to the square root of p psi. For t < T the weight is then no longer
 # N_t / psi(s_{1:t-1}); derive it. With p psi, generation 3 has a mean log Z-hat of -5.86 (log Z is
 # -5.68), KL 1.29, and an ESS of 47.6 in twist learning. With the square root and the right weights
@@ -219,7 +219,7 @@ def check_5() -> None:
 # %%
 if __name__ == "__main__":
     if "--solved" in sys.argv:
-        from docs import solutions
+        from tests import solutions
 
         globals().update(vars(solutions))
     numbers = [word for word in sys.argv[1:] if word != "--solved"] or list("12345")

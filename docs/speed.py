@@ -1,7 +1,7 @@
-"""How fast are the samplers? Core seconds against `generate` of transformers, side by side.
+"""How fast are the samplers? Seconds, and those of `generate` of transformers, side by side.
 
     pip install transformers
-    OMP_NUM_THREADS=1 python docs/speed.py 50 100 1000        numbers K of texts
+    OMP_NUM_THREADS=1 python docs/speed.py 100 1000        numbers K of texts, on one core
 
 K texts of T = 20 tokens by the shipped GPT-Neo, and with --wide by a network of the shape of
 TinyStories-33M with random weights. TSMC resamples at every step, with a new twist and phi = 1. A
@@ -45,7 +45,7 @@ def wide_network(folder: str) -> str:
 
 
 def seconds(model: Conditional, theirs: Any, rows: int) -> dict[str, float]:
-    """Core seconds for K = rows texts of a network, here and in transformers, by what is timed."""
+    """Seconds for K = rows texts of a network, here and in transformers, by what is timed."""
     generator = torch.Generator().manual_seed(0)
     twist = TwistMLP(model.width, model.vocab_size, generator).requires_grad_(False)
     sigma = Sigma(model, model, lambda tokens: torch.zeros(len(tokens)))

@@ -8,16 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import worlds
+from tables import TableModel, TableTwist
 from torch.nn.functional import logsigmoid, one_hot
 from worlds import INF, generator, log_q, random_model, rare_potential, table_world
 
-from beyond import forced, pooled, report, study
+from beyond import forced, levels, pooled, report, study
 from beyond.dpg import DPG, DPGOptions
 from beyond.pooled import Adapted, Pool, Texts
 from beyond.rl import RL
 from distill.pair import Pair
 from eval.evaluate import DRAW, KL
 from eval.options import Options, read_options
+from eval.world import World
 from main import LEARNERS
 from tests.exact import Target, Tree, kl_divergence
 from tinystories.load import write_json
@@ -218,6 +220,26 @@ PAGE = """<!-- table -->
 """
 
 
+def test_the_level_of_a_beginning_is_the_mean_of_phi(monkeypatch):
+    monkeypatch.setattr(levels, "FINISHED", 20_000)
+    model, twist, potential = table_world(3, 4)
+    world, beginning = World(model, potential, {}, None), torch.tensor([1, 2])
+    found = levels.log_mean_phi(world, Pair(model, twist), beginning, generator(0))
+    ends = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # [9, 2]
+    tokens = torch.cat([beginning.expand(9, -1), ends], 1)
+    exact = (model.log_probs(tokens)[:, 2:].sum(1) + potential(tokens)).logsumexp(0)
+    assert found == pytest.approx(exact.item(), abs=0.03)
+    other = TableModel.random(3, 4, generator(5))  # p^(1)
+    sigma = Sigma(other, model, potential)
+    log_phi = lambda tokens: sigma.log_potential(tokens, other.log_probs(tokens).sum(1))  # noqa: E731
+    pair = Pair(other, TableTwist.optimal(Target(other, log_phi)))
+    trained = SimpleNamespace(world=world, pair=pair, options=Options(seed=1))
+    monkeypatch.setattr(levels, "STEPS", (1, 2, 3))
+    row = levels.compare_levels(trained, pair)  # the best twist is right about every level
+    assert all(row[f"correlation {t}"] > 0.999 for t in (1, 2, 3))
+    assert row["psi 2"] == pytest.approx(row["psi* 2"], abs=0.03)
+
+
 def test_a_study_measures_jobs_and_fills_its_tables(tmp_path, monkeypatch, finished_job):
     """Every command of it is understood. Student's t with one degree of freedom is 12.71."""
     for options, _ in study.RUNS.values():
@@ -225,6 +247,8 @@ def test_a_study_measures_jobs_and_fills_its_tables(tmp_path, monkeypatch, finis
     job, rule = finished_job("paper"), {"end alone": ("systematic", 0.0)}
     monkeypatch.setattr(study, "RULES", rule)
     monkeypatch.setattr(study, "DRAWN", (4, 8))
+    for name, few in (("STEPS", (2,)), ("BEGINNINGS", 3), ("FINISHED", 4)):
+        monkeypatch.setattr(levels, name, few)
     monkeypatch.setattr(study, "FRESH", job / "target")
     record = study.measured(job, "paper") | {"name": "paper"}
     first, last = record["generations"]

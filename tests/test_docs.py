@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -25,9 +25,10 @@ from worlds import (
 import docs.tiny
 import main
 from beyond import forced
-from docs import any_model, assignments, solutions
+from docs import any_model, assignments, stories
 from eval.options import Options, read_options
 from eval.sample import sample
+from tests import solutions
 from tests.exact import Target
 from tsmc.sigma import Sigma
 from twist.ctl import draw_batch
@@ -113,6 +114,16 @@ def test_json_documents_are_drawn_exactly():
     model = random_model(3, (2,))
     potential = TextPotential([document], decode, model.prompt, model.end)
     assert potential.has_prefix and bias(model, None, potential) < 1e-12
+
+
+def test_stories_are_sorted_and_the_worst_word_is_marked(finished_job, monkeypatch):
+    few = partialmethod(stories.TrainedJob.sample, particles=5, runs=4)
+    monkeypatch.setattr(stories.TrainedJob, "sample", few)
+    shown = stories.column(str(finished_job("paper")), 0, "Base")
+    scores = [float(score) for score in re.findall("<b>(.*?)</b>", shown)]
+    assert len(scores) > 5 and scores == sorted(scores, reverse=True)
+    toxicity = lambda texts: torch.tensor([float("fat" in text) for text in texts])  # noqa: E731
+    assert stories.marked("A <b> fat cat", 5, toxicity) == "A &lt;b&gt; <mark>fat</mark> cat"
 
 
 def test_packages_import_only_those_before_them():

@@ -4,6 +4,7 @@
 by step, letter before and letter, and the words that p^(m + 1) is distilled from.
 """
 
+import itertools
 import json
 import re
 import string
@@ -52,7 +53,16 @@ def test_its_numbers_are_those_of_tiny():
     with MiniRacer() as engine:
         engine.eval(f"{method}\nconst world = readWorld({data}); true")
         found = [engine.eval(f"pairOf(world, 'paper', {m}, 'learned').kl") for m in range(len(kl))]
+        engine.eval("const own = withTest(world, (word) => (/dada/.test(word) ? 0 : 4)); true")
+        log_z, first, last = engine.eval("[own.logZ, poolOf(own)[0].kl, poolOf(own).at(-1).kl]")
     assert found == pytest.approx(kl, abs=1e-4)
+    source = torch.Generator().manual_seed(0)
+    logits = torch.randn(tiny.N, tiny.V, dtype=torch.float64, generator=source)
+    log_p = tiny.joint(tiny.language_model(logits))[tiny.N :]
+    words = map("".join, itertools.product("abcd", repeat=tiny.T))
+    log_phi = torch.tensor([0.0 if "dada" in word else -20.0 for word in words])
+    assert log_z == pytest.approx((log_p + log_phi).logsumexp(0).item())
+    assert last < 1 < first
 
 
 @pytest.mark.browser
@@ -73,7 +83,12 @@ def test_both_learners_step_to_their_end():
                 assert page.locator("#question button").count() == 0
                 page.click("#next")
             assert page.inner_text("#question").endswith("Try it")
-        assert not errors
+        page.fill("#test", "dada")
+        page.click("#apply button")
+        assert page.inner_text("#verdict").startswith("1,232 words pass")
+        page.fill("#test", "(")
+        page.click("#apply button")
+        assert page.inner_text("#own") == "" and not errors
         browser.close()
 
 

@@ -18,6 +18,7 @@ os.environ["MPLBACKEND"] = "agg"  # that of a notebook may not be installed here
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from beyond.levels import STEPS
 from eval import evaluate
 from tinystories.load import read_json
 from tsmc.estimate import Estimate, mean_estimate
@@ -37,12 +38,12 @@ COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study show
     "log_z_width": ("width", ".2f"),
     "worth": ("effective texts per score", ".3f"),  # 1 / sum W^2 over R K
     "core_seconds": ("core seconds", ",.0f"),  # of the whole job
-    # Over beginnings of t = 10 tokens, standard deviations and a correlation of two levels.
-    "psi 10": ("spread of log psi", ".2f"),
-    "psi* 10": ("spread of log psi*", ".2f"),
-    "correlation 10": ("correlation", ".2f"),
     "acceptance_rate": ("acceptance rate", ".3%"),  # of rejection
 }
+for t in STEPS:  # of beginnings of t tokens: their ESS, and the correlation of log psi and log psi*
+    COLUMNS[f"psi {t}"] = (f"ESS by psi, t = {t}", ".1f")
+    COLUMNS[f"psi* {t}"] = (f"by psi*, t = {t}", ".1f")
+    COLUMNS[f"correlation {t}"] = (f"correlation, t = {t}", ".2f")
 DRAWN = (5, 10, 20, 50, 100, 200)  # K of runs that a draw is taken from
 TITLES = {title: (key, form) for key, (title, form) in COLUMNS.items()}
 LEVELS = {"Base": ":", "Target": "--"}  # horizontal lines
@@ -171,9 +172,12 @@ def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
         "paper Base",
         *(f"{learner} {m}" for learner in ("paper", "pooled") for m in range(3)),
     ]
-    lines = {name: [(size, name, f"draw {size}") for size in DRAWN] for name in titles}
-    settings = {"xlabel": "particles", "xscale": "log"}
-    draw(rows, {"KL of a draw": lines}, folder / "draws.png", **settings)
+    drawn: dict[str, Lines] = {}
+    for task, title in (("", "toxic stories: KL of a draw"), ("sad-", "sad stories: KL of a draw")):
+        drawn[title] = {
+            name: [(size, task + name, f"draw {size}") for size in DRAWN] for name in titles
+        }
+    draw(rows, drawn, folder / "draws.png", xlabel="particles", xscale="log")
     lines = {}
     for name, row in SIGMAS.items():
         lines[name] = [((n + 0.5) / 20, row, f"share {n}") for n in range(20)]

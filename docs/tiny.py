@@ -14,7 +14,8 @@ the next language model, from which the next twist learns more:
     for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
                     psi^(m) <- CTL on p^(m), against the same sigma           line 4
 
-This is the loop of `python main.py`. With `--learner pooled` it learns instead from a pool of
+This is the loop of `python main.py`, which resamples at the end alone by default, and here as in the
+paper at every step. With `--learner pooled` it learns instead from a pool of
 everything drawn so far, weighted by p^(0) phi / q; p^(m) is an adapter of p^(0) that sees a score
 of each token, learned from phi (docs/method.md; docs/explainer.html shows it here).
 

@@ -62,8 +62,7 @@ def load_pair(path: Path, base: Conditional) -> tuple[Pair, dict[str, Tensor]]:
         network.load_state_dict(network.state_dict() | parts["model"])
         model = base.with_network(network.requires_grad_(False))
     if parts["twist"]:
-        generator = torch.Generator(base.prompt.device)  # of first values, which are replaced
-        twist = TwistMLP(base.width, base.vocab_size, generator)
+        twist = TwistMLP(base.width, base.vocab_size, torch.Generator(base.prompt.device))
         twist.load_state_dict(parts["twist"])
         twist.requires_grad_(False)
     return Pair(model, twist), parts["learner"]

@@ -62,8 +62,7 @@ def grpo_loss(log_pi: Tensor, log_ref: Tensor, advantage: Tensor, strength: floa
     ratio = (log_pi - log_pi.detach()).exp()  # [N, T], equal to 1
     log_ratio = log_ref - log_pi  # [N, T]
     k3 = log_ratio.exp() - log_ratio - 1
-    loss = strength * k3 - ratio * advantage[:, None].to(ratio.dtype)  # [N, T]
-    return loss.mean(1).mean()
+    return (strength * k3 - ratio * advantage[:, None].to(ratio.dtype)).mean(1).mean()
 
 
 class Policy(Paper):
@@ -109,8 +108,7 @@ class DPO(Policy):
     def loss(self, policy: Conditional, batch: Batch) -> Tensor:
         pairs = preference_pairs(batch.log_phi)  # [M, 2]
         log_pi = policy.log_probs(batch.drawn.tokens).sum(-1)  # [N]
-        log_ref = batch.drawn.log_p.sum(-1)  # [N]
-        return dpo_loss(log_pi[pairs], log_ref[pairs], self.options.strength)
+        return dpo_loss(log_pi[pairs], batch.drawn.log_p.sum(-1)[pairs], self.options.strength)
 
 
 class GRPO(Policy):

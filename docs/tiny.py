@@ -14,10 +14,10 @@ the next language model, from which the next twist learns more:
     for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
                     psi^(m) <- CTL on p^(m), against the same sigma           line 4
 
-This is the loop of `python main.py`, which resamples at the end alone by default, and here as in the
-paper at every step. With `--learner pooled` it learns instead from a pool of
-everything drawn so far, weighted by p^(0) phi / q; p^(m) is an adapter of p^(0) that sees a score
-of each token, learned from phi (docs/method.md; docs/explainer.html shows it here).
+This is the loop of `python main.py`; that resamples at the end alone by default, this as the paper
+at every step. With `--learner pooled` it learns instead from a pool of everything drawn so far,
+weighted by p^(0) phi / q; p^(m) is an adapter of p^(0) that sees a score of each token, learned
+from phi (docs/method.md; docs/explainer.html shows it here).
 
 V letters (at most 26), T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty
 one, and prefix n followed by letter v is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts

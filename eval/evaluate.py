@@ -19,11 +19,12 @@ from tsmc.estimate import Estimate, log_mean_estimate
 from tsmc.mixture import PLAIN, mixture_log_weights
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.rejection import exact_samples
-from tsmc.sampler import Population
+from tsmc.sampler import Population, tsmc
 
 KL, DRAW = "kl_target_proposal", "kl_draw"
 COLUMNS = {  # of the table: title and form, by the key of a row
     "toxicity": ("toxicity", ".3f"),  # mean of p(toxic | s), where the potential reads it
+    "every_step": ("at every step", ".3f"),  # that of runs that resample so, as the paper's do
     "log_phi": ("log phi", ".2f"),
     "phi_positive": ("phi > 0", ".3f"),  # share of texts that the potential does not rule out
     # The mean cosine of the embeddings of two texts. To distil few distinct texts raises it.
@@ -137,6 +138,12 @@ def generation_row(options: Options, world: World, learner: Paper, pair: Pair, m
             row |= mixture_row(world, weighted_draws(world, pair, population), particles, over_q)
         else:
             row |= with_interval("log_z", log_mean_estimate(population.log_z))
+        if "toxicity" in world.scores:
+            sigma = learner.sigma(pair.model)
+            draw = lambda size, source: tsmc(sigma, pair.twist, particles, source, size)  # noqa: E731
+            drawn = learner.streams.draw("every step", m, options.eval_runs, draw, particles)
+            texts = world.potential.texts(drawn.samples.flatten(0, 1))
+            row["every_step"] = world.scores["toxicity"](texts).mean().item()
     return row | texts_row(world, tokens, options.seed)
 
 

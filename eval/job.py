@@ -100,9 +100,8 @@ class Job:
     def finish(self) -> dict[str, Any]:
         """Write results.json: the rows Base and Target, and those of all generations."""
         options = self.options
-        rows = [read_json(self.file(m)) for m in range(options.generations + 1)]
         results = {"learner": options.learner, "seed": options.seed, **read_json(self.file(None))}
-        results["generations"] = rows
+        results["generations"] = [read_json(self.file(m)) for m in range(options.generations + 1)]
         if self.is_writer:
             write_json(self.path / "results.json", results)
         return results

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from worlds import INF, letters, table_world
 
 from distill.pair import Pair
+from distill.paper import Paper
 from eval.evaluate import DRAW, KL, log_importance, table
 from eval.job import PAIR, Job, command
 from eval.options import POCKET, Options, read_options
@@ -26,6 +27,7 @@ from tests.exact import Target
 from tinystories.load import read_json, write_json
 from tsmc.estimate import Estimate
 from tsmc.proposal import proposal_log_probs
+from tsmc.streams import Streams
 from twist.potential import TextPotential
 
 PROMPT = "Once upon a time, there was a"
@@ -53,8 +55,15 @@ def test_the_rows_of_a_job_hold_what_is_promised_and_the_table_shows_it(finished
         assert (
             row[DRAW] < row[KL] and f" {row[DRAW]:.2f} ± {row[f'{DRAW}_half_width']:.2f}  " in text
         )
+        trained = TrainedJob(job, m, resampling="multinomial", ess_threshold=1.0)
+        world, streams = trained.world, Streams(trained.options.seed)
+        learner = Paper(world.base, world.potential, trained.options, streams)
+        sizes = (trained.options.eval_particles, trained.options.eval_runs)
+        every = learner.population(trained.pair, "every step", m, *sizes).samples.flatten(0, 1)
+        toxicity = world.scores["toxicity"](world.potential.texts(every)).mean().item()
+        assert row["every_step"] == pytest.approx(toxicity) and f"{toxicity:.3f}" in text
     policy = read_json(finished_job("dpo") / "results.json")["generations"][1]
-    assert policy["scores"] == 32 and "ess" not in policy
+    assert policy["scores"] == 32 and not {"ess", "every_step"} & policy.keys()
 
 
 NARROW = ["--dtype", "bfloat16", "--eval-target-proposals", "0"]

@@ -72,8 +72,7 @@ class Decoder:
     def slices(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Slices [S, D] of shared states, the rows [n] that have one of them, and which one [n]."""
         for some in row_slices(self.shared, self.model.vocab_size):
-            is_here = (self.index >= some.start) & (self.index < some.stop)  # [N]
-            rows = is_here.nonzero().squeeze(1)  # [n]
+            rows = ((self.index >= some.start) & (self.index < some.stop)).nonzero()[:, 0]  # [n]
             yield self.shared[some], rows, self.index[rows] - some.start
 
     @torch.no_grad()

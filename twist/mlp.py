@@ -32,8 +32,7 @@ class TwistMLP(nn.Module):
     def features(self, hidden: Tensor) -> Tensor:
         # Without the mark of a finished text, whose log psi so stays that of its end.
         hidden = hidden[..., : self.first.in_features].to(self.first.weight.dtype)
-        inner = F.gelu(self.first(hidden))
-        return F.gelu(self.second(inner))  # [..., H]
+        return F.gelu(self.second(F.gelu(self.first(hidden))))  # [..., H]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """log psi of every next token [..., V] after hidden states [..., D], float32 or wider."""

@@ -40,10 +40,9 @@ COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study show
     "core_seconds": ("core seconds", ",.0f"),  # of the whole job
     "acceptance_rate": ("acceptance rate", ".3%"),  # of rejection
 }
-for t in STEPS:  # of beginnings of t tokens: their ESS, and the correlation of log psi and log psi*
-    COLUMNS[f"psi {t}"] = (f"ESS by psi, t = {t}", ".1f")
-    COLUMNS[f"psi* {t}"] = (f"by psi*, t = {t}", ".1f")
+for t in STEPS:  # of beginnings of t tokens: correlation of log psi and log psi*, share good
     COLUMNS[f"correlation {t}"] = (f"correlation, t = {t}", ".2f")
+    COLUMNS[f"good {t}"] = (f"good, t = {t}", ".2f")
 DRAWN = (5, 10, 20, 50, 100, 200)  # K of runs that a draw is taken from
 TITLES = {title: (key, form) for key, (title, form) in COLUMNS.items()}
 LEVELS = {"Base": ":", "Target": "--"}  # horizontal lines

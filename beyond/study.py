@@ -122,6 +122,7 @@ def measured(job: Path, kind: str) -> dict:
     """The rows of a finished job, and what the study shows beside them."""
     results, saved = read_json(job / "results.json"), read_json(job / "config.json")
     results["options"] = {key: saved[key] for key in saved if key not in LOCAL}
+    finisher = TrainedJob(job).pair if kind == "paper" else None  # of the last generation
     for m, row in enumerate(results["generations"]):
         if distinct := row.pop("figures").get("distinct_texts"):
             row["distinct_texts"] = distinct[-1]
@@ -143,8 +144,8 @@ def measured(job: Path, kind: str) -> dict:
             population = learner.population(trained.pair, "sample", None, *sizes)
             weighted = weighted_draws(world, trained.pair, population)
             row |= mixture_row(world, weighted, sizes[0], exact_over_q(trained))
-        if kind == "paper":
-            row |= compare_levels(trained, TrainedJob(job).pair)
+        if finisher:
+            row |= compare_levels(trained, finisher)
         if kind in AGAIN:
             row["kl_fresh"] = kl_by(FRESH, trained)
             row["populations"] = {}

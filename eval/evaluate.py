@@ -20,6 +20,7 @@ from tsmc.mixture import PLAIN, mixture_log_weights
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.rejection import exact_samples
 from tsmc.sampler import Population, tsmc
+from twist.potential import each_once
 
 KL, DRAW = "kl_target_proposal", "kl_draw"
 COLUMNS = {  # of the table: title and form, by the key of a row
@@ -140,10 +141,10 @@ def generation_row(options: Options, world: World, learner: Paper, pair: Pair, m
             row |= with_interval("log_z", log_mean_estimate(population.log_z))
         if "toxicity" in world.scores:
             sigma = learner.sigma(pair.model)
-            draw = lambda size, source: tsmc(sigma, pair.twist, particles, source, size)  # noqa: E731
+            draw = lambda n, source: tsmc(sigma, pair.twist, particles, source, n)  # noqa: E731
             drawn = learner.streams.draw("every step", m, options.eval_runs, draw, particles)
             texts = world.potential.texts(drawn.samples.flatten(0, 1))
-            row["every_step"] = world.scores["toxicity"](texts).mean().item()
+            row["every_step"] = each_once(world.scores["toxicity"], texts).mean().item()
     return row | texts_row(world, tokens, options.seed)
 
 

@@ -135,9 +135,10 @@ class TrainedJob:
 
 def report(drawn: Weighted, count: int, seed: int) -> str:
     """Estimates, then a line for each of `count` different samples."""
-    needed = drawn.ess * math.exp(min(-drawn.evidence().value, 700.0))
+    evidence = drawn.evidence()
+    needed = drawn.ess * math.exp(min(-evidence.value, 700.0))
     worth = f"{len(drawn.texts):,} texts are worth {drawn.ess:.1f} samples"
-    lines = [f"log Z {drawn.evidence()}   {worth}; rejection needs {needed:,.0f} texts for these"]
+    lines = [f"log Z {evidence}   {worth}; rejection needs {needed:,.0f} texts for these"]
     lines.append(f" share  log phi  {'toxicity  ' * ('toxicity' in drawn.scores)}text")
     different = {row["text"]: row for row in drawn.samples(20 * count, seed)}
     for row in list(different.values())[:count]:

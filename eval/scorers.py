@@ -104,8 +104,7 @@ class SentenceEncoder(Encoder):
         """Unit vectors [B, D] of tokens [B, T]; mask [B, T] is 0 on padding."""
         hidden = at_least_float32(self.hidden(ids, mask))  # [B, T, D]
         weights = mask[..., None].to(hidden.dtype)  # [B, T, 1]
-        mean = (hidden * weights).sum(1) / weights.sum(1)  # [B, D]
-        return F.normalize(mean.float(), dim=-1)
+        return F.normalize(((hidden * weights).sum(1) / weights.sum(1)).float(), dim=-1)
 
 
 class ToxicityClassifier(nn.Module):

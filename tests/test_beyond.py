@@ -231,8 +231,9 @@ def test_the_level_of_a_beginning_is_the_mean_of_phi(monkeypatch):
     assert found == pytest.approx(exact.item(), abs=0.03)
     other = TableModel.random(3, 4, generator(5))  # p^(1)
     sigma = Sigma(other, model, potential)
-    log_phi = lambda tokens: sigma.log_potential(tokens, other.log_probs(tokens).sum(1))  # noqa: E731
-    pair = Pair(other, TableTwist.optimal(Target(other, log_phi)))
+    log_p = lambda tokens: other.log_probs(tokens).sum(1)  # noqa: E731
+    best = Target(other, lambda tokens: sigma.log_potential(tokens, log_p(tokens)))
+    pair = Pair(other, TableTwist.optimal(best))
     trained = SimpleNamespace(world=world, pair=pair, options=Options(seed=1))
     monkeypatch.setattr(levels, "STEPS", (1, 2, 3))
     row = levels.compare_levels(trained, pair)  # the best twist is right about every level

@@ -97,8 +97,7 @@ class AnyModel(Conditional):
         steps = []  # t states [2, D]
         decoder = Decoder(model, 2)
         likely = model.logits(decoder.hidden)[0].argsort(descending=True)  # [V]
-        written = likely[torch.arange(2 * self.length) % self.vocab_size].view(-1, 2)  # [T, 2]
-        for nexts in written:
+        for nexts in likely[torch.arange(2 * self.length) % self.vocab_size].view(-1, 2):  # [2]
             steps = [hidden.flip(0) for hidden in [*steps, decoder.hidden]]
             tokens = torch.cat([tokens.flip(0), nexts[:, None]], 1)
             if len(steps) < self.length:

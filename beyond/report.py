@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from beyond.levels import STEPS
+from beyond.two_sided import THRESHOLDS
 from eval import evaluate
 from tinystories.load import read_json
 from tsmc.estimate import Estimate, mean_estimate
@@ -43,6 +44,10 @@ COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study show
 for t in STEPS:  # of beginnings of t tokens: correlation of log psi and log psi*, share good
     COLUMNS[f"correlation {t}"] = (f"correlation, t = {t}", ".2f")
     COLUMNS[f"good {t}"] = (f"good, t = {t}", ".2f")
+for rule in THRESHOLDS:  # E[log Z-hat], the same of runs that hold a sample, and what follows
+    COLUMNS[f"below, {rule}"] = (f"log Z-hat, {rule}", ".2f")
+    COLUMNS[f"above, {rule}"] = (f"holding a sample, {rule}", ".2f")
+    COLUMNS[f"draw, {rule}"] = (f"KL of a draw, {rule}", ".2f")  # at most
 DRAWN = (5, 10, 20, 50, 100, 200)  # K of runs that a draw is taken from
 TITLES = {title: (key, form) for key, (title, form) in COLUMNS.items()}
 LEVELS = {"Base": ":", "Target": "--"}  # horizontal lines
@@ -74,6 +79,9 @@ def read_records(folder: Path) -> Rows:
                 above = row.get("log_z_above", below)
                 row["log_z_held"] = float(-above <= row["log_z"] - target["log_z"] <= below)
                 row["log_z_width"] = below + above
+            for row in found.values():
+                for rule in [one for one in THRESHOLDS if f"above, {one}" in row]:
+                    row[f"draw, {rule}"] = row[f"above, {rule}"] - target["log_z"]
             found[f"{name} Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
         for title, counts in record.get("histograms", {}).items():
             shares = {f"share {n}": count / sum(counts) for n, count in enumerate(counts)}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from beyond.levels import compare_levels
 from beyond.report import DRAWN, draw_study, fill, read_records
+from beyond.two_sided import bound_draws
 from distill.pair import Pair
 from distill.paper import Paper
 from eval.evaluate import DRAW, draw_plain, log_importance, mixture_row, weighted_draws
@@ -87,6 +88,7 @@ RULES = {  # of resampling, under which the pairs of RULED are measured
     "end alone": ("systematic", 0.0),
 }
 RULED = ("paper", "sad-paper")
+BOUNDED = ("paper", "rule")  # log Z and KL of a draw of these are bounded, by rule
 COUNTED, BINS = ("paper", "beta-1"), 20  # of these the toxicity of p and sigma is counted
 AGAIN = ("paper", "pooled")  # these have scores by SIZES, and a KL by the exact samples FRESH
 DRAWS = (*AGAIN, "sad-paper", "sad-pooled")  # these have a KL of a draw by DRAWN
@@ -124,55 +126,63 @@ def measured(job: Path, kind: str) -> dict:
     results["options"] = {key: saved[key] for key in saved if key not in LOCAL}
     finisher = TrainedJob(job).pair if kind == "paper" else None  # of the last generation
     for m, row in enumerate(results["generations"]):
-        if distinct := row.pop("figures").get("distinct_texts"):
-            row["distinct_texts"] = distinct[-1]
         trained = TrainedJob(job, m)
         world, options = trained.world, trained.options
         sizes = (options.eval_particles, options.eval_runs)  # K, R
         streams = Streams(options.seed, world.base.prompt.device)
         learner = Paper(world.base, world.potential, options, streams)  # which draws any pair
-        drawn = trained.sample(*sizes)
-        row["worth"] = drawn.ess / math.prod(sizes)
-        shares = normalise(drawn.log_weights.cpu().double())  # [R, K] of each run
-        products = shares * score_of(drawn.scores).view_as(shares)
-        # Without dead runs and 0 * inf.
-        row["weighted_score"] = products[drawn.log_z.cpu() > -math.inf].nansum(1).mean().item()
-        is_known = DRAW in row or not (job / "target" / SAMPLES).exists()
-        if not is_known and learner.is_independent(trained.pair):  # of a policy
+        if (job / "target" / SAMPLES).exists():
             world.exact = load_target(job / "target", options, world.base.prompt.device)
-            draw_plain(options, world, learner)
-            population = learner.population(trained.pair, "sample", None, *sizes)
-            weighted = weighted_draws(world, trained.pair, population)
-            row |= mixture_row(world, weighted, sizes[0], exact_over_q(trained))
+        measure_pair(row, kind, trained, learner)
         if finisher:
             row |= compare_levels(trained, finisher)
-        if kind in AGAIN:
-            row["kl_fresh"] = kl_by(FRESH, trained)
-            row["populations"] = {}
-            for size in SIZES:
-                few = max(1, math.prod(sizes) // size)
-                row["populations"][size] = mean_score(trained, learner, size, few)
-        if kind in DRAWS:
-            row["draws"] = kl_by_particles(trained, learner, job / "target")
         if kind in RULED:
             by_rule = {}
             for rule, (scheme, threshold) in RULES.items():
                 changed = dataclasses.replace(options, resampling=scheme, ess_threshold=threshold)
-                learner = Paper(world.base, world.potential, changed, streams)
-                by_rule[rule] = {"score": mean_score(trained, learner, *sizes)}
+                ruled = Paper(world.base, world.potential, changed, streams)
+                by_rule[rule] = {"score": mean_score(trained, ruled, *sizes)}
             results.setdefault("rules", []).append(by_rule)
     trained.pair = Pair(world.base, None)  # of row Base
+    if kind in DRAWS:
+        results["base"]["draws"] = kl_by_particles(trained, learner)
     if kind in AGAIN:
         results["base"]["kl_fresh"] = kl_by(FRESH, trained)
-    if kind in DRAWS:
-        results["base"]["draws"] = kl_by_particles(trained, learner, job / "target")
     if kind in COUNTED:
-        exact = load_target(job / "target", options, world.base.prompt.device)
         toxicity = {"Base": score_of(trained.sample(*sizes).scores)}  # of 2,000 texts of p
-        toxicity["Target"] = (exact.log_phi / options.beta).exp()
+        toxicity["Target"] = (world.exact.log_phi / options.beta).exp()
         counts = {name: one.cpu().histc(BINS, 0, 1).tolist() for name, one in toxicity.items()}
         results["histograms"] = counts
     return results
+
+
+def measure_pair(row: dict, kind: str, trained: TrainedJob, learner: Paper) -> None:
+    """Add to a row what the study measures of its pair."""
+    if distinct := row.pop("figures").get("distinct_texts"):
+        row["distinct_texts"] = distinct[-1]
+    world, options = trained.world, trained.options
+    sizes = (options.eval_particles, options.eval_runs)  # K, R
+    drawn = trained.sample(*sizes)
+    row["worth"] = drawn.ess / math.prod(sizes)
+    shares = normalise(drawn.log_weights.cpu().double())  # [R, K] of each run
+    products = shares * score_of(drawn.scores).view_as(shares)
+    # Without dead runs and 0 * inf.
+    row["weighted_score"] = products[drawn.log_z.cpu() > -math.inf].nansum(1).mean().item()
+    if DRAW not in row and world.exact and learner.is_independent(trained.pair):  # of a policy
+        draw_plain(options, world, learner)
+        population = learner.population(trained.pair, "sample", None, *sizes)
+        weighted = weighted_draws(world, trained.pair, population)
+        row |= mixture_row(world, weighted, sizes[0], exact_over_q(trained))
+    if kind in DRAWS:
+        row["draws"] = kl_by_particles(trained, learner)
+    if kind in BOUNDED:
+        row |= bound_draws(trained, world.exact.tokens)
+    if kind in AGAIN:
+        row["populations"] = {}
+        for size in SIZES:
+            few = max(1, math.prod(sizes) // size)
+            row["populations"][size] = mean_score(trained, learner, size, few)
+        row["kl_fresh"] = kl_by(FRESH, trained)
 
 
 def score_of(scores: dict[str, Tensor]) -> Tensor:
@@ -188,10 +198,9 @@ def mean_score(trained: TrainedJob, learner: Paper, particles: int, runs: int) -
     return score_of(world.score(tokens, world.potential.texts(tokens))).mean().item()
 
 
-def kl_by_particles(trained: TrainedJob, learner: Paper, target: Path) -> dict[int, float]:
+def kl_by_particles(trained: TrainedJob, learner: Paper) -> dict[int, float]:
     """KL(sigma||law of a draw) by the number K of particles of a run, from the same draws of q."""
     world, options = trained.world, trained.options
-    world.exact = load_target(target, options, world.base.prompt.device)
     draw_plain(options, world, learner)
     sizes = (options.eval_particles, options.eval_runs)
     population = learner.population(trained.pair, "sample", None, *sizes)
@@ -208,8 +217,11 @@ def exact_over_q(trained: TrainedJob) -> Tensor:
 
 def kl_by(directory: Path, trained: TrainedJob) -> float:
     """KL(sigma||q) by the exact samples of a directory."""
-    trained.world.exact = load_target(directory, trained.options, trained.world.base.prompt.device)
-    return trained.world.kl(exact_over_q(trained)).value
+    world, exact = trained.world, trained.world.exact
+    world.exact = load_target(directory, trained.options, world.base.prompt.device)
+    kl = world.kl(exact_over_q(trained)).value
+    world.exact = exact
+    return kl
 
 
 def main(arguments: list[str] | None = None) -> None:

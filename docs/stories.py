@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from distill.pair import Pair
 from eval.job import command
 from eval.sample import TrainedJob
+from tsmc.proposal import sample_proposal
 
 SHOWN = 12  # stories of a column
 PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>Stories by generation</title>
@@ -39,17 +40,10 @@ def marked(text: str, start: int, toxicity: Callable[[list[str]], Tensor]) -> st
     return " ".join([html.escape(text[:start]), *shown])
 
 
-def column(job: str, m: int | None, title: str) -> str:
-    """The stories of generation m, the last where m is None; of p^(0) where the title is "Base"."""
-    trained = TrainedJob(job, m)
-    toxicity = trained.world.scores.get("toxicity")
-    if toxicity is None:
-        raise ValueError(f"{job}: its potential does not read the toxicity classifier")
-    if title == "Base":
-        trained.pair = Pair(trained.world.base, None)
-    drawn = trained.sample()
-    texts = drawn.texts if title == "Base" else [row["text"] for row in drawn.samples(200)]
-    texts = list(dict.fromkeys(texts))[:SHOWN]  # none twice
+def column(trained: TrainedJob, title: str, texts: list[str]) -> str:
+    """The first texts that differ, as HTML, the most toxic first."""
+    toxicity = trained.world.scores["toxicity"]
+    texts = list(dict.fromkeys(texts))[:SHOWN]
     scored = sorted(zip(toxicity(texts).tolist(), texts, strict=True), reverse=True)
     start = len(trained.options.prompt)
     items = []
@@ -64,6 +58,14 @@ if __name__ == "__main__":
         if len(sys.argv) != 3:
             raise ValueError("name a job and the page to write, as runs/pocket stories.html")
         job, page = sys.argv[1:]
-        titles = {"Base": 0, "Generation 0": 0, "The last generation": None}
-        columns = [column(job, m, title) for title, m in titles.items()]
+        first, last = TrainedJob(job, 0), TrainedJob(job)
+        world = first.world
+        if "toxicity" not in world.scores:
+            raise ValueError(f"{job}: its potential does not read the toxicity classifier")
+        generator = torch.Generator(world.base.prompt.device).manual_seed(first.options.seed)
+        plain = sample_proposal(world.base, None, SHOWN, generator).tokens
+        columns = [column(first, "Base", world.potential.texts(plain))]
+        for trained, title in ((first, "Generation 0"), (last, "The last generation")):
+            texts = [row["text"] for row in trained.sample().samples(200)]
+            columns.append(column(trained, title, texts))
         Path(page).write_text(PAGE.format("".join(columns)), encoding="utf-8")

@@ -16,6 +16,7 @@ from beyond import forced, levels, pooled, report, study
 from beyond.dpg import DPG, DPGOptions
 from beyond.pooled import Adapted, Pool, Texts
 from beyond.rl import RL
+from beyond.two_sided import holding_log_z
 from distill.pair import Pair
 from eval.evaluate import DRAW, KL
 from eval.options import Options, read_options
@@ -23,7 +24,9 @@ from eval.world import World
 from main import LEARNERS
 from tests.exact import Target, Tree, kl_divergence
 from tinystories.load import write_json
-from tsmc.proposal import sample_proposal
+from tsmc.estimate import mean_estimate
+from tsmc.proposal import proposal_log_probs, sample_proposal
+from tsmc.sampler import Rule, tsmc
 from tsmc.sigma import Sigma
 from tsmc.streams import Streams
 from twist.ctl import draw_batch
@@ -241,6 +244,33 @@ def test_the_level_of_a_beginning_is_the_mean_of_phi(monkeypatch):
     log_psi = sample_proposal(other, pair.twist, levels.BEGINNINGS, generator(1)).log_psi[:, 1]
     good = (log_psi > log_psi.max() - math.log(100)).double().mean().item()
     assert row["good 2"] == pytest.approx(good) and 0 < good < 1
+
+
+@pytest.mark.parametrize("threshold", [1.0, 0.9, 0.0])
+def test_runs_that_hold_a_sample_of_sigma_bound_log_z_from_above(threshold):
+    """Over such runs the mean of 1 / Z-hat is 1 / Z, under every rule; that of log Z-hat is above
+    log Z by at least the KL of a draw, which from one particle is that of q."""
+    base, twist, potential = table_world(3, 4, scale=0.5)
+    other = TableModel(base.table + 0.3 * TableModel.random(3, 4, generator(5)).table, 4)  # p^(1)
+    sigma, target = Sigma(other, base, potential), Target(base, potential)
+    rule = Rule(ess_threshold=threshold)
+    size = (20_000, 3)  # R, K
+    held = target.log_sigma[-1].exp().multinomial(size[0], True, generator=generator(1))  # [R]
+    held = target.tree.sequences[held]  # [R, T]
+    log_z = holding_log_z(sigma, twist, held, size[1], generator(2), rule)
+    inverse = mean_estimate((target.log_z - log_z).exp())
+    assert abs(inverse.value - 1) < 4 * inverse.std_error < 0.03
+    plain = tsmc(sigma, twist, size[1], generator(3), size[0], rule)
+    assert plain.log_z.mean() < target.log_z - 0.02 and log_z.mean() > target.log_z + 0.02
+    number = (plain.samples * torch.tensor([27, 9, 3, 1])).sum(-1).flatten()  # [R K] of a text
+    counts = number.bincount(minlength=81) + 0.5  # the law of a draw; no text counts as impossible
+    log_law = (counts / counts.sum()).log().double()
+    kl = kl_divergence(target.log_sigma[-1], log_law)
+    assert kl < log_z.mean() - target.log_z + 0.01
+    one = holding_log_z(sigma, twist, held, 1, generator(4), rule).mean() - target.log_z
+    log_q = proposal_log_probs(other, twist, target.tree.sequences)[1]
+    exact = kl_divergence(target.log_sigma[-1], log_q)
+    assert one == pytest.approx(exact.item(), abs=0.05)
 
 
 def test_a_study_measures_jobs_and_fills_its_tables(tmp_path, monkeypatch, finished_job):

@@ -1,9 +1,10 @@
 """The tables and figures of docs/results.md, from the records that `study.py` keeps.
 
 A table of a page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is
-"NAME M" or "generation M (NAME)", of the runs NAME, or "A → B", the change from A to B within each
-seed, and a column has a title of COLUMNS. Behind <!-- table sad- --> the runs are sad-NAME. A
-number, and a point of a figure, is the mean over seeds with its 95 % interval (Student's t).
+"NAME M", "generation M (NAME)" or "Base (NAME)", of the runs NAME, or "A → B", the change from A to
+B within each seed, and a column has a title of COLUMNS. Behind <!-- table sad- --> the runs are
+sad-NAME. A number, and a point of a figure, is the mean over seeds with its 95 % interval
+(Student's t).
 """
 
 import math
@@ -47,7 +48,7 @@ for t in STEPS:  # of beginnings of t tokens: correlation of log psi and log psi
 for rule in THRESHOLDS:  # E[log Z-hat], the same of runs that hold a sample, and what follows
     COLUMNS[f"below, {rule}"] = (f"log Z-hat, {rule}", ".2f")
     COLUMNS[f"above, {rule}"] = (f"holding a sample, {rule}", ".2f")
-    COLUMNS[f"draw, {rule}"] = (f"KL of a draw, {rule}", ".2f")  # at most
+    COLUMNS[f"draw, {rule}"] = (f"KL of a draw at most, {rule}", ".2f")
 DRAWN = (5, 10, 20, 50, 100, 200)  # K of runs that a draw is taken from
 TITLES = {title: (key, form) for key, (title, form) in COLUMNS.items()}
 LEVELS = {"Base": ":", "Target": "--"}  # horizontal lines
@@ -68,7 +69,8 @@ def read_records(folder: Path) -> Rows:
             row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
             row |= {f"draw {size}": kl for size, kl in row.get("draws", {}).items()}
         for m, by_rule in enumerate(record.get("rules", [])):
-            found[f"{name} {m}"] |= {rule: numbers["score"] for rule, numbers in by_rule.items()}
+            scores = {rule: numbers["score"] for rule, numbers in by_rule.items()}
+            found[f"{name} {m}"] |= {"every_step": scores.get("multinomial, every step"), **scores}
         base = record["base"] | {"acceptance_rate": 1.0}  # the target of beta = 0
         base |= {f"draw {size}": kl for size, kl in base.get("draws", {}).items()}
         found[f"{name} Base"] = base
@@ -94,14 +96,14 @@ def read_records(folder: Path) -> Rows:
 
 
 def mean_of(rows: Rows, title: str, key: str) -> Estimate | None:
-    """The mean over seeds of a number of a row; for "A → B" of what it changes by from A to B; None
-    where a row lacks it."""
+    """The mean of a number of a row over the seeds that have it, or None; for "A → B" of what it
+    changes by from A to B."""
     first, _, second = title.partition(" → ")
     old, new = rows.get(first, {}), rows.get(second or first, {})
     pairs = [(old[seed].get(key), new[seed].get(key)) for seed in old.keys() & new.keys()]
-    if not pairs or any(None in pair for pair in pairs):
+    values = [b - a if second else a for a, b in pairs if a is not None and b is not None]
+    if not values:
         return None
-    values = [b - a if second else a for a, b in pairs]
     return mean_estimate(torch.tensor(values, dtype=torch.float64))
 
 
@@ -114,7 +116,7 @@ def fill(page: str, rows: Rows) -> str:
         lines = [head, rule]
         for name in [line.split("|")[1].strip() for line in old]:
             cells = [name]
-            row = re.sub(r"generation (\d) \(([\w-]+)\)", r"\2 \1", name)
+            row = re.sub(r"(?:generation )?(\w+) \(([\w-]+)\)", r"\2 \1", name)
             row = " → ".join((block[1] or "") + part for part in row.split(" → "))
             for title in titles:
                 key, form = TITLES.get(title, (title, ".3f"))

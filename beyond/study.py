@@ -176,7 +176,7 @@ def measure_pair(row: dict, kind: str, trained: TrainedJob, learner: Paper) -> N
     if kind in DRAWS:
         row["draws"] = kl_by_particles(trained, learner)
     if kind in BOUNDED:
-        row |= bound_draws(trained, world.exact.tokens)
+        row |= bound_draws(trained, world.exact.tokens, exact_over_q(trained))
     if kind in AGAIN:
         row["populations"] = {}
         for size in SIZES:

@@ -77,12 +77,16 @@ def holding_log_z(
     return log_z
 
 
-def bound_draws(trained: TrainedJob, exact: Tensor) -> dict[str, float]:
-    """E[log Z-hat] by rule, and that of runs which hold some of the exact samples [N, T]."""
+def bound_draws(trained: TrainedJob, exact: Tensor, log_w: Tensor) -> dict[str, float]:
+    """E[log Z-hat] by rule, and that of runs which hold some of the exact samples [N, T], whose
+    log w = log p^(0) phi / q is log_w [N]."""
     options, pair, world = trained.options, trained.pair, trained.world
     generator = torch.Generator(exact.device).manual_seed(options.seed)
     sigma = Sigma(pair.model, world.base, world.potential)
-    held = exact[torch.randperm(len(exact), generator=generator, device=exact.device)[:RUNS]]
+    # In the order of log w at even distances, so that few of them have nearly the mean of all.
+    start = torch.rand(1, generator=generator, device=exact.device)
+    places = (start + torch.arange(RUNS, device=exact.device)) / RUNS * len(exact)  # [R]
+    held = exact[log_w.argsort()[places.long()]]  # [R, T]
     size = options.eval_particles
     found = {}
     for name, threshold in THRESHOLDS.items():

@@ -15,13 +15,11 @@ the next language model, from which the next twist learns more:
                     psi^(m) <- CTL on p^(m), against the same sigma           line 4
 
 This is the loop of `python main.py`; that resamples at the end alone by default, this as the paper
-at every step. With `--learner pooled` it learns instead from a pool of everything drawn so far,
-weighted by p^(0) phi / q; p^(m) is an adapter of p^(0) that sees a score of each token, learned
-from phi (docs/method.md; docs/explainer.html shows it here).
+at every step.
 
 V letters (at most 26), T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty
-one, and prefix n followed by letter v is n V + 1 + v. N prefixes can still grow; S = 1 + N V counts
-all, and the last V^T are the whole words.
+one, and prefix n followed by letter v is n V + 1 + v: "b" is 2, "ba" 9. N prefixes can still grow;
+S = 1 + N V counts all, and the last V^T are the whole words.
 
     logits     [N, V]    a language model: one row for each prefix that can grow
     log_p      [S]       log p(s_t | s_{1:t-1}), and log_q alike; 0 for the empty prefix
@@ -29,7 +27,7 @@ all, and the last V^T are the whole words.
     log_phi    [V^T]     the potential of the whole words
 
 `python docs/tiny.py` takes a few seconds; a seed may follow. In the table KL(sigma||q) falls with
-every generation. It stands beside its estimate from 1000 exact samples. From first to last log
+every generation; the next column estimates it from 1000 exact samples. From first to last log
 Z-hat rises and spreads less over the runs, and more words of a batch count in twist learning (ESS).
 log Z-hat ends a little low even where it hardly spreads: it misses words that q hardly ever writes,
 which the exact KL counts. Last comes sigma itself, by enumeration.

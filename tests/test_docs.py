@@ -119,7 +119,8 @@ def test_json_documents_are_drawn_exactly():
 def test_stories_are_sorted_and_the_worst_word_is_marked(finished_job, monkeypatch):
     few = partialmethod(stories.TrainedJob.sample, particles=5, runs=4)
     monkeypatch.setattr(stories.TrainedJob, "sample", few)
-    shown = stories.column(str(finished_job("paper")), 0, "Base")
+    trained = stories.TrainedJob(finished_job("paper"), 0)
+    shown = stories.column(trained, "Generation 0", trained.sample().texts)
     scores = [float(score) for score in re.findall("<b>(.*?)</b>", shown)]
     assert len(scores) > 5 and scores == sorted(scores, reverse=True)
     toxicity = lambda texts: torch.tensor([float("fat" in text) for text in texts])  # noqa: E731

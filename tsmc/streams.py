@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-CHUNK = 1000  # sequences that are drawn at a time
+CHUNK = 500  # sequences that are drawn at a time, by each thread
 
 
 def join_processes(device: torch.device) -> None:

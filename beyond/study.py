@@ -34,6 +34,7 @@ from tsmc.streams import Streams
 
 FIVE, THREE = (91, 92, 93, 94, 95), (91, 92, 93)
 ONCE = "--generations 0 --ctl-batch-size 500"  # the scores of `paper` 2 in generation 0
+ALONE = "--ctl-updates 1 --ctl-learning-rate 0 --distill-runs 250"  # psi = 1, scores of `paper`
 RULE = "--ess-threshold 1 --ctl-updates 140 --ctl-learning-rate 3e-4"  # the paper's, and its steps
 RULE += " --distill-updates 80 --distill-learning-rate 3e-5"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
@@ -45,7 +46,7 @@ RUNS = {  # options and seeds
     "rule": (f"{RULE} --distill-runs 300", FIVE),
     "rule-50": (f"{RULE} --distill-runs 40", FIVE),  # with the scores of `paper`
     "every-step": ("--ess-threshold 1", FIVE),
-    "no-twist": ("--ctl-updates 1 --ctl-learning-rate 0", FIVE),  # psi = 1
+    "no-twist": (ALONE, FIVE),
     "more-twist": (ONCE, FIVE),
     "dpg": ("--learner dpg", THREE),
     "dpg-alone": (f"--learner dpg {ONCE}", FIVE),

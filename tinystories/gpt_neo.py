@@ -111,8 +111,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: KeyValueCache) -> Tensor:
         x = x + self.attn["attention"](self.ln_1(x), cache)  # [B, T, D]
-        inner = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
-        return x + self.mlp["c_proj"](inner)
+        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh"))
 
 
 class Transformer(nn.Module):

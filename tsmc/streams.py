@@ -45,7 +45,8 @@ def joined(parts: list[Any], device: torch.device) -> Any:
 
 @functools.cache
 def workers() -> ThreadPoolExecutor:
-    os.register_at_fork(after_in_child=workers.cache_clear)  # a child has no threads
+    """Two threads, each with half of the cores; the child of a fork, which has none, makes two."""
+    os.register_at_fork(after_in_child=workers.cache_clear)
     half = torch.get_num_threads() // 2
     return ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(half,))
 

@@ -30,7 +30,7 @@ class TwistMLP(nn.Module):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
 
     def features(self, hidden: Tensor) -> Tensor:
-        # Without the mark of a finished text, whose log psi so stays that of its end.
+        """Features [..., H], without the mark of a finished text: log psi stays that of its end."""
         hidden = hidden[..., : self.first.in_features].to(self.first.weight.dtype)
         return F.gelu(self.second(F.gelu(self.first(hidden))))  # [..., H]
 

@@ -165,9 +165,10 @@ def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
                 lines[name] = [(m, f"{task}{name} {m}", key) for m in range(3)]
             panels[panel] = lines
         draw(rows, panels, folder / f"{task}generations.png", **by_generation)
-        by_rule[title] = {"Target": panels[title]["Target"]}
+        lines = {"Target": panels[title]["Target"]}
         for rule in rules:
-            by_rule[title][rule] = [(m, f"{task}paper {m}", rule) for m in range(3)]
+            lines[rule] = [(m, f"{task}paper {m}", rule) for m in range(3)]
+        by_rule[f"{'sad' if task else 'toxic'} stories: {title}"] = lines
     draw(rows, by_rule, folder / "rules.png", **by_generation)
     lines = {name: [("similarity", f"{name} {m}", "toxicity") for m in range(3)] for name in TRADED}
     for name, row in (("p", "paper Base"), ("sigma", "paper Target")):

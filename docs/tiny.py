@@ -6,16 +6,16 @@ palindromes, which are rare:
     sigma(s) = p(s) phi(s) / Z_sigma,    log phi(s) = -BETA * (mirrored pairs of s that differ)
 
 Only its end shows whether a word is a palindrome, so a sampler must look ahead: that is the job of
-the twist psi. Ours sees no more than the position and the letter before. At first few of the words
-that it learns from have a large phi, so it learns little. So the words that twisted SMC finds teach
+the twist psi. Ours sees no more than the position and the letter before. At first hardly any word
+that it learns from has a large phi, so it learns little. So the words that twisted SMC finds teach
 the next language model, from which the next twist learns more:
 
     psi^(0) <- CTL on p^(0)                                                   line 1 of Algorithm 1
     for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
                     psi^(m) <- CTL on p^(m), against the same sigma           line 4
 
-This is the loop of `python main.py`; that resamples at the end alone by default, this as the paper
-at every step.
+This is the loop of `python main.py`, which resamples at the end alone by default; this file, as the
+paper, at every step.
 
 V letters (at most 26), T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty
 one, and prefix n followed by letter v is n V + 1 + v: "b" is 2, "ba" 9. N prefixes can still grow;
@@ -132,7 +132,7 @@ def ctl_loss(log_sigma, log_p, log_psi):
 
 
 def ctl_gradient(log_p, log_psi, log_phi, batch_size, generator):
-    """eq. 6: the negative gradient for log psi [S] from K words of q, and the ESS of positives.
+    """eq. 6: the negative gradient for log psi [S] from words of q, and the ESS of positives.
 
     psi enters eq. 5 by log Z_t - E_sigma[log psi], and the gradient of log Z_t, which is
     sum p grad psi / Z_t, is the mean of grad log psi under pi_t.
@@ -215,7 +215,7 @@ def main(seed=0):
     for m, (log_p, log_psi, ess, samples, log_z) in enumerate(generations):
         loss = ctl_loss(log_sigma, log_p, log_psi)
         log_q, _ = proposal(log_p, log_psi)
-        gap = log_sigma - joint(log_q)  # [S] for whole words log p^(0) phi - log Z_sigma - log q
+        gap = log_sigma - joint(log_q)  # [S], for whole words log sigma - log q
         kl, estimated = (sigma * gap[N:]).sum(), gap[exact].mean()
         share = (log_phi[samples - N] == 0).double().mean()
         three = [words[n - N] for n in samples[0, :3]]

@@ -69,8 +69,9 @@ def read_records(folder: Path) -> Rows:
             row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
             row |= {f"draw {size}": kl for size, kl in row.get("draws", {}).items()}
         for m, by_rule in enumerate(record.get("rules", [])):
-            scores = {rule: numbers["score"] for rule, numbers in by_rule.items()}
-            found[f"{name} {m}"] |= {"every_step": scores.get("multinomial, every step"), **scores}
+            row = found[f"{name} {m}"]
+            row |= {rule: numbers["score"] for rule, numbers in by_rule.items()}
+            row.setdefault("every_step", row.get("multinomial, every step"))
         base = record["base"] | {"acceptance_rate": 1.0}  # the target of beta = 0
         base |= {f"draw {size}": kl for size, kl in base.get("draws", {}).items()}
         found[f"{name} Base"] = base
@@ -156,6 +157,8 @@ def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
     """Both tasks by generation, the scores of `paper` by rule of resampling, and the paper's Fig. 1
     to 3, the second by the number K of particles."""
     by_rule: dict[str, Lines] = {}
+    by_size: dict[str, Lines] = {}
+    drawn = [f"{learner} {m}" for learner in ("paper", "pooled") for m in range(3)]
     by_generation = {"xlabel": "generation", "xticks": range(3)}
     for task, score, title in (("", "toxicity", "toxicity"), ("sad-", "log_phi", "log phi")):
         panels: dict[str, Lines] = {}
@@ -168,7 +171,12 @@ def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
         lines = {"Target": panels[title]["Target"]}
         for rule in rules:
             lines[rule] = [(m, f"{task}paper {m}", rule) for m in range(3)]
-        by_rule[f"{'sad' if task else 'toxic'} stories: {title}"] = lines
+        stories = "sad stories" if task else "toxic stories"
+        by_rule[f"{stories}: {title}"] = lines
+        lines = {}
+        for name in ("paper Base", *drawn):
+            lines[name] = [(size, task + name, f"draw {size}") for size in DRAWN]
+        by_size[f"{stories}: KL of a draw"] = lines
     draw(rows, by_rule, folder / "rules.png", **by_generation)
     lines = {name: [("similarity", f"{name} {m}", "toxicity") for m in range(3)] for name in TRADED}
     for name, row in (("p", "paper Base"), ("sigma", "paper Target")):
@@ -178,16 +186,7 @@ def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
     for name in [f"{learner} {m}" for m in range(3) for learner in ("paper", "pooled")]:
         lines[name] = [(size, name, f"K = {size}") for size in (20, 50, 100, 1000)]
     draw(rows, {"toxicity": lines}, folder / "particles.png", xlabel="particles", xscale="log")
-    titles = [
-        "paper Base",
-        *(f"{learner} {m}" for learner in ("paper", "pooled") for m in range(3)),
-    ]
-    drawn: dict[str, Lines] = {}
-    for task, title in (("", "toxic stories: KL of a draw"), ("sad-", "sad stories: KL of a draw")):
-        drawn[title] = {
-            name: [(size, task + name, f"draw {size}") for size in DRAWN] for name in titles
-        }
-    draw(rows, drawn, folder / "draws.png", xlabel="particles", xscale="log")
+    draw(rows, by_size, folder / "draws.png", xlabel="particles", xscale="log")
     lines = {}
     for name, row in SIGMAS.items():
         lines[name] = [((n + 0.5) / 20, row, f"share {n}") for n in range(20)]

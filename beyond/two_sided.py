@@ -37,23 +37,19 @@ def holding_log_z(
     """log Z-hat [R] of runs of K = particles, the first of which is held [R, T]; no prefix part."""
     model = sigma.model
     runs, length = held.shape
-    # What the weights need of the held texts: log p(s_t), log psi(s_{1:t}), both [R, T].
-    hidden = model.hidden(held)  # [R, T, D]
-    held_log_p = model.log_probs(held)
-    held_log_psi = torch.zeros_like(held_log_p)
-    if twist is not None:
-        for t in range(length):
-            held_log_psi[:, t] = twist(hidden[:, t]).gather(1, held[:, t, None])[:, 0]
     start = particles * torch.arange(runs, device=held.device)  # [R] rows of the held texts
     decoder = Decoder(model, runs * particles)
     tokens = held.new_empty(runs * particles, 0)  # [N, t]
-    log_p = log_psi = held_log_p.new_zeros(runs * particles)  # [N]
+    log_p = log_psi = model.head(decoder.hidden[:1]).new_zeros(runs * particles)  # [N]
     log_weights, log_z = log_p.view(runs, particles), log_p.new_zeros(runs)
     for t in range(length):
         step = extend(model, decoder, twist, uniforms(runs * particles, 1, generator))
+        hidden, token = decoder.hidden[start], held[:, t, None]  # [R, D], [R, 1]
         step.tokens[start] = held[:, t]
-        step.log_p[start], step.log_psi[start] = held_log_p[:, t], held_log_psi[:, t]
-        step.log_q[start] = held_log_p[:, t] + held_log_psi[:, t] - step.log_normaliser[start]
+        step.log_p[start] = model.head(hidden).log_softmax(-1).gather(1, token)[:, 0]
+        if twist is not None:
+            step.log_psi[start] = twist(hidden).gather(1, token)[:, 0]
+        step.log_q[start] = (step.log_p + step.log_psi - step.log_normaliser)[start]
         tokens = torch.cat([tokens, step.tokens[:, None]], 1)  # [N, t]
         log_p = log_p + step.log_p
         log_w = step.log_normaliser - log_psi  # [N]

@@ -52,7 +52,8 @@ for rule in THRESHOLDS:  # E[log Z-hat], the same of runs that hold a sample, an
 DRAWN = (5, 10, 20, 50, 100, 200)  # K of runs that a draw is taken from
 TITLES = {title: (key, form) for key, (title, form) in COLUMNS.items()}
 LEVELS = {"Base": ":", "Target": "--"}  # horizontal lines
-LEARNERS = ("paper", "every-step", "pooled")
+TASKS = {"toxic stories": "", "sad stories": "sad-"}  # how the names of their runs begin
+LEARNERS = ("paper", "pooled", "every-step")
 TRADED = ("paper", "pooled", "dpo-full", "grpo-lora", "rl")
 SIGMAS = {"beta = 0": "paper Base", "beta = 1": "beta-1 Target", "beta = 10": "paper Target"}
 Rows = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
@@ -68,6 +69,7 @@ def read_records(folder: Path) -> Rows:
         for row in found.values():
             row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
             row |= {f"draw {size}": kl for size, kl in row.get("draws", {}).items()}
+            row.setdefault("draw 50", row.get(evaluate.DRAW))  # the table's K is 50
         for m, by_rule in enumerate(record.get("rules", [])):
             row = found[f"{name} {m}"]
             row |= {rule: numbers["score"] for rule, numbers in by_rule.items()}
@@ -75,20 +77,22 @@ def read_records(folder: Path) -> Rows:
         base = record["base"] | {"acceptance_rate": 1.0}  # the target of beta = 0
         base |= {f"draw {size}": kl for size, kl in base.get("draws", {}).items()}
         found[f"{name} Base"] = base
-        if target := record.get("target"):
-            for row in [one for one in record["generations"] if "log_z" in one]:
-                # Until 0.20 the error was kept, of 40 runs.
-                below = row.get("log_z_half_width") or 2.02 * row["log_z_std_error"]
-                above = row.get("log_z_above", below)
+        target = record.get("target")
+        for row in [one for one in record["generations"] if "log_z" in one]:
+            # Until 0.20 the error was kept, of 40 runs.
+            below = row.get("log_z_half_width") or 2.02 * row["log_z_std_error"]
+            above = row.get("log_z_above", below)
+            row["log_z_width"] = below + above
+            if target:
                 row["log_z_held"] = float(-above <= row["log_z"] - target["log_z"] <= below)
-                row["log_z_width"] = below + above
+        if target:
             for row in found.values():
                 for rule in [one for one in THRESHOLDS if f"above, {one}" in row]:
                     row[f"draw, {rule}"] = row[f"above, {rule}"] - target["log_z"]
             found[f"{name} Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
         for title, counts in record.get("histograms", {}).items():
-            shares = {f"share {n}": count / sum(counts) for n, count in enumerate(counts)}
-            found[f"{name} {title}"] |= shares
+            some = {f"share {n}": count / sum(counts) for n, count in enumerate(counts) if count}
+            found[f"{name} {title}"] |= some
         if "best_of" in record:  # by version 0.20: of texts of p, whatever the job has learned
             found[f"{'sad-' if 'sad-' in name else ''}p best of 50"] = record["best_of"]
         for title, row in found.items():
@@ -123,7 +127,8 @@ def fill(page: str, rows: Rows) -> str:
                 key, form = TITLES.get(title, (title, ".3f"))
                 mean = mean_of(rows, row, key)
                 cells.append(format(mean.value, form) if mean else "")
-                if mean and 1e-12 < mean.std_error < math.inf:  # not of one seed, nor all equal
+                # Not of one seed, nor where all are equal, nor of numbers that are 0 or 1.
+                if mean and 1e-12 < mean.std_error < math.inf and key != "log_z_held":
                     cells[-1] += f" ± {format(mean.half_width(), form)}"
             lines.append(f"| {' | '.join(cells)} |")
         page = page[: block.start(2)] + "\n".join([*lines, ""]) + page[block.end(2) :]
@@ -136,7 +141,8 @@ def draw(rows: Rows, panels: dict[str, Lines], path: Path, **settings: Any) -> N
     FigureCanvasAgg(figure)
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (title, lines) in zip(grid, panels.items(), strict=True):
-        for marker, (name, points) in enumerate(lines.items()):
+        curves = [name for name in lines if name not in LEVELS]  # a colour each in all panels
+        for name, points in lines.items():
             known = []  # x, y and half of the interval of y, which is infinite of one seed
             for x, row, key in points:
                 if mean := mean_of(rows, row, key):
@@ -145,7 +151,8 @@ def draw(rows: Rows, panels: dict[str, Lines], path: Path, **settings: Any) -> N
             if name in LEVELS and known:
                 axes.axhline(known[0][1], label=name, color="black", linestyle=LEVELS[name])
             elif known:
-                look = {"marker": "os^DvPX"[marker % 7], "capsize": 3, "label": name}
+                n = curves.index(name)
+                look = {"marker": "os^DvPX"[n % 7], "color": f"C{n}", "capsize": 3, "label": name}
                 axes.errorbar(*zip(*known, strict=True), **look)
         axes.set(title=title, **settings)
         axes.grid(alpha=0.3)
@@ -153,31 +160,31 @@ def draw(rows: Rows, panels: dict[str, Lines], path: Path, **settings: Any) -> N
     figure.savefig(path, dpi=150)
 
 
+def by_generation(prefix: str, names: tuple[str, ...], key: str) -> Lines:
+    """A line for each of the runs, and the levels of a task, whose runs begin with a prefix."""
+    levels = {name: [(0, f"{prefix}paper {name}", key)] for name in LEVELS}
+    return levels | {name: [(m, f"{prefix}{name} {m}", key) for m in range(3)] for name in names}
+
+
 def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
-    """Both tasks by generation, the scores of `paper` by rule of resampling, and the paper's Fig. 1
-    to 3, the second by the number K of particles."""
-    by_rule: dict[str, Lines] = {}
-    by_size: dict[str, Lines] = {}
-    drawn = [f"{learner} {m}" for learner in ("paper", "pooled") for m in range(3)]
-    by_generation = {"xlabel": "generation", "xticks": range(3)}
-    for task, score, title in (("", "toxicity", "toxicity"), ("sad-", "log_phi", "log phi")):
-        panels: dict[str, Lines] = {}
-        for panel, key in ((title, score), ("KL", evaluate.KL)):
-            lines: Lines = {name: [(0, f"{task}paper {name}", key)] for name in LEVELS}
-            for name in LEARNERS:
-                lines[name] = [(m, f"{task}{name} {m}", key) for m in range(3)]
-            panels[panel] = lines
-        draw(rows, panels, folder / f"{task}generations.png", **by_generation)
-        lines = {"Target": panels[title]["Target"]}
+    """Figures by generation, by rule of resampling and by K, and the paper's Fig. 1 to 3."""
+    settings = {"xlabel": "generation", "xticks": range(3)}
+    panels = {"toxicity": by_generation("", LEARNERS, "toxicity")}
+    for stories, prefix in TASKS.items():
+        panels[f"KL in nats, {stories}"] = by_generation(prefix, LEARNERS, evaluate.KL)
+    draw(rows, panels, folder / "generations.png", **settings)
+    panels = {}
+    for title, prefix, key in (("toxicity", "", "toxicity"), ("log phi", "sad-", "log_phi")):
+        panels[title] = {"Target": [(0, f"{prefix}paper Target", key)]}
         for rule in rules:
-            lines[rule] = [(m, f"{task}paper {m}", rule) for m in range(3)]
-        stories = "sad stories" if task else "toxic stories"
-        by_rule[f"{stories}: {title}"] = lines
-        lines = {}
-        for name in ("paper Base", *drawn):
-            lines[name] = [(size, task + name, f"draw {size}") for size in DRAWN]
-        by_size[f"{stories}: KL of a draw"] = lines
-    draw(rows, by_rule, folder / "rules.png", **by_generation)
+            panels[title][rule] = [(m, f"{prefix}paper {m}", rule) for m in range(3)]
+    draw(rows, panels, folder / "rules.png", **settings)
+    panels = {}
+    for stories, prefix in TASKS.items():
+        panels[f"KL of a draw in nats, {stories}"] = lines = {}
+        for name in ("paper Base", "paper 0", "paper 2", "pooled 0", "pooled 2"):
+            lines[name] = [(size, prefix + name, f"draw {size}") for size in DRAWN]
+    draw(rows, panels, folder / "draws.png", xlabel="particles", xscale="log")
     lines = {name: [("similarity", f"{name} {m}", "toxicity") for m in range(3)] for name in TRADED}
     for name, row in (("p", "paper Base"), ("sigma", "paper Target")):
         lines[name] = [("similarity", row, "toxicity")]
@@ -186,7 +193,6 @@ def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
     for name in [f"{learner} {m}" for m in range(3) for learner in ("paper", "pooled")]:
         lines[name] = [(size, name, f"K = {size}") for size in (20, 50, 100, 1000)]
     draw(rows, {"toxicity": lines}, folder / "particles.png", xlabel="particles", xscale="log")
-    draw(rows, by_size, folder / "draws.png", xlabel="particles", xscale="log")
     lines = {}
     for name, row in SIGMAS.items():
         lines[name] = [((n + 0.5) / 20, row, f"share {n}") for n in range(20)]

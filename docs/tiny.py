@@ -6,8 +6,8 @@ palindromes, which are rare:
     sigma(s) = p(s) phi(s) / Z_sigma,    log phi(s) = -BETA * (mirrored pairs of s that differ)
 
 Only its end shows whether a word is a palindrome, so a sampler must look ahead: that is the job of
-the twist psi. Ours sees no more than the position and the letter before. At first hardly any word
-that it learns from has a large phi, so it learns little. So the words that twisted SMC finds teach
+the twist psi. So that this stays hard, ours sees the position and the letter before alone. At first
+hardly any word that it learns from has a large phi, so it learns little. So the words that twisted SMC finds teach
 the next language model, from which the next twist learns more:
 
     psi^(0) <- CTL on p^(0)                                                   line 1 of Algorithm 1
@@ -18,8 +18,8 @@ This is the loop of `python main.py`, which resamples at the end alone by defaul
 paper, at every step.
 
 V letters (at most 26), T steps, K particles, R runs. Prefixes s_{1:t} are numbered: 0 is the empty
-one, and prefix n followed by letter v is n V + 1 + v: "b" is 2, "ba" 9. N prefixes can still grow;
-S = 1 + N V counts all, and the last V^T are the whole words.
+one, and prefix n followed by letter v is n V + 1 + v: a to d are 1 to 4, aa is 5, ab 6, ba 9, dd
+20. N prefixes can still grow; S = 1 + N V counts all, and the last V^T are the whole words.
 
     logits     [N, V]    a language model: one row for each prefix that can grow
     log_p      [S]       log p(s_t | s_{1:t-1}), and log_q alike; 0 for the empty prefix

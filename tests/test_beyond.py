@@ -301,4 +301,4 @@ def test_a_study_measures_jobs_and_fills_its_tables(tmp_path, monkeypatch, finis
     assert one == "| paper 1 | 0.550 ± 0.635 | 2.00 | 0.250 |  |"
     assert change.startswith("| paper 0 → paper 1 | 0.300 ± 0.635 | -0.50 | ")
     report.draw_study(rows, tmp_path, ["end alone"])
-    assert len(list(tmp_path.glob("*.png"))) == 7
+    assert len(list(tmp_path.glob("*.png"))) == 6

@@ -57,6 +57,8 @@ RUNS = {  # options and seeds
     "dpo-lora": ("--learner dpo --student lora --learning-rate 1e-3", THREE),
     "grpo-full": ("--learner grpo", THREE),
     "grpo-lora": ("--learner grpo --student lora --learning-rate 3.2e-3", THREE),
+    "dpo-best": ("--learner dpo --learning-rate 1e-5 --updates 75", THREE),  # by KL, on seed 61
+    "grpo-best": ("--learner grpo --learning-rate 3e-5 --updates 250", THREE),
     "rl": ("--learner rl", THREE),
     "dpo-ten": ("--learner dpo --batch-size 1280", (91,)),  # ten times the scores
     "grpo-ten": ("--learner grpo --batch-size 1280", (91,)),

@@ -5,10 +5,10 @@ palindromes, which are rare:
 
     sigma(s) = p(s) phi(s) / Z_sigma,    log phi(s) = -BETA * (mirrored pairs of s that differ)
 
-Only its end shows whether a word is a palindrome, so a sampler must look ahead: that is the job of
-the twist psi. So that this stays hard, ours sees the position and the letter before alone. At first
-hardly any word that it learns from has a large phi, so it learns little. So the words that twisted SMC finds teach
-the next language model, from which the next twist learns more:
+Only its second half shows whether a word is a palindrome, so a sampler must look ahead: that is the
+job of the twist psi. Ours sees only the position and the letter before, which keeps this hard. At
+first few words have a large phi, so it learns little. The words that twisted SMC finds teach the
+next language model, from which the next twist learns more:
 
     psi^(0) <- CTL on p^(0)                                                   line 1 of Algorithm 1
     for m = 1..M:   p^(m)   <- distil words of TSMC(p^(m-1), psi^(m-1))       line 3
@@ -104,7 +104,7 @@ def extend(prefixes, log_q, generator):
 def tsmc(log_p, log_psi, log_phi, runs, particles, generator):
     """Twisted SMC: words [R, K] of equal weight, log Z-hat [R]; E[Z-hat] = Z_sigma for any psi."""
     log_q, log_normaliser = proposal(log_p, log_psi)
-    prefixes = torch.zeros(runs, particles, dtype=torch.long)  # all that a particle owns
+    prefixes = torch.zeros(runs, particles, dtype=torch.long)  # that of each particle
     log_z = log_p.new_zeros(runs)
     for t in range(1, T + 1):
         # 1. extend

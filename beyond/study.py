@@ -37,6 +37,7 @@ ONCE = "--generations 0 --ctl-batch-size 500"  # the scores of `paper` 2 in gene
 ALONE = "--ctl-updates 1 --ctl-learning-rate 0 --distill-runs 250"  # psi = 1, scores of `paper`
 RULE = "--ess-threshold 1 --ctl-updates 140 --ctl-learning-rate 3e-4"  # the paper's, and its steps
 RULE += " --distill-updates 80 --distill-learning-rate 3e-5"
+LARGE = "--learner grpo --learning-rate 1e-3 --updates 398"
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
 SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
 QUESTION = "--lm smollm2 --potential docs/question.py:log_phi"
@@ -55,20 +56,20 @@ RUNS = {  # options and seeds
     "no-surrogate": ("--learner pooled --no-surrogate", THREE),
     "dpo-full": ("--learner dpo", THREE),
     "dpo-lora": ("--learner dpo --student lora --learning-rate 1e-3", THREE),
-    "grpo-full": ("--learner grpo", THREE),
-    "grpo-lora": ("--learner grpo --student lora --learning-rate 3.2e-3", THREE),
+    "grpo-full": (LARGE, THREE),
+    "grpo-lora": (f"{LARGE} --student lora --learning-rate 3.2e-3", THREE),
     "dpo-best": ("--learner dpo --learning-rate 1e-5 --updates 75", THREE),  # by KL, on seed 61
-    "grpo-best": ("--learner grpo --learning-rate 3e-5 --updates 250", THREE),
+    "grpo-best": ("--learner grpo", THREE),
     "rl": ("--learner rl", THREE),
     "dpo-ten": ("--learner dpo --batch-size 1280", (91,)),  # ten times the scores
-    "grpo-ten": ("--learner grpo --batch-size 1280", (91,)),
+    "grpo-ten": (f"{LARGE} --batch-size 1280", (91,)),
     "beta-1": ("--learner pooled --generations 0 --beta 1", (91,)),
     "sad-paper": (SAD, THREE),
     "sad-more-twist": (f"{ONCE} {SAD}", THREE),
     "sad-dpg-alone": (f"--learner dpg {ONCE} {SAD}", THREE),
     "sad-pooled": (f"--learner pooled {SAD}", THREE),
     "sad-dpo-full": (f"--learner dpo {SAD}", THREE),
-    "sad-grpo-full": (f"--learner grpo {SAD}", THREE),
+    "sad-grpo-full": (f"{LARGE} {SAD}", THREE),
     "smollm2-paper": (SMOL, FIVE),
     "smollm2-pooled": (f"--learner pooled {SMOL}", FIVE),
     "question-paper": (QUESTION, THREE),

@@ -114,7 +114,7 @@ class DPO(Policy):
 class GRPO(Policy):
     """Trained by the advantages of its own samples."""
 
-    defaults = Policy.defaults | {"learning_rate": 1e-3, "strength": 0.64}
+    defaults = Policy.defaults | {"learning_rate": 3e-5, "strength": 0.64, "updates": 250}
 
     def loss(self, policy: Conditional, batch: Batch) -> Tensor:
         with torch.no_grad():

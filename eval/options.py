@@ -73,7 +73,7 @@ class Options:
     distill_runs: int = option(100, "R, TSMC runs that are distilled", low=1)
     distill_updates: int = option(200, "gradient steps for each language model, at most", low=1)
     distill_learning_rate: float = option(1e-5, "AdamW's step size; of LoRA thirty times", high=1)
-    learning_rate: float = option(1e-4, "AdamW's step size of a policy", high=1)
+    learning_rate: float = option(1e-4, "AdamW's step size of a policy; LoRA needs more", high=1)
     updates: int = option(398, "gradient steps of a policy in a generation", low=1)
     batch_size: int = option(128, "N, sequences drawn for one update of a policy", low=2)
     strength: float = option(0.4, "b, how strongly a policy is held to p^(0)")

@@ -54,7 +54,7 @@ TITLES = {title: (key, form) for key, (title, form) in COLUMNS.items()}
 LEVELS = {"Base": ":", "Target": "--"}  # horizontal lines
 TASKS = {"toxic stories": "", "sad stories": "sad-"}  # how the names of their runs begin
 LEARNERS = ("paper", "pooled", "every-step")
-TRADED = ("paper", "pooled", "dpo-full", "grpo-lora", "rl")
+TRADED = ("paper", "pooled", "dpo-full", "grpo-best", "rl")
 SIGMAS = {"p (beta = 0)": "paper Base", "beta = 1": "beta-1 Target", "beta = 10": "paper Target"}
 Rows = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
 Lines = dict[str, list[tuple]]  # by name the points: x or its key, the name of a row, the key of y

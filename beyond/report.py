@@ -66,6 +66,7 @@ def read_records(folder: Path) -> Rows:
     for record in map(read_json, sorted(folder.glob("*.json"))):
         name = record["name"]
         found = {f"{name} {m}": row for m, row in enumerate(record["generations"])}
+        found[f"{name} Base"] = record["base"] | {"acceptance_rate": 1.0}  # the target of beta = 0
         for row in found.values():
             row |= {f"K = {size}": score for size, score in row.get("populations", {}).items()}
             row |= {f"draw {size}": kl for size, kl in row.get("draws", {}).items()}
@@ -74,9 +75,6 @@ def read_records(folder: Path) -> Rows:
             row = found[f"{name} {m}"]
             row |= {rule: numbers["score"] for rule, numbers in by_rule.items()}
             row.setdefault("every_step", row.get("multinomial, every step"))
-        base = record["base"] | {"acceptance_rate": 1.0}  # the target of beta = 0
-        base |= {f"draw {size}": kl for size, kl in base.get("draws", {}).items()}
-        found[f"{name} Base"] = base
         target = record.get("target")
         for row in [one for one in record["generations"] if "log_z" in one]:
             # Until 0.20 the error was kept, of 40 runs.
@@ -160,18 +158,19 @@ def draw(rows: Rows, panels: dict[str, Lines], path: Path, **settings: Any) -> N
     figure.savefig(path, dpi=150)
 
 
-def by_generation(prefix: str, names: tuple[str, ...], key: str) -> Lines:
-    """A line for each of the runs, and the levels of a task, whose runs begin with a prefix."""
+def by_generation(prefix: str, key: str) -> Lines:
+    """A line for each of LEARNERS, and the LEVELS, of the task whose runs begin with a prefix."""
     levels = {name: [(0, f"{prefix}paper {name}", key)] for name in LEVELS}
-    return levels | {name: [(m, f"{prefix}{name} {m}", key) for m in range(3)] for name in names}
+    lines = {name: [(m, f"{prefix}{name} {m}", key) for m in range(3)] for name in LEARNERS}
+    return levels | lines
 
 
 def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
     """Figures by generation, by rule of resampling and by K, and the paper's Fig. 1 to 3."""
     settings = {"xlabel": "generation", "xticks": range(3)}
-    panels = {"toxicity": by_generation("", LEARNERS, "toxicity")}
+    panels = {"toxicity": by_generation("", "toxicity")}
     for stories, prefix in TASKS.items():
-        panels[f"KL in nats, {stories}"] = by_generation(prefix, LEARNERS, evaluate.KL)
+        panels[f"KL in nats, {stories}"] = by_generation(prefix, evaluate.KL)
     draw(rows, panels, folder / "generations.png", **settings)
     panels = {}
     for title, prefix, key in (("toxicity", "", "toxicity"), ("log phi", "sad-", "log_phi")):

@@ -37,7 +37,7 @@ ONCE = "--generations 0 --ctl-batch-size 500"  # the scores of `paper` 2 in gene
 ALONE = "--ctl-updates 1 --ctl-learning-rate 0 --distill-runs 250"  # psi = 1, scores of `paper`
 RULE = "--ess-threshold 1 --ctl-updates 140 --ctl-learning-rate 3e-4"  # the paper's, and its steps
 RULE += " --distill-updates 80 --distill-learning-rate 3e-5"
-LARGE = "--learner grpo --learning-rate 1e-3 --updates 398"
+LARGE = "--learner grpo --learning-rate 1e-3 --updates 398"  # tuned by energy
 SAD = "--potential docs/sad.py:log_phi --target docs/results/sad"
 SMOL = "--lm smollm2 --potential docs/sad.py:log_phi --target docs/results/smollm2"
 QUESTION = "--lm smollm2 --potential docs/question.py:log_phi"

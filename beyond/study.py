@@ -72,9 +72,9 @@ RUNS = {  # options and seeds
     "sad-grpo-full": (f"{LARGE} {SAD}", THREE),
     "smollm2-paper": (SMOL, FIVE),
     "smollm2-pooled": (f"--learner pooled {SMOL}", FIVE),
-    "smollm2-again": (f"--learner pooled --generations 0 {SMOL}", (91,)),
     "question-paper": (QUESTION, THREE),
     "question-pooled": (f"--learner pooled {QUESTION}", THREE),
+    "question-rule": (f"{RULE} --distill-runs 300 {QUESTION}", (91,)),
 }
 RARE = {  # one in 80, 1,000, 30,000, 10^6 and 10^8 texts of p
     "smile": "--potential keyword:smile",
@@ -96,7 +96,8 @@ RULED = ("paper", "sad-paper")
 BOUNDED = ("paper", "rule")  # log Z and KL of a draw of these are bounded, by rule
 COUNTED, BINS = ("paper", "beta-1"), 20  # of these the toxicity of p and sigma is counted
 AGAIN = ("paper", "pooled")  # these have scores by SIZES, and a KL by the exact samples FRESH
-DRAWS = (*AGAIN, "sad-paper", "sad-pooled", "smollm2-again")  # these have a KL of a draw by DRAWN
+TASKS = ("", "sad-", "smollm2-", "question-")
+DRAWS = [task + kind for task in TASKS for kind in AGAIN]  # these have a KL of a draw by DRAWN
 SIZES = (20, 50, 100, 1000)  # K of the paper's Fig. 2
 FRESH = Path("docs/results/fresh")  # of the first task, drawn after all tuning
 KEPT = Path("docs/results/runs")

@@ -4,8 +4,8 @@
     weigh   w(s) = p^(0)(s) phi(s) / q(s),   W_i = min(w_i, c) / sum_j min(w_j, c)
     fit     q <- argmin_q sum_i W_i [-log q(s_i)]                       the weighted eq. 7
 
-    line 1          a ladder of such steps from q = p^(0), each fitted to p^(0) phi^b with the
-                    largest b <= 1 at which enough draws count, and the last one to sigma itself
+    line 1          a ladder of such steps from q = p^(0), each fitted to p^(0) phi^lambda with
+                    the largest lambda <= 1 at which enough draws count, and the last to sigma
     line 3          one step from q^(m-1)
     line 4          nothing: p^(m) = q^(m) has learned what a twist could add, so psi^(m) = 1
 
@@ -26,6 +26,7 @@ or prefixes that differ, V vocabulary.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -44,13 +45,12 @@ from tsmc.draws import effective_sample_size, normalise, uniforms
 from tsmc.streams import joined, progress
 from twist.mlp import TwistMLP
 
-POWERS = [2 ** (-n / 8) for n in range(112)]  # among which b is searched
+POWERS = [2 ** (-n / 8) for n in range(112)]  # among which lambda is searched
 SPREAD = 10**0.5  # standard deviation of d and of e w under the prior that the penalty is
 TILTS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # factors of the scores g that are tried
 PATIENCE = 4  # checks without a lower loss, after which a fit ends
 LEAST_HELD, MOST_HELD = 20, 256  # texts held out; the loss of fewer says nothing
-ROWS = 64  # texts held out whose logits are in memory at a time
-GROUP = 256  # prefixes of a step are padded to a multiple of this, so freed blocks are reused
+GROUP = 256  # prefixes whose logits are in memory at a time; fewer are padded
 
 
 @dataclass(frozen=True)
@@ -119,29 +119,32 @@ class Texts:
                 prefix = known.setdefault((prefix, token), n * tokens.shape[1] + t)
         self.prefixes = torch.tensor(prefixes, device=tokens.device).view_as(tokens)  # [M, T]
 
-    def log_q(self, q: Adapted, rows: Tensor) -> Tensor:
-        """log q [n, T] of the tokens of texts by their rows [n]."""
+    def losses(self, q: Adapted, rows: Tensor, weights: Tensor) -> Iterator[Tensor]:
+        """-log q of texts by their rows [n], times their weights [n]: its parts by GROUP prefixes,
+        each with a gradient, so that the logits of one part at a time are in memory."""
         prefixes, index = self.prefixes[rows].unique(return_inverse=True)  # [S], [n, T]
-        log_q = q.head(self.hidden[padded(prefixes, GROUP)]).log_softmax(-1)  # [S, V]
-        return log_q[index, self.tokens[rows]]
+        weights = weights[:, None].expand_as(index)  # [n, T]
+        for number, some in enumerate(prefixes.split(GROUP)):
+            log_q = q.head(self.hidden[padded(some, GROUP)]).log_softmax(-1)  # [GROUP, V]
+            is_here = index // GROUP == number  # [n, T]
+            chosen = log_q[index[is_here] % GROUP, self.tokens[rows][is_here]]
+            yield -(weights[is_here] * chosen).sum()
 
     @torch.no_grad()
-    def mean_loss(self, q: Adapted, weights: Tensor) -> float:
-        """The mean of -log q of all texts by their weights [M]."""
-        total = 0.0
-        for rows in torch.arange(len(weights), device=weights.device).split(ROWS):
-            total -= (weights[rows, None] * self.log_q(q, rows)).sum().item()
-        return total / weights.sum().item()
+    def loss(self, q: Adapted, weights: Tensor) -> float:
+        """-log q of all texts, times their weights [M]."""
+        rows = torch.arange(len(weights), device=weights.device)
+        return sum(part.item() for part in self.losses(q, rows, weights))
 
     @torch.no_grad()
     def tilt(self, q: Adapted, rows: Tensor) -> None:
         """Let q begin at a = 1, p^(0) tilted by the scores g times that of TILTS at which texts by
         their rows [n] have the least loss, which is convex in it."""
         nn.init.ones_(q.network.last.bias[-1:])
-        scores, losses = q.network.scores, []
+        scores, losses, equal = q.network.scores, [], torch.ones_like(rows, dtype=torch.float32)
         for factor in TILTS:
             q.network.scores = factor * scores
-            losses.append(-self.log_q(q, rows).sum().item())
+            losses.append(sum(part.item() for part in self.losses(q, rows, equal)))
         q.network.scores = TILTS[losses.index(min(losses))] * scores
 
 
@@ -155,13 +158,13 @@ class Pool:
 
 
 def tempered(pool: Pool, least_ess: float) -> tuple[Tensor, float]:
-    """log of w phi^(b - 1) [N] and b: the largest b in POWERS with which their ESS reaches
-    least_ess times the number of weights above zero; where no b does, that of the largest ESS."""
+    """log of w phi^(lambda - 1) [N] and lambda: the largest in POWERS with which their ESS reaches
+    least_ess times the number of weights above zero; where none does, that of the largest ESS."""
     alive = pool.log_weights > -torch.inf
-    log_phi = pool.log_phi.where(alive, 0.0)  # -inf times 1 - b = 0 would be NaN
+    log_phi = pool.log_phi.where(alive, 0.0)  # -inf times 1 - lambda = 0 would be NaN
     candidates = [pool.log_weights - (1 - power) * log_phi for power in POWERS]
     ess = [effective_sample_size(one).item() for one in candidates]
-    # Of texts with phi > 0: under a hard phi the others never count, whatever b is.
+    # Of texts with phi > 0: under a hard phi the others never count, whatever lambda is.
     enough = min(least_ess * alive.sum().item(), max(ess))
     chosen = next(i for i in range(len(ess)) if ess[i] >= enough)
     return candidates[chosen], POWERS[chosen]
@@ -329,14 +332,17 @@ class Pooled(Paper):
         parameters = list(q.network.parameters())
         optimizer = torch.optim.Adam(parameters, lr=rate, fused=True)
         best = Best(q.network, PATIENCE)
+        equal = weights.new_full((options.pool_batch_size,), 1 / batches[0].numel() / base.length)
         for update, rows in enumerate(progress(batches, word, m), 1):  # [n]
-            loss = -texts.log_q(q, rows).mean()
-            self.note(fit_loss=loss.detach())
             optimizer.zero_grad()
-            loss.backward(inputs=parameters)  # p^(0) is not trained
+            total = 0.0
+            for loss in texts.losses(q, rows, equal):
+                loss.backward(inputs=parameters)  # p^(0) is not trained
+                total = total + loss.detach()
+            self.note(fit_loss=total)
             optimizer.step()
             is_checked = update % CHECKED == 0 or update == updates
-            if held and is_checked and best.is_over(held.mean_loss(q, held_weights)):
+            if held and is_checked and best.is_over(held.loss(q, held_weights)):
                 break
         if held:
             best.restore()

@@ -26,6 +26,7 @@ from tinystories.load import read_json
 from tsmc.estimate import Estimate, mean_estimate
 
 COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study shows
+    "log_z_hat_mean": ("log Z-hat", ".2f"),  # of single runs that are alive
     "kl_target_model": ("KL(sigma, p^(m))", ".2f"),  # without its twist
     "kl_samples": ("KL of samples", ".2f"),  # KL of a draw of runs without draws of p, until 1.1
     "draw 10": ("KL of a draw, K = 10", ".2f"),

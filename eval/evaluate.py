@@ -34,10 +34,7 @@ COLUMNS = {  # of the table: title and form, by the key of a row
     KL: ("KL", ".2f"),
     # KL(sigma||law) of a draw by weight from K particles, of which a part are draws of p^(0).
     DRAW: ("KL of a draw", ".2f"),
-    # By draws of q and p^(0), or runs that resample before T; then of single runs that are alive.
-    "log_z": ("log Z", ".2f"),
-    "log_z_hat_mean": ("log Z-hat", ".2f"),
-    "log_z_hat_std": ("(spread)", ".2f"),
+    "log_z": ("log Z", ".2f"),  # by draws of q and p^(0), or by runs that resample before T
     # Means over runs: the effective sample size at T, the share of different texts of K samples.
     "ess": ("ESS", ".1f"),
     "distinct": ("distinct", ".2f"),
@@ -185,6 +182,8 @@ def table(results: dict[str, Any]) -> str:
     rows |= {f"Generation {m}": row for m, row in enumerate(results["generations"])}
     values = {key: {row[key] for row in rows.values() if key in row} for key in COLUMNS}
     shown = [key for key in COLUMNS if values[key] - {0, 1}]  # all texts pass, no run is dead
+    if "toxicity" in shown:  # a score that is read more easily
+        shown.remove("log_phi")
     lines = [["", *(COLUMNS[key][0] for key in shown)]]
     for name, row in rows.items():
         cells = [format(row[key], COLUMNS[key][1]) if key in row else "" for key in shown]

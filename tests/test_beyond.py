@@ -96,7 +96,8 @@ def test_tempered_weights_have_the_largest_power_that_the_ess_allows():
         torch.testing.assert_close(log_weights, torch.cat([log_p + power * log_phi, dead.double()]))
 
 
-def test_the_adapter_moves_what_the_head_of_p_reads_and_texts_share_their_prefixes():
+def test_the_adapter_moves_what_the_head_of_p_reads_and_texts_share_their_prefixes(monkeypatch):
+    monkeypatch.setattr(pooled, "GROUP", 4)
     scores, hidden = torch.linspace(-1, 2, 7), torch.randn(3, 8, generator=generator(2))
     for given in (None, scores):
         q = Adapted(BASE, given, generator(0))
@@ -107,7 +108,10 @@ def test_the_adapter_moves_what_the_head_of_p_reads_and_texts_share_their_prefix
     torch.testing.assert_close(q.logits(hidden), wanted)
     tokens = sample_proposal(BASE, None, 9, generator(1)).tokens
     rows = torch.tensor([8, 1, 1, 5])
-    torch.testing.assert_close(Texts(BASE, tokens).log_q(q, rows), q.log_probs(tokens[rows]))
+    weights = torch.tensor([0.5, 1.0, 2.0, 0.0])
+    losses = list(Texts(BASE, tokens).losses(q, rows, weights))
+    assert len(losses) > 1
+    torch.testing.assert_close(sum(losses), -weights @ q.log_probs(tokens[rows]).sum(1))
 
 
 def test_texts_held_out_are_learned_in_no_copy():

@@ -101,7 +101,7 @@ def check_2() -> None:
     say(abs(variance - 1.28) < 0.06, f"the variances add up to {variance:.2f}")
 
 
-# %% 3. Another objective for psi (60 minutes, 25 points)
+# %% 3. Another objective for psi (60 minutes, 35 points)
 # `Paper` descends `twist_loss(psi, batch, model)`, and a subclass may have another. Write the loss
 # E_sigma[-log q(s)], which is least where q = sigma, without looking at beyond/: q is proportional
 # to p psi, token by token, so log q = sum_t (log p + log psi - log N_t).
@@ -180,7 +180,7 @@ def check_4() -> None:
     say(many > 3 * few, "with the prefix part the texts are worth more")
 
 
-# %% 5. A worse proposal (60 minutes, 25 points)
+# %% 5. A worse proposal (20 minutes, 15 points)
 # Draw from q proportional to the square root of p psi. For t < T the weight is then no longer
 # N_t / psi(s_{1:t-1}); derive it. With p psi, generation 3 has a mean log Z-hat of -5.86 (log Z is
 # -5.68), KL 1.29, and an ESS of 47.6 in twist learning. With the square root and the right weights

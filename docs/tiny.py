@@ -83,7 +83,7 @@ def enumerate_target(log_p, log_phi):
 
 
 def intermediate_targets(log_p, log_psi):
-    """eq. 4: log p(s_{1:t}) psi(s_{1:t}) [S]; normalised over all s_{1:t}, it is log pi_t."""
+    """eq. 4: log p(s_{1:t}) psi(s_{1:t}) [S]; normalised, log pi_t (at T that of eq. 5)."""
     return joint(log_p) + log_psi
 
 
@@ -114,7 +114,7 @@ def tsmc(log_p, log_psi, log_phi, runs, particles, generator):
             log_weights = log_normaliser[parents] - log_psi[parents]  # [R, K]
         else:
             # The paper prints a sum over s_T, which needs phi of every last letter. Here s_T has
-            # been drawn with psi in place of phi, and the weight corrects it: p phi / q.
+            # been drawn with psi in place of phi, and the weight corrects it: p phi / (psi q).
             log_weights = (log_p - log_q)[prefixes] + log_phi[prefixes - N] - log_psi[parents]
         log_z = log_z + log_weights.logsumexp(-1) - math.log(particles)
         # 3. resample
@@ -173,7 +173,7 @@ def distil(logits, words):
         share += torch.bincount(prefixes, minlength=len(share))  # [S] words with this prefix
         prefixes = (prefixes - 1) // V  # one letter shorter
     share = children(share) / words.numel()  # [N, V]
-    # Rows that few words pass through hardly move, which is all the regularisation.
+    # Rows that few words pass through hardly move in MODEL_STEPS: the regularisation.
     for _ in range(MODEL_STEPS):
         logits = logits + MODEL_RATE * (share - share.sum(-1, keepdim=True) * logits.softmax(-1))
     return logits

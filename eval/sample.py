@@ -137,7 +137,7 @@ def report(drawn: Weighted, count: int, seed: int) -> str:
     """Estimates, then a line for each of `count` different samples."""
     evidence = drawn.evidence()
     needed = drawn.ess * math.exp(min(-evidence.value, 700.0))
-    worth = f"{len(drawn.texts):,} texts are worth {drawn.ess:.1f} samples"
+    worth = f"{len(drawn.texts):,} texts are worth at most {drawn.ess:.1f} samples"
     lines = [f"log Z {evidence}   {worth}; rejection needs {needed:,.0f} texts for these"]
     lines.append(f" share  log phi  {'toxicity  ' * ('toxicity' in drawn.scores)}text")
     different = {row["text"]: row for row in drawn.samples(20 * count, seed)}

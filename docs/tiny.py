@@ -26,11 +26,11 @@ one, and prefix n followed by letter v is n V + 1 + v: a to d are 1 to 4, aa is 
     log_psi    [S]       log psi(s_{1:t}); 0 for the empty prefix
     log_phi    [V^T]     the potential of the whole words
 
-`python docs/tiny.py` takes a few seconds; a seed of it all may follow. In the table KL(sigma||q) falls with
-every generation; the next column estimates it from 1000 exact samples. From first to last log
-Z-hat rises and spreads less over the runs, and more words of a batch count in twist learning (ESS).
-log Z-hat ends a little low, by Jensen's inequality and since it misses words that q hardly ever
-writes, which the exact KL counts. Last comes sigma itself, by enumeration.
+`python docs/tiny.py` takes a few seconds; a seed, of p too, may follow. In the table KL(sigma||q)
+falls with every generation; the next column estimates it from 1000 exact samples. From first to
+last log Z-hat rises and spreads less over the runs, and more words of a batch count in twist
+learning (ESS). log Z-hat ends a little low, by Jensen's inequality and as it misses words that q
+hardly ever writes, which the exact KL counts. Last comes sigma itself, by enumeration.
 """
 
 import itertools

@@ -180,9 +180,11 @@ def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
             panels[title][rule] = [(m, f"{prefix}paper {m}", rule) for m in range(3)]
     draw(rows, panels, folder / "rules.png", **settings)
     panels = {}
-    for stories, prefix in TASKS.items():
-        panels[f"KL of a draw in nats, {stories}"] = lines = {}
-        for name in ("paper Base", "paper 0", "paper 2", "pooled 0", "pooled 2"):
+    for stories, prefix in (TASKS | {"SmolLM2": "smollm2-"}).items():
+        panels[f"KL of a draw, {stories}"] = lines = {}
+        base = f"{prefix}{'paper' if stories in TASKS else 'pooled'} Base"  # that was measured
+        lines["p"] = [(size, base, f"draw {size}") for size in DRAWN]
+        for name in ("paper 0", "paper 2", "pooled 0", "pooled 2"):
             lines[name] = [(size, prefix + name, f"draw {size}") for size in DRAWN]
     draw(rows, panels, folder / "draws.png", xlabel="particles", xscale="log")
     lines = {name: [("similarity", f"{name} {m}", "toxicity") for m in range(3)] for name in TRADED}

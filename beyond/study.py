@@ -76,7 +76,6 @@ RUNS = {  # options and seeds
     "question-pooled": (f"--learner pooled {QUESTION}", THREE),
     "smollm2-second": (f"--generations 1 {SMOL}", THREE),
     "question-first": (f"--generations 0 {QUESTION}", THREE),
-    "question-first-pooled": (f"--learner pooled --generations 0 {QUESTION}", (91,)),
 }
 RARE = {  # one in 80, 1,000, 30,000, 10^6 and 10^8 texts of p
     "smile": "--potential keyword:smile",
@@ -99,8 +98,7 @@ BOUNDED = ("paper", "rule")  # log Z and KL of a draw of these are bounded, by r
 COUNTED, BINS = ("paper", "beta-1"), 20  # of these the toxicity of p and sigma is counted
 AGAIN = ("paper", "pooled")  # these have scores by SIZES, and a KL by the exact samples FRESH
 TASKS = ("", "sad-", "smollm2-", "question-")
-DRAWS = [task + kind for task in TASKS for kind in AGAIN]  # these have a KL of a draw by DRAWN
-DRAWS += ["question-first", "question-first-pooled"]
+DRAWS = ["question-first", *(task + kind for task in TASKS for kind in AGAIN)]  # KL by DRAWN
 SIZES = (20, 50, 100, 1000)  # K of the paper's Fig. 2
 FRESH = Path("docs/results/fresh")  # of the first task, drawn after all tuning
 KEPT = Path("docs/results/runs")

@@ -181,9 +181,9 @@ def table(results: dict[str, Any]) -> str:
     rows = {name.title(): results[name] for name in ("base", "target") if name in results}
     rows |= {f"Generation {m}": row for m, row in enumerate(results["generations"])}
     values = {key: {row[key] for row in rows.values() if key in row} for key in COLUMNS}
-    shown = [key for key in COLUMNS if values[key] - {0, 1}]  # all texts pass, no run is dead
-    if "toxicity" in shown:  # a score that is read more easily
-        shown.remove("log_phi")
+    # Not log phi beside toxicity, which is read more easily; nor if all texts pass, no run is dead.
+    hidden = {"log_phi"} if values["toxicity"] - {0, 1} else set()
+    shown = [key for key in COLUMNS if key not in hidden and values[key] - {0, 1}]
     lines = [["", *(COLUMNS[key][0] for key in shown)]]
     for name, row in rows.items():
         cells = [format(row[key], COLUMNS[key][1]) if key in row else "" for key in shown]

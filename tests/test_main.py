@@ -33,6 +33,12 @@ from twist.potential import TextPotential
 PROMPT = "Once upon a time, there was a"
 
 
+def test_the_table_shows_toxicity_in_place_of_log_phi_also_where_all_texts_pass():
+    for log_phi in (-1.0, 0.0):  # the latter with --beta 0
+        row = {"toxicity": 0.25, "log_phi": log_phi}
+        assert table({"base": row, "generations": []}).split() == ["toxicity", "Base", "0.250"]
+
+
 def test_the_rows_of_a_job_hold_what_is_promised_and_the_table_shows_it(finished_job):
     """KL(sigma||p) = E_sigma[log phi] - log Z, with the errors of both."""
     job = finished_job("paper")

@@ -123,17 +123,16 @@ class Texts:
         """-log q of texts by their rows [n], times their weights [n]: its parts by GROUP prefixes,
         each with a gradient, so that the logits of one part at a time are in memory."""
         prefixes, index = self.prefixes[rows].unique(return_inverse=True)  # [S], [n, T]
-        weights = weights[:, None].expand_as(index)  # [n, T]
+        tokens, weights = self.tokens[rows], weights[:, None].expand_as(index)  # [n, T]
         for number, some in enumerate(prefixes.split(GROUP)):
             log_q = q.head(self.hidden[padded(some, GROUP)]).log_softmax(-1)  # [GROUP, V]
             is_here = index // GROUP == number  # [n, T]
-            chosen = log_q[index[is_here] % GROUP, self.tokens[rows][is_here]]
+            chosen = log_q[index[is_here] % GROUP, tokens[is_here]]
             yield -(weights[is_here] * chosen).sum()
 
     @torch.no_grad()
-    def loss(self, q: Adapted, weights: Tensor) -> float:
-        """-log q of all texts, times their weights [M]."""
-        rows = torch.arange(len(weights), device=weights.device)
+    def loss(self, q: Adapted, rows: Tensor, weights: Tensor) -> float:
+        """-log q of texts by their rows [n], times their weights [n]."""
         return sum(part.item() for part in self.losses(q, rows, weights))
 
     @torch.no_grad()
@@ -144,7 +143,7 @@ class Texts:
         scores, losses, equal = q.network.scores, [], torch.ones_like(rows, dtype=torch.float32)
         for factor in TILTS:
             q.network.scores = factor * scores
-            losses.append(sum(part.item() for part in self.losses(q, rows, equal)))
+            losses.append(self.loss(q, rows, equal))
         q.network.scores = TILTS[losses.index(min(losses))] * scores
 
 
@@ -327,12 +326,13 @@ class Pooled(Paper):
         if options.surrogate and not start:
             texts.tilt(q, batches[0])
         held = Texts(base, held_tokens) if len(held_tokens) else None
+        all_held = torch.arange(len(held_tokens), device=held_tokens.device)
         # U moves a logit by a sum over D, so the step falls with D.
         rate = options.pool_learning_rate * 192 / base.width
         parameters = list(q.network.parameters())
         optimizer = torch.optim.Adam(parameters, lr=rate, fused=True)
         best = Best(q.network, PATIENCE)
-        equal = weights.new_full((options.pool_batch_size,), 1 / batches[0].numel() / base.length)
+        equal = weights.new_full(size[1:], 1 / (size[1] * base.length))  # [n]
         for update, rows in enumerate(progress(batches, word, m), 1):  # [n]
             optimizer.zero_grad()
             total = 0.0
@@ -342,7 +342,7 @@ class Pooled(Paper):
             self.note(fit_loss=total)
             optimizer.step()
             is_checked = update % CHECKED == 0 or update == updates
-            if held and is_checked and best.is_over(held.loss(q, held_weights)):
+            if held and is_checked and best.is_over(held.loss(q, all_held, held_weights)):
                 break
         if held:
             best.restore()

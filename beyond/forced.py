@@ -185,13 +185,13 @@ def main(arguments: list[str] | None = None) -> None:
         texts = world.potential.texts(tokens)
         log_z = draws.log_mean_exp(log_weights)  # [1]
         drawn = Weighted(texts, world.score(tokens, texts), log_weights, log_z, True)
-        print(report(drawn, count, options.seed))
         if set(drawn.scores["log_phi"].tolist()) <= {0.0, -torch.inf}:  # texts pass, or do not
             evidence = drawn.evidence()
             limits = (evidence.value, min(0.0, evidence.value + evidence.above()))
             one, low = (f"{math.exp(-limit):,.0f}" for limit in limits)
             high = f"{math.exp(evidence.half_width() - evidence.value):,.0f}"
-            print(f"About 1 in {one} texts of the model passes the test (95 %: {low} to {high})")
+            print(f"1 in {one} texts of the model passes the test (95 %: {low} to {high})")
+        print(report(drawn, count, options.seed))
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def end_rows(options: Options, world: World, learner: Paper) -> dict[str, dict]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The rows Base, Target and of each generation; a number with half of its 95 % interval."""
+    """The rows Base, Target and of each generation; numbers with their 95 % intervals."""
     rows = {name.title(): results[name] for name in ("base", "target") if name in results}
     rows |= {f"Generation {m}": row for m, row in enumerate(results["generations"])}
     values = {key: {row[key] for row in rows.values() if key in row} for key in COLUMNS}
@@ -188,10 +188,11 @@ def table(results: dict[str, Any]) -> str:
     for name, row in rows.items():
         cells = [format(row[key], COLUMNS[key][1]) if key in row else "" for key in shown]
         for n, key in enumerate(shown):
+            below = row.get(f"{key}_half_width")
             if f"{key}_above" in row:
-                cells[n] += f" -{row[f'{key}_half_width']:.2f} +{row[f'{key}_above']:.2f}"
-            elif f"{key}_half_width" in row:
-                cells[n] += f" ± {row[f'{key}_half_width']:.2f}"
+                cells[n] += f" [{row[key] - below:.2f}, {row[key] + row[f'{key}_above']:.2f}]"
+            elif below is not None:
+                cells[n] += f" ± {below:.2f}"
         lines.append([name, *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)

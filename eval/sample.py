@@ -137,14 +137,14 @@ def report(drawn: Weighted, count: int, seed: int) -> str:
     """Estimates, then a line for each of `count` different samples."""
     evidence = drawn.evidence()
     needed = drawn.ess * math.exp(min(-evidence.value, 700.0))
-    worth = f"{len(drawn.texts):,} texts are worth at most {drawn.ess:.1f} samples"
-    lines = [f"log Z {evidence}   {worth}; rejection needs {needed:,.0f} texts for these"]
-    lines.append(f" share  log phi  {'toxicity  ' * ('toxicity' in drawn.scores)}text")
-    different = {row["text"]: row for row in drawn.samples(20 * count, seed)}
-    for row in list(different.values())[:count]:
-        toxicity = f"{row['toxicity']:8.3f}  " if "toxicity" in row else ""
-        text = " ".join(row["text"].split())
-        lines.append(f"{row['share']:6.3f}  {row['log_phi']:7.2f}  {toxicity}{text}")
+    worth = f"{len(drawn.texts):,} texts are worth at most {drawn.ess:.1f} samples of the target"
+    lines = [f"log Z {evidence}; {worth}, for which rejection needs {needed:,.0f}"]
+    rows = list({row["text"]: row for row in drawn.samples(20 * count, seed)}.values())[:count]
+    columns = [name for name in ("log_phi", "toxicity") if any(row.get(name) for row in rows)]
+    lines.append(" share  " + "".join(f"{name:8}  " for name in columns) + "text")
+    for row in rows:
+        cells = "".join(f"{row[name]:8.3f}  " for name in columns)
+        lines.append(f"{row['share']:6.3f}  {cells}{' '.join(row['text'].split())}")
     return "\n".join(lines)
 
 

@@ -178,9 +178,9 @@ def test_forced_draws_are_weighted_and_printed(capsys):
     """A word that p never writes: about 1e-15 of its texts have it."""
     sizes = ["--runs", "12", "--samples", "10", "--length", "12"]
     forced.main(["--potential", "keyword:submarine", *sizes])
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert -40 < float(re.match(r"log Z (-\S+) ", head)[1]) < -30
-    assert sum("submarine" in line.lower() for line in lines) == 10 and "About 1 in" in lines[-1]
+    first, second, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("1 in ") and -40 < float(re.match(r"log Z (-\S+) ", second)[1]) < -30
+    assert sum("submarine" in line.lower() for line in lines) == 10
 
 
 @pytest.mark.learned

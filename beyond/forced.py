@@ -136,15 +136,23 @@ class Forced:
         total = rho.sum(-1, keepdim=True) + self.later[t][..., None].clamp(min=0.0)
         return rho / total.clamp(min=1e-300)
 
-    def draw(self, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """N = count texts [N, T], and log of the density of the mixture over that of p [N]."""
-        plain = max(1, round(PLAIN * count))
+    def draw(self, count: int, generator: Generator, share: float = PLAIN) -> tuple[Tensor, Tensor]:
+        """N = count texts [N, T], a share of them of p, and log of the density of the mixture over
+        that of p [N]."""
+        plain = max(round(share * count), int(share > 0))
         uniform = draws.uniforms(count, self.base.length, generator)  # [N, T]
         chance = draws.uniforms(count, self.base.length, generator)  # [N, T]
         chance[:plain] = torch.inf
         tokens, log_p, _, first = draw_texts(self.base, self.base, uniform, self, chance)
         log_plain, log_forced = (uniform.new_tensor([plain, count - plain]) / count).log()
         return tokens, log_plain.logaddexp(log_forced + self.log_ratio(tokens, log_p, first))
+
+    @torch.no_grad()
+    def log_over_p(self, tokens: Tensor) -> Tensor:
+        """log q(s) / p(s) [N] of any texts [N, T]."""
+        log_p = self.base.head(self.base.hidden(tokens)).log_softmax(-1)  # [N, T, V]
+        chosen = log_p.gather(2, tokens[..., None]).squeeze(2)  # [N, T]
+        return self.log_ratio(tokens, chosen, log_p[..., self.first])
 
     def log_ratio(self, tokens: Tensor, log_p: Tensor, first: Tensor) -> Tensor:
         """log q(s) / p(s) [N] of texts [N, T] with log p of their tokens [N, T], and of the first

@@ -4,7 +4,8 @@
     python -m beyond.study --report               fills README.md and docs/results.md, draws figures
 
 A job NAME-SEED is made or resumed in runs/study. Its rows, what is measured beside them, command
-and commit are kept in docs/results/runs/NAME-SEED.json. N exact samples, R runs of K particles.
+and commit are kept in docs/results/runs/NAME-SEED.json. "hints" is no job: nothing is trained. N
+exact samples, R runs of K particles.
 """
 
 import dataclasses
@@ -14,9 +15,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
 from torch import Tensor
 
+from beyond.forced import Forced, pieces_of
 from beyond.levels import compare_levels
 from beyond.report import DRAWN, draw_study, fill, read_records
 from beyond.two_sided import bound_draws
@@ -24,9 +28,9 @@ from distill.pair import Pair
 from distill.paper import Paper
 from eval.evaluate import DRAW, draw_plain, log_importance, mixture_row, weighted_draws
 from eval.job import command
-from eval.options import Parser
+from eval.options import Options, Parser
 from eval.sample import TrainedJob
-from eval.world import SAMPLES, load_target
+from eval.world import SAMPLES, World, load_target, load_world
 from tinystories.load import read_json, write, write_json
 from tsmc.draws import normalise
 from tsmc.proposal import sequence_log_probs
@@ -76,7 +80,9 @@ RUNS = {  # options and seeds
     "question-pooled": (f"--learner pooled {QUESTION}", THREE),
     "smollm2-second": (f"--generations 1 {SMOL}", THREE),
     "question-first": (f"--generations 0 {QUESTION}", THREE),
+    "hints": ("", FIVE),
 }
+HINTS = ["fat", "ugly", "stupid", "dumb"]  # words of toxic stories, as one would guess them
 RARE = {  # one in 80, 1,000, 30,000, 10^6 and 10^8 texts of p
     "smile": "--potential keyword:smile",
     "dragon": "--potential keyword:dragon",
@@ -109,6 +115,9 @@ PAGES = (Path("docs/results.md"), Path("README.md"))
 def make(name: str) -> bool:
     """Begin or resume a job NAME-SEED, and keep its numbers; whether it ended well."""
     kind, _, seed = name.rpartition("-")
+    if kind == "hints":
+        keep(kind, int(seed), hinted(int(seed)))
+        return True
     path = Path("runs/study") / name
     arguments = [*RUNS[kind][0].split(), "--seed", seed, "--out", str(path)]
     if is_begun := (path / "config.json").exists():
@@ -120,11 +129,38 @@ def make(name: str) -> bool:
         results = measured(path, kind)
         if not is_begun:  # else only a part of the time is known
             results["generations"][-1]["core_seconds"] = usage.ru_utime + usage.ru_stime
-        results |= {"name": kind, "seed": int(seed), "command": RUNS[kind][0]}
-        describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-        results["commit"] = subprocess.check_output(describe, text=True).strip()
-        write_json(KEPT / f"{name}.json", results)
+        keep(kind, int(seed), results)
     return status == 0
+
+
+def keep(kind: str, seed: int, results: dict) -> None:
+    """Write a record: the numbers, and what has made them."""
+    results |= {"name": kind, "seed": seed, "command": RUNS[kind][0]}
+    describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    results["commit"] = subprocess.check_output(describe, text=True).strip()
+    write_json(KEPT / f"{kind}-{seed}.json", results)
+
+
+def hinted(seed: int) -> dict:
+    """What texts that hold one of HINTS are worth as draws of q, measured as those of pairs."""
+    options = Options(seed=seed, device="cpu")
+    world, streams = load_world(options), Streams(seed)
+    draw_plain(options, world, Paper(world.base, world.potential, options, streams))
+    pieces = pieces_of(SimpleNamespace(factors=[SimpleNamespace(hints=HINTS)]), options.lm)
+    forced = Forced(world.base, pieces, streams.stream("hints"))
+    count = options.eval_particles * options.eval_runs
+    tokens, _ = forced.draw(count, streams.stream("forced draws"), 0.0)  # [N, T]
+    plain, plain_phi, _ = world.plain
+    exact = world.exact
+    parts = [(tokens, world.potential(tokens)), (plain, plain_phi), (exact.tokens, exact.log_phi)]
+    weighted = []
+    for texts, log_phi in parts:
+        log_ratio = torch.cat([forced.log_over_p(some) for some in texts.split(100)])
+        weighted.append((log_phi - log_ratio, log_phi))
+    drawn, over_q = weighted[:2], weighted[2][0]
+    row = {"scores": 0, "draws": kl_by_particles(world, drawn, over_q)}
+    row |= mixture_row(world, drawn, options.eval_particles, over_q)
+    return {"base": {}, "generations": [row]}
 
 
 def measured(job: Path, kind: str) -> dict:
@@ -152,7 +188,7 @@ def measured(job: Path, kind: str) -> dict:
             results.setdefault("rules", []).append(by_rule)
     trained.pair = Pair(world.base, None)  # of row Base
     if kind in DRAWS:
-        results["base"]["draws"] = kl_by_particles(trained, learner)
+        results["base"]["draws"] = kl_by_particles(world, *draws_of(trained, learner))
     if kind in AGAIN:
         results["base"]["kl_fresh"] = kl_by(FRESH, trained)
     if kind in COUNTED:
@@ -175,13 +211,13 @@ def measure_pair(row: dict, kind: str, trained: TrainedJob, learner: Paper) -> N
     products = shares * score_of(drawn.scores).view_as(shares)
     # Without dead runs and 0 * inf.
     row["weighted_score"] = products[drawn.log_z.cpu() > -math.inf].nansum(1).mean().item()
-    if DRAW not in row and world.exact and learner.is_independent(trained.pair):  # of a policy
-        draw_plain(options, world, learner)
-        population = learner.population(trained.pair, "sample", None, *sizes)
-        weighted = weighted_draws(world, trained.pair, population)
-        row |= mixture_row(world, weighted, sizes[0], exact_over_q(trained))
-    if kind in DRAWS:
-        row["draws"] = kl_by_particles(trained, learner)
+    is_policy = DRAW not in row
+    if world.exact and learner.is_independent(trained.pair) and (is_policy or kind in DRAWS):
+        drawn, over_q = draws_of(trained, learner)
+        if is_policy:
+            row |= mixture_row(world, drawn, sizes[0], over_q)
+        if kind in DRAWS:
+            row["draws"] = kl_by_particles(world, drawn, over_q)
     if kind in BOUNDED:
         row |= bound_draws(trained, world.exact.tokens, exact_over_q(trained))
     if kind in AGAIN:
@@ -205,13 +241,17 @@ def mean_score(trained: TrainedJob, learner: Paper, particles: int, runs: int) -
     return score_of(world.score(tokens, world.potential.texts(tokens))).mean().item()
 
 
-def kl_by_particles(trained: TrainedJob, learner: Paper) -> dict[int, float]:
-    """KL(sigma||law of a draw) by the number K of particles of a run, from the same draws of q."""
+def draws_of(trained: TrainedJob, learner: Paper) -> tuple[list[tuple], Tensor]:
+    """`weighted_draws` of a pair, and log p phi / q [N] of the exact samples."""
     world, options = trained.world, trained.options
     draw_plain(options, world, learner)
     sizes = (options.eval_particles, options.eval_runs)
     population = learner.population(trained.pair, "sample", None, *sizes)
-    drawn, over_q = weighted_draws(world, trained.pair, population), exact_over_q(trained)
+    return weighted_draws(world, trained.pair, population), exact_over_q(trained)
+
+
+def kl_by_particles(world: World, drawn: list[tuple], over_q: Tensor) -> dict[int, float]:
+    """KL(sigma||law of a draw) by the number K of particles of a run, from the same draws of q."""
     return {size: mixture_row(world, drawn, size, over_q)[DRAW] for size in DRAWN}
 
 

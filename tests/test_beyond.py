@@ -157,10 +157,8 @@ def test_forced_draws_have_their_density_and_hold_a_piece(name):
     draws.later *= 0.3  # as a pilot might have it
     tree = Tree(model)
     texts = tree.sequences[tree.prefix_log_q()[-1] > -INF]  # [S, T]
-    log_p = model.log_probs(texts)  # [S, T]
-    first = model.head(model.hidden(texts)).log_softmax(-1)[..., draws.first]  # [S, T, I]
-    p = log_p.sum(1).exp()
-    q = p * draws.log_ratio(texts, log_p, first).exp()
+    p = model.log_probs(texts).sum(1).exp()
+    q = p * draws.log_over_p(texts).exp()
     assert q.sum().item() == pytest.approx(1)
     tokens, log_ratio = draws.draw(20_000, generator(2))
     number = (tokens[:, None] == texts).all(2).int().argmax(1)  # [N]

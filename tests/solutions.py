@@ -4,12 +4,14 @@
    few that have it. In a palindrome the opposite letter decides alone, so the sum loses little.
 2. The copies of particle k are binomial, with variance K W_k (1 - W_k): .96 + .84 + .64 + .36. Each
    systematic point is uniform on its own part, so particle k has K W_k copies on average.
-3. A number that depends on the beginning may be added to log psi of all next tokens: q is the same.
-   So levels are not learned, and a run that resamples before T compares beginnings by chance.
+3. Seeds 0 to 3: 4.24, 3.63, 3.86, 3.81. A number that depends on the beginning may be added to log
+   psi of all next tokens: q is the same. So levels are not learned, and a run that resamples before
+   T compares beginnings by chance.
 4. f_T = 1, and in the product of the weights every other f_t cancels. With -inf a beginning dies,
    whose continuations have phi > 0: sigma loses them, and nothing tells.
 5. w_t = p psi / (q psi before), whatever q is. Z-hat is right on average for any q, but its runs
-   and the words that psi learns from are worth less: that is what ESS counts.
+   and the words that psi learns from are worth less: that is what ESS counts. Given the past, a
+   step keeps the mean whether or not it resamples; a choice by later weights would pick lucky runs.
 """
 
 import re
@@ -17,7 +19,7 @@ import re
 import torch
 
 from docs import tiny
-from tsmc.draws import invert, normalise, uniforms
+from tsmc.draws import effective_sample_size, invert, log_mean_exp, multinomial, normalise, uniforms
 
 
 def opposite(letters):
@@ -44,3 +46,17 @@ def prefix_cost(texts):
 
 def log_weights(log_p, log_psi, log_q, prefixes, parents):
     return (log_p + log_psi - log_q)[prefixes] - log_psi[parents]
+
+
+def sampler(log_p, log_psi, log_q, runs, particles, generator):
+    prefixes = torch.zeros(runs, particles, dtype=torch.long)
+    log_w, log_z = log_p.new_zeros(runs, particles), log_p.new_zeros(runs)
+    for t in range(1, tiny.T + 1):
+        parents, prefixes = prefixes, tiny.extend(prefixes, log_q, generator)
+        log_w = log_w + log_weights(log_p, log_psi, log_q, prefixes, parents)
+        is_due = (effective_sample_size(log_w) < particles / 2) | (t == tiny.T)  # [R]
+        log_z = torch.where(is_due, log_z + log_mean_exp(log_w), log_z)
+        drawn = prefixes.gather(1, multinomial(normalise(log_w), generator))
+        prefixes = torch.where(is_due[:, None], drawn, prefixes)
+        log_w = torch.where(is_due[:, None], 0.0, log_w)
+    return prefixes, log_z

@@ -4,8 +4,8 @@
     python -m beyond.study --report               fills README.md and docs/results.md, draws figures
 
 A job NAME-SEED is made or resumed in runs/study. Its rows, what is measured beside them, command
-and commit are kept in docs/results/runs/NAME-SEED.json. "hints" is no job: nothing is trained. N
-exact samples, R runs of K particles.
+and commit are kept in docs/results/runs/NAME-SEED.json. Those of HINTS are no jobs: they train
+nothing. N exact samples, R runs of K particles.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from distill.pair import Pair
 from distill.paper import Paper
 from eval.evaluate import DRAW, draw_plain, log_importance, mixture_row, weighted_draws
 from eval.job import command
-from eval.options import Options, Parser
+from eval.options import Parser, read_options
 from eval.sample import TrainedJob
 from eval.world import SAMPLES, World, load_target, load_world
 from tinystories.load import read_json, write, write_json
@@ -81,8 +81,12 @@ RUNS = {  # options and seeds
     "smollm2-second": (f"--generations 1 {SMOL}", THREE),
     "question-first": (f"--generations 0 {QUESTION}", THREE),
     "hints": ("", FIVE),
+    "sad-hints": (SAD, THREE),
 }
-HINTS = ["fat", "ugly", "stupid", "dumb"]  # words of toxic stories, as one would guess them
+HINTS = {  # words that stories with a large phi have, as one would guess
+    "hints": ["fat", "ugly", "stupid", "dumb"],
+    "sad-hints": ["sad", "cried", "scared", "angry"],
+}
 RARE = {  # one in 80, 1,000, 30,000, 10^6 and 10^8 texts of p
     "smile": "--potential keyword:smile",
     "dragon": "--potential keyword:dragon",
@@ -108,6 +112,7 @@ DRAWS = ["question-first", *(prefix + kind for prefix in PREFIXES for kind in AG
 SIZES = (20, 50, 100, 1000)  # K of the paper's Fig. 2
 FRESH = Path("docs/results/fresh")  # of the first task, drawn after all tuning
 KEPT = Path("docs/results/runs")
+PAPER = "distill.paper:Paper"
 LOCAL = ("out", "lm", "toxicity_model", "similarity_model", "target", "device")  # not kept
 PAGES = (Path("docs/results.md"), Path("README.md"))
 
@@ -115,8 +120,8 @@ PAGES = (Path("docs/results.md"), Path("README.md"))
 def make(name: str) -> bool:
     """Begin or resume a job NAME-SEED, and keep its numbers; whether it ended well."""
     kind, _, seed = name.rpartition("-")
-    if kind == "hints":
-        keep(kind, int(seed), hinted(int(seed)))
+    if kind in HINTS:
+        keep(kind, int(seed), hinted(kind, seed))
         return True
     path = Path("runs/study") / name
     arguments = [*RUNS[kind][0].split(), "--seed", seed, "--out", str(path)]
@@ -141,12 +146,12 @@ def keep(kind: str, seed: int, results: dict) -> None:
     write_json(KEPT / f"{kind}-{seed}.json", results)
 
 
-def hinted(seed: int) -> dict:
+def hinted(kind: str, seed: str) -> dict:
     """What texts that hold one of HINTS are worth as draws of q, measured as those of pairs."""
-    options = Options(seed=seed, device="cpu")
-    world, streams = load_world(options), Streams(seed)
+    options, _, _ = read_options([*RUNS[kind][0].split(), "--seed", seed], {"paper": PAPER}, "")
+    world, streams = load_world(options), Streams(options.seed)
     draw_plain(options, world, Paper(world.base, world.potential, options, streams))
-    pieces = pieces_of(SimpleNamespace(factors=[SimpleNamespace(hints=HINTS)]), options.lm)
+    pieces = pieces_of(SimpleNamespace(factors=[SimpleNamespace(hints=HINTS[kind])]), options.lm)
     forced = Forced(world.base, pieces, streams.stream("hints"))
     count = options.eval_particles * options.eval_runs
     tokens, _ = forced.draw(count, streams.stream("forced draws"), 0.0)  # [N, T]

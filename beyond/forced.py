@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
             limits = (evidence.value, min(0.0, evidence.value + evidence.above()))
             one, low = (f"{math.exp(-limit):,.0f}" for limit in limits)
             high = f"{math.exp(evidence.half_width() - evidence.value):,.0f}"
-            print(f"1 in {one} texts of the model passes the test (95 %: {low} to {high})")
+            print(f"1 in {one} texts passes the test (95 %: {low} to {high})")
         print(report(drawn, count, options.seed))
 
 

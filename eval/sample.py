@@ -137,8 +137,8 @@ def report(drawn: Weighted, count: int, seed: int) -> str:
     """Estimates, then a line for each of `count` different samples."""
     evidence = drawn.evidence()
     needed = drawn.ess * math.exp(min(-evidence.value, 700.0))
-    worth = f"{len(drawn.texts):,} texts are worth at most {drawn.ess:.1f} samples of the target"
-    lines = [f"log Z {evidence}; {worth}, for which rejection needs {needed:,.0f}"]
+    worth = f"{len(drawn.texts):,} draws are worth at most {drawn.ess:.1f} exact samples"
+    lines = [f"log Z {evidence}", worth, f"rejection needs {needed:,.0f} draws for as many"]
     rows = list({row["text"]: row for row in drawn.samples(20 * count, seed)}.values())[:count]
     columns = [name for name in ("log_phi", "toxicity") if any(row.get(name) for row in rows)]
     lines.append(" share  " + "".join(f"{name:8}  " for name in columns) + "text")

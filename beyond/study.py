@@ -81,10 +81,12 @@ RUNS = {  # options and seeds
     "smollm2-second": (f"--generations 1 {SMOL}", THREE),
     "question-first": (f"--generations 0 {QUESTION}", THREE),
     "hints": ("", FIVE),
+    "other-hints": ("", FIVE),
     "sad-hints": (SAD, THREE),
 }
-HINTS = {  # words that stories with a large phi have, as one would guess
+HINTS = {  # words of texts with a large phi, the first by somebody who knew the classifier
     "hints": ["fat", "ugly", "stupid", "dumb"],
+    "other-hints": ["bad", "mean", "stupid", "ugly"],
     "sad-hints": ["sad", "cried", "scared", "angry"],
 }
 RARE = {  # one in 80, 1,000, 30,000, 10^6 and 10^8 texts of p
@@ -165,7 +167,7 @@ def hinted(kind: str, seed: str) -> dict:
     drawn, over_q = weighted[:2], weighted[2][0]
     row = {"scores": 0, "draws": kl_by_particles(world, drawn, over_q)}
     row |= mixture_row(world, drawn, options.eval_particles, over_q)
-    return {"base": {}, "generations": [row]}
+    return {"base": {}, "hints": HINTS[kind], "generations": [row]}
 
 
 def measured(job: Path, kind: str) -> dict:

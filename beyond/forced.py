@@ -37,7 +37,7 @@ from eval.job import command
 from eval.options import Options, build
 from eval.sample import Weighted, parsed, parser_of, report
 from eval.world import World, load_sampling_world
-from tinystories.decoder import Conditional, Decoder
+from tinystories.decoder import Conditional, Decoder, row_slices
 from tinystories.load import checkpoint_directory, load_tokenizer
 from tsmc import draws
 from tsmc.streams import Streams
@@ -150,9 +150,13 @@ class Forced:
     @torch.no_grad()
     def log_over_p(self, tokens: Tensor) -> Tensor:
         """log q(s) / p(s) [N] of any texts [N, T]."""
-        log_p = self.base.head(self.base.hidden(tokens)).log_softmax(-1)  # [N, T, V]
-        chosen = log_p.gather(2, tokens[..., None]).squeeze(2)  # [N, T]
-        return self.log_ratio(tokens, chosen, log_p[..., self.first])
+        parts = []
+        for rows in row_slices(tokens, self.base.vocab_size * self.base.length):
+            some = tokens[rows]  # [n, T]
+            log_p = self.base.head(self.base.hidden(some)).log_softmax(-1)  # [n, T, V]
+            chosen = log_p.gather(2, some[..., None]).squeeze(2)  # [n, T]
+            parts.append(self.log_ratio(some, chosen, log_p[..., self.first]))
+        return torch.cat(parts)
 
     def log_ratio(self, tokens: Tensor, log_p: Tensor, first: Tensor) -> Tensor:
         """log q(s) / p(s) [N] of texts [N, T] with log p of their tokens [N, T], and of the first

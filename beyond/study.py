@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from torch import Tensor
 
 from beyond.forced import Forced, pieces_of
@@ -114,7 +113,6 @@ DRAWS = ["question-first", *(prefix + kind for prefix in PREFIXES for kind in AG
 SIZES = (20, 50, 100, 1000)  # K of the paper's Fig. 2
 FRESH = Path("docs/results/fresh")  # of the first task, drawn after all tuning
 KEPT = Path("docs/results/runs")
-PAPER = "distill.paper:Paper"
 LOCAL = ("out", "lm", "toxicity_model", "similarity_model", "target", "device")  # not kept
 PAGES = (Path("docs/results.md"), Path("README.md"))
 
@@ -150,21 +148,19 @@ def keep(kind: str, seed: int, results: dict) -> None:
 
 def hinted(kind: str, seed: str) -> dict:
     """What texts that hold one of HINTS are worth as draws of q, measured as those of pairs."""
-    options, _, _ = read_options([*RUNS[kind][0].split(), "--seed", seed], {"paper": PAPER}, "")
+    arguments, learners = [*RUNS[kind][0].split(), "--seed", seed], {"paper": "distill.paper:Paper"}
+    options, learner, _ = read_options(arguments, learners, "")
     world, streams = load_world(options), Streams(options.seed)
-    draw_plain(options, world, Paper(world.base, world.potential, options, streams))
+    draw_plain(options, world, learner(world.base, world.potential, options, streams))
     pieces = pieces_of(SimpleNamespace(factors=[SimpleNamespace(hints=HINTS[kind])]), options.lm)
     forced = Forced(world.base, pieces, streams.stream("hints"))
     count = options.eval_particles * options.eval_runs
     tokens, _ = forced.draw(count, streams.stream("forced draws"), 0.0)  # [N, T]
     plain, plain_phi, _ = world.plain
-    exact = world.exact
-    parts = [(tokens, world.potential(tokens)), (plain, plain_phi), (exact.tokens, exact.log_phi)]
-    weighted = []
-    for texts, log_phi in parts:
-        log_ratio = torch.cat([forced.log_over_p(some) for some in texts.split(100)])
-        weighted.append((log_phi - log_ratio, log_phi))
-    drawn, over_q = weighted[:2], weighted[2][0]
+    drawn = []
+    for texts, log_phi in ((tokens, world.potential(tokens)), (plain, plain_phi)):
+        drawn.append((log_phi - forced.log_over_p(texts), log_phi))
+    over_q = world.exact.log_phi - forced.log_over_p(world.exact.tokens)
     row = {"scores": 0, "draws": kl_by_particles(world, drawn, over_q)}
     row |= mixture_row(world, drawn, options.eval_particles, over_q)
     return {"base": {}, "hints": HINTS[kind], "generations": [row]}

@@ -1,8 +1,8 @@
 """The tables and figures of docs/results.md, from the records that `study.py` keeps.
 
 A table of a page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is
-"NAME M", "generation M (NAME)" or "Base (NAME)", of the runs NAME, or "A → B", the change from A to
-B within each seed, and a column has a title of COLUMNS. Behind <!-- table sad- --> the runs are
+"NAME M", "any words (NAME M)", "generation M (NAME)" or "Base (NAME)", of the runs NAME, or "A → B",
+the change from A to B within each seed, and a column has a title of COLUMNS. Behind <!-- table sad- --> the runs are
 sad-NAME. A number, and a point of a figure, is the mean over seeds with its 95 % interval
 (Student's t).
 """
@@ -120,7 +120,8 @@ def fill(page: str, rows: Rows) -> str:
         lines = [head, rule]
         for name in [line.split("|")[1].strip() for line in old]:
             cells = [name]
-            row = re.sub(r"(?:generation )?(\w+) \(([\w-]+)\)", r"\2 \1", name)
+            row = re.sub(r".*\(([\w-]+ \w+)\)", r"\1", name)  # behind words of its own
+            row = re.sub(r"(?:generation )?(\w+) \(([\w-]+)\)", r"\2 \1", row)
             row = " → ".join((block[1] or "") + part for part in row.split(" → "))
             for title in titles:
                 key, form = TITLES.get(title, (title, ".3f"))

@@ -28,16 +28,15 @@ COLUMNS = {  # of the table: title and form, by the key of a row
     "every_step": ("at every step", ".3f"),  # that of runs that resample so, as the paper's do
     "log_phi": ("log phi", ".2f"),
     "phi_positive": ("phi > 0", ".3f"),  # share of texts that the potential does not rule out
-    # The mean cosine of the embeddings of two texts. To distil few distinct texts raises it.
-    "similarity": ("similarity", ".3f"),
     # KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma; of Base KL(sigma||p).
     KL: ("KL", ".2f"),
     # KL(sigma||law) of a draw by weight from K particles, of which a part are draws of p^(0).
     DRAW: ("KL of a draw", ".2f"),
     "log_z": ("log Z", ".2f"),  # by draws of q and p^(0), or by runs that resample before T
-    # Means over runs: the effective sample size at T, the share of different texts of K samples.
-    "ess": ("ESS", ".1f"),
-    "distinct": ("distinct", ".2f"),
+    "ess": ("ESS", ".1f"),  # the effective sample size at T, a mean over runs
+    # The mean cosine of the embeddings of two texts. To distil few distinct texts raises it.
+    "similarity": ("similarity", ".3f"),
+    "distinct": ("distinct", ".2f"),  # share of different texts of K samples, a mean over runs
     "dead_runs": ("dead", ".0f"),  # runs whose weights were all zero at some step
 }
 EXAMPLES = 3  # texts of a row that are shown when the job ends

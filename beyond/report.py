@@ -1,10 +1,10 @@
 """The tables and figures of docs/results.md, from the records that `study.py` keeps.
 
 A table of a page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is
-"NAME M", "any words (NAME M)", "generation M (NAME)" or "Base (NAME)", of the runs NAME, or "A → B",
-the change from A to B within each seed, and a column has a title of COLUMNS. Behind <!-- table sad- --> the runs are
-sad-NAME. A number, and a point of a figure, is the mean over seeds with its 95 % interval
-(Student's t).
+"NAME M", "generation M (NAME)", "Base (NAME)" or "any words (NAME M)", of the runs NAME, or
+"A → B", the change from A to B within each seed, and a column has a title of COLUMNS. Behind
+<!-- table sad- --> the runs are sad-NAME. A number, and a point of a figure, is the mean over seeds
+with its 95 % interval (Student's t).
 """
 
 import math

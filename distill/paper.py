@@ -62,10 +62,7 @@ class Paper:
     def population(self, pair: Pair, word: str, m: Any, particles: int, runs: int) -> Population:
         """R runs of K particles, from the stream of a word; ValueError where all ended dead."""
         sigma = self.sigma(pair.model)
-
-        def draw(size: int, generator: torch.Generator) -> Population:
-            return tsmc(sigma, pair.twist, particles, generator, size, self.rule)
-
+        draw = lambda n, source: tsmc(sigma, pair.twist, particles, source, n, self.rule)  # noqa: E731
         population = self.streams.draw(word, m, runs, draw, particles)
         if not (population.log_z > -torch.inf).any():
             fault = f"all {runs} runs of {particles} particles ended with weight zero"

@@ -94,22 +94,24 @@ def weighted_draws(world: World, pair: Pair, population: Population) -> list[tup
     return [(population.log_weights.flatten(), log_phi), (plain_w, plain_phi)]
 
 
-def mixture_row(
-    world: World, drawn: list[tuple], particles: int, over_q: Tensor | None
-) -> dict[str, float]:
-    """log Z by `weighted_draws`; KL(sigma||law) of a draw by weight from K = particles of them, for
-    the density mix = p phi / w: law(s) = K mix(s) E[w(s) / (w(s) + w of K - 1 others)]."""
+def mixture_row(world: World, drawn: list, particles: int, over_q: Tensor | None) -> dict:
+    """log Z by `weighted_draws`; KL(sigma||law) of a draw by weight from K = particles, n of p and
+    K - n of q: law(s) = (K - n) q(s) E[w(s) / (w(s) + w of the others)] + n p(s) E[the same]."""
     more = math.ceil(PLAIN / (1 - PLAIN) * particles)  # of p beside K of q
-    share = more / (particles + more)
-    log_w, plain_w = (mixture_log_weights(*one, share).view(-1, particles) for one in drawn)
-    log_w = torch.cat([log_w, plain_w[:, :more]], 1)  # [R, K + more]
-    row = with_interval("log_z", log_mean_estimate(log_w))
-    if over_q is not None:
-        plain = round(share * particles)
-        others = log_w[:, plain + 1 : particles + plain].logsumexp(1)  # [R] of K - 1
-        exact_w = mixture_log_weights(over_q, world.exact.log_phi, share)  # [N]
-        log_shares = log_mean_exp(F.logsigmoid(exact_w[:, None] - others))  # [N] over R
-        row |= with_interval(DRAW, world.kl(exact_w - math.log(particles) - log_shares))
+    weights = [mixture_log_weights(*one, more / (particles + more)) for one in drawn]  # [R K] each
+    log_w, plain_w = (one.view(-1, particles) for one in weights)
+    row = with_interval("log_z", log_mean_estimate(torch.cat([log_w, plain_w[:, :more]], 1)))
+    n = max(1, round(PLAIN * particles))
+    if over_q is not None and n < particles:
+        weights = [mixture_log_weights(*one, n / particles) for one in drawn]
+        log_w, plain_w = (one.view(-1, particles) for one in weights)
+        exact_w = mixture_log_weights(over_q, world.exact.log_phi, n / particles)  # [N]
+        log_law = []  # the terms of log law / p phi [N]
+        for size, of_q, over in ((particles - n, 1, over_q), (n, 0, world.exact.log_phi)):
+            others = torch.cat([log_w[:, n + of_q :], plain_w[:, 1 - of_q : n]], 1)  # [R, K - 1]
+            log_shares = F.logsigmoid(exact_w[:, None] - others.logsumexp(1))  # [N, R]
+            log_law.append(math.log(size) - over + log_mean_exp(log_shares))
+        row |= with_interval(DRAW, world.kl(-torch.logaddexp(*log_law)))
     return row
 
 

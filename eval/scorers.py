@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from tinystories.gpt_neo import at_least_float32
 from tinystories.load import checkpoint_directory, load_network, read_json
+from tsmc.streams import side_by_side
 
-BATCH = 64  # texts at most
+BATCH = 50  # texts at most, half of a batch of CTL
 MAX_TOKENS = 2**13  # of a batch: the widest activations of RoBERTa-base then take 100 MB
 
 
@@ -158,13 +159,14 @@ class Runner:
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)  # [N]
         order = lengths.argsort(stable=True)
         size = max(1, min(BATCH, MAX_TOKENS // max(map(len, rows), default=1)))
-        results = []
-        with torch.inference_mode():
-            for batch in order.split(size):  # no texts are one empty batch, whose shape is right
-                width = max([len(rows[n]) for n in batch], default=1)
-                padded = [rows[n] + [pad] * (width - len(rows[n])) for n in batch]
-                ids = torch.tensor(padded, dtype=torch.long).view(-1, width)  # [B, T]
-                mask = (torch.arange(width) < lengths[batch, None]).long()  # [B, T]
-                results.append(self.model(ids.to(device), mask.to(device)))
+        batches = []
+        for batch in order.split(size):  # no texts are one empty batch, whose shape is right
+            width = max([len(rows[n]) for n in batch], default=1)
+            padded = [rows[n] + [pad] * (width - len(rows[n])) for n in batch]
+            ids = torch.tensor(padded, dtype=torch.long).view(-1, width)  # [B, T]
+            mask = (torch.arange(width) < lengths[batch, None]).long()  # [B, T]
+            batches.append((ids.to(device), mask.to(device)))
+        score = torch.inference_mode()(lambda batch: self.model(*batch))
+        results = list(side_by_side(score, batches, device))
         self.last = texts, torch.cat(results).cpu()[order.argsort()]
         return self.last[1]

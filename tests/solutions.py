@@ -1,17 +1,20 @@
 """Solutions of docs/assignments.py: `python docs/assignments.py 1 2 3 4 5 --solved` checks them.
 
-1. The sum learns each letter's effect from all 100 words, the table of pairs each pair's from the
-   few that have it. In a palindrome the opposite letter decides alone, so the sum loses little.
+1. A step moves a cell by the share of words with its context: a quarter for a letter, in both
+   tables, and a sixteenth for a pair, whose share is noisier, too. In a palindrome the opposite
+   letter decides alone, so the sum loses little. At four times the rate pairs have 1.21 and .94.
 2. The copies of particle k are binomial, with variance K W_k (1 - W_k): .96 + .84 + .64 + .36. Each
    systematic point is uniform on its own part, so particle k has K W_k copies on average.
 3. Seeds 0 to 3: 4.24, 3.63, 3.86, 3.81. A number that depends on the beginning may be added to log
    psi of all next tokens: q is the same. So levels are not learned, and a run that resamples before
    T compares beginnings by chance.
-4. f_T = 1, and in the product of the weights every other f_t cancels. With -inf a beginning dies,
-   whose continuations have phi > 0: sigma loses them, and nothing tells.
-5. w_t = p psi / (q psi before), whatever q is. Z-hat is right on average for any q, but its runs
-   and the words that psi learns from are worth less: that is what ESS counts. Given the past, a
-   step keeps the mean whether or not it resamples; a choice by later weights would pick lucky runs.
+4. f_T = 1, and along a path every other f_t cancels; with resampling the proof holds for psi f_t.
+   With -inf a beginning dies, whose continuations have phi > 0: samples lose them, and Z-hat
+   estimates the Z of a smaller target. Nothing tells.
+5. w_t = p psi / (q psi before), whatever q > 0 is. Z-hat is right on average for any of them, but
+   of a batch from this q fewer words count, and psi learns less. Given the past, a step keeps the
+   mean whether or not it resamples; a choice by later weights would pick lucky runs. (The first
+   line of the check is necessary, not sufficient: N_t / psi has this mean as well.)
 """
 
 import re

@@ -221,6 +221,7 @@ PAGE = """<!-- table -->
 |  | toxicity |
 | --- | --- |
 | generation 1 (paper) | |
+| as all (q) say (paper 1) | |
 <!-- end -->
 """
 
@@ -297,9 +298,10 @@ def test_a_study_measures_jobs_and_fills_its_tables(tmp_path, monkeypatch, finis
         write_json(tmp_path / f"paper-{seed}.json", record | {"seed": seed})
     rows = report.read_records(tmp_path)
     filled = report.fill(PAGE, rows).splitlines()
-    one, change, other, alike = (filled[n] for n in (3, 4, 9, 14))
+    one, change, other, alike, named = (filled[n] for n in (3, 4, 9, 14, 15))
     assert other == "| generation 1 (paper) |  |"  # of b-paper, which has no record
     assert alike == "| generation 1 (paper) | 0.550 ± 0.635 |"
+    assert named == "| as all (q) say (paper 1) | 0.550 ± 0.635 |"
     assert one == "| paper 1 | 0.550 ± 0.635 | 2.00 | 0.250 |  |"
     assert change.startswith("| paper 0 → paper 1 | 0.300 ± 0.635 | -0.50 | ")
     report.draw_study(rows, tmp_path, ["end alone"])

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from tables import TableTwist
 from torch.nn.functional import one_hot
 from worlds import INF, generator, gpt_neo_world, hard_potential, table_world
 
+from eval.evaluate import DRAW, mixture_row
 from eval.sample import Weighted
 from tests.exact import Target, kl_divergence
 from tinystories import decoder
 from tsmc import draws
 from tsmc.draws import BLOCK, SCHEMES, draw_categorical
 from tsmc.estimate import Estimate, log_mean_estimate, tail_factor
+from tsmc.mixture import mixture_log_weights
 from tsmc.proposal import proposal_log_probs, sample_proposal, sequence_log_probs
 from tsmc.rejection import draw_accepted, exact_samples
 from tsmc.sampler import Rule, tsmc
@@ -155,6 +158,30 @@ def test_rejection_draws_sigma_and_knows_its_evidence(end):
     assert abs(found.log_z - target.log_z) < 5 * found.log_z_std_error < 0.1
     with pytest.raises(ValueError, match=r"log phi is 0\.001 on some text"):
         draw_accepted(model, lambda tokens: 1e-3 + 0.0 * tokens.sum(1), 5, generator(0))
+
+
+@pytest.mark.learned
+@pytest.mark.parametrize("particles", [2, 5])
+def test_a_draw_by_weight_has_its_law(particles):
+    """Texts of one run picked by weight, of n draws of p and K - n of q, against `mixture_row`."""
+    model, twist, potential = table_world(3, 3)
+    target, n, runs = Target(model, potential), max(1, round(0.3 * particles)), 40_000
+    texts, log_phi = target.tree.sequences, potential.log_phi
+    log_p, log_q = proposal_log_probs(model, twist, texts)
+    over_q, sigma, drawn = log_phi + log_p - log_q, target.log_sigma[-1].exp(), []
+    mean = lambda log_w: Estimate((sigma * log_w).sum().item() - target.log_z, 0.0, INF)  # noqa: E731
+    world = SimpleNamespace(exact=SimpleNamespace(log_phi=log_phi), kl=mean)
+    for seed, psi in enumerate((twist, None)):
+        tokens = sample_proposal(model, psi, runs * particles, generator(seed)).tokens
+        drawn.append(tokens @ torch.tensor([9, 3, 1]))  # their numbers
+    columns = [(over_q[one], log_phi[one]) for one in drawn]
+    found = mixture_row(world, columns, particles, over_q)[DRAW]
+    of_q, of_p = (one.view(runs, particles) for one in drawn)
+    picked = torch.cat([of_q[:, n:], of_p[:, :n]], 1)  # [R, K]
+    weights = mixture_log_weights(over_q, log_phi, n / particles)[picked].softmax(1)
+    law = torch.zeros_like(sigma).index_add_(0, picked.flatten(), weights.flatten().to(sigma))
+    exact = kl_divergence(target.log_sigma[-1], (law / runs).log()).item()
+    assert found == pytest.approx(exact, abs=5e-3)
 
 
 @pytest.mark.parametrize("dof", [1, 2, 7, 30, 31, 60, 10**6])

@@ -14,6 +14,7 @@ state. N rows, S shared states, D width, V vocabulary, P tokens of a prompt, T o
 
 import abc
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -36,12 +37,11 @@ def padded(rows: Tensor, group: int) -> Tensor:
 
 
 def row_slices(rows: Tensor, per_row: int) -> Iterator[slice]:
-    """Slices of the rows, at least one; of `per_row` numbers each, they have at most MAX_LOGITS."""
-    size = max(1, MAX_LOGITS * (16 if rows.is_cuda else 1) // per_row)
-    if not rows.is_cuda:
-        size = min(size, max(FEWEST, CACHED // per_row))
-    starts = range(0, max(1, len(rows)), size)
-    return (slice(start, min(len(rows), start + size)) for start in starts)
+    """Slices of the rows, equal up to one row, of at most about MAX_LOGITS / `per_row` rows."""
+    most = min(MAX_LOGITS, max(CACHED, FEWEST * per_row))  # numbers in a slice
+    count = math.ceil(len(rows) * per_row / (16 * MAX_LOGITS if rows.is_cuda else most))
+    count = max(1, min(count, len(rows)))
+    return (slice(len(rows) * n // count, len(rows) * (n + 1) // count) for n in range(count))
 
 
 def check_positions(prompt: Tensor, length: int, limit: int) -> None:

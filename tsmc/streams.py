@@ -36,10 +36,8 @@ def process() -> tuple[int, int]:
 
 def joined(parts: list[Any], device: torch.device) -> Any:
     """Objects of tensors as one on a device, their rows behind each other."""
-    columns = {}
-    for name, value in vars(parts[0]).items():
-        if value is not None:
-            columns[name] = torch.cat([getattr(part, name).to(device) for part in parts])
+    names = [name for name, value in vars(parts[0]).items() if value is not None]
+    columns = {name: torch.cat([getattr(one, name).to(device) for one in parts]) for name in names}
     return type(parts[0])(**columns)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-CHUNK = 500  # sequences that are drawn at a time, by each thread
+CHUNK = 250  # sequences that are drawn at a time, by each thread; on a GPU twice as many
 
 
 def join_processes(device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Streams:
         self, word: str, m: int | None, total: int, draw: Callable[..., Any], particles: int = 1
     ) -> Any:
         """`total` samples, each of `particles` sequences, by draw(size, generator) of a chunk."""
-        at_once = max(1, CHUNK // particles)
+        at_once = max(1, (2 if self.device.type == "cuda" else 1) * CHUNK // particles)
         starts = range(0, total, at_once)
         rank, count = process()
         mine = range(rank, len(starts), count)  # the chunks of this process

@@ -62,7 +62,8 @@ class Paper:
     def population(self, pair: Pair, word: str, m: Any, particles: int, runs: int) -> Population:
         """R runs of K particles, from the stream of a word; ValueError where all ended dead."""
         sigma = self.sigma(pair.model)
-        draw = lambda n, source: tsmc(sigma, pair.twist, particles, source, n, self.rule)  # noqa: E731
+        twist = pair.twist
+        draw = lambda n, source: tsmc(sigma, twist, particles, source, n, self.rule)  # noqa: E731
         population = self.streams.draw(word, m, runs, draw, particles)
         if not (population.log_z > -torch.inf).any():
             fault = f"all {runs} runs of {particles} particles ended with weight zero"

@@ -98,14 +98,14 @@ def mixture_row(world: World, drawn: list, particles: int, over_q: Tensor | None
     """log Z by `weighted_draws`; KL(sigma||law) of a draw by weight from K = particles, n of p and
     K - n of q: law(s) = (K - n) q(s) E[w(s) / (w(s) + w of the others)] + n p(s) E[the same]."""
     more = math.ceil(PLAIN / (1 - PLAIN) * particles)  # of p beside K of q
-    weights = [mixture_log_weights(*one, more / (particles + more)) for one in drawn]  # [R K] each
-    log_w, plain_w = (one.view(-1, particles) for one in weights)
+    share = more / (particles + more)
+    log_w, plain_w = (mixture_log_weights(*one, share).view(-1, particles) for one in drawn)
     row = with_interval("log_z", log_mean_estimate(torch.cat([log_w, plain_w[:, :more]], 1)))
-    n = max(1, round(PLAIN * particles))
-    if over_q is not None and n < particles:
-        weights = [mixture_log_weights(*one, n / particles) for one in drawn]
-        log_w, plain_w = (one.view(-1, particles) for one in weights)
-        exact_w = mixture_log_weights(over_q, world.exact.log_phi, n / particles)  # [N]
+    n = round(PLAIN * particles)  # as `eval.sample` draws them
+    if over_q is not None and n > 0:
+        share = n / particles
+        log_w, plain_w = (mixture_log_weights(*one, share).view(-1, particles) for one in drawn)
+        exact_w = mixture_log_weights(over_q, world.exact.log_phi, share)  # [N]
         log_law = []  # the terms of log law / p phi [N]
         for size, of_q, over in ((particles - n, 1, over_q), (n, 0, world.exact.log_phi)):
             others = torch.cat([log_w[:, n + of_q :], plain_w[:, 1 - of_q : n]], 1)  # [R, K - 1]

@@ -165,12 +165,12 @@ def test_rejection_draws_sigma_and_knows_its_evidence(end):
 def test_a_draw_by_weight_has_its_law(particles):
     """Texts of one run picked by weight, of n draws of p and K - n of q, against `mixture_row`."""
     model, twist, potential = table_world(3, 3)
-    target, n, runs = Target(model, potential), max(1, round(0.3 * particles)), 40_000
+    target, n, runs = Target(model, potential), round(0.3 * particles), 40_000
     texts, log_phi = target.tree.sequences, potential.log_phi
     log_p, log_q = proposal_log_probs(model, twist, texts)
     over_q, sigma, drawn = log_phi + log_p - log_q, target.log_sigma[-1].exp(), []
-    mean = lambda log_w: Estimate((sigma * log_w).sum().item() - target.log_z, 0.0, INF)  # noqa: E731
-    world = SimpleNamespace(exact=SimpleNamespace(log_phi=log_phi), kl=mean)
+    kl = lambda log_w: Estimate((sigma @ log_w).item() - target.log_z, 0.0, INF)  # noqa: E731
+    world = SimpleNamespace(exact=SimpleNamespace(log_phi=log_phi), kl=kl)
     for seed, psi in enumerate((twist, None)):
         tokens = sample_proposal(model, psi, runs * particles, generator(seed)).tokens
         drawn.append(tokens @ torch.tensor([9, 3, 1]))  # their numbers

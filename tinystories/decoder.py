@@ -38,9 +38,8 @@ def padded(rows: Tensor, group: int) -> Tensor:
 
 def row_slices(rows: Tensor, per_row: int) -> Iterator[slice]:
     """Slices of the rows, equal up to one row, of at most about MAX_LOGITS / `per_row` rows."""
-    most = min(MAX_LOGITS, max(CACHED, FEWEST * per_row))  # numbers in a slice
-    count = math.ceil(len(rows) * per_row / (16 * MAX_LOGITS if rows.is_cuda else most))
-    count = max(1, min(count, len(rows)))
+    most = 16 * MAX_LOGITS if rows.is_cuda else min(MAX_LOGITS, max(CACHED, FEWEST * per_row))
+    count = max(1, min(len(rows), math.ceil(len(rows) * per_row / most)))
     return (slice(len(rows) * n // count, len(rows) * (n + 1) // count) for n in range(count))
 
 

@@ -55,7 +55,7 @@ def extend(model: Conditional, decoder: Decoder, twist: Twist | None, uniform: T
             log_psi_drawn = log_psi[index, tokens].masked_fill(is_dead, 0.0)  # [n]
             parts.append((tokens, log_p[index, tokens], log_psi_drawn, log_q, log_normaliser))
         order.append(rows)
-    if len(parts) == 1:
+    if len(parts) == 1:  # the rows are in their order
         return Drawn(*parts[0])
     back = torch.cat(order).argsort()  # [N] where each row is among the parts
     return Drawn(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))

@@ -75,6 +75,7 @@ def exit_codes(
         names = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         names |= {"RANK": rank, "LOCAL_RANK": rank}
         os.environ |= {name: str(value) for name, value in names.items()}
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
         os.replace = signalling(os.replace, moment, number)
         streams.Streams.stream = signalling(streams.Streams.stream, moment, number)
         with (

@@ -1,7 +1,7 @@
 """The tables and figures of docs/results.md, from the records that `study.py` keeps.
 
 A table of a page, between <!-- table --> and <!-- end -->, says itself what it shows: a row is
-"NAME M", "generation M (NAME)", "Base (NAME)" or "any words (NAME M)", of the runs NAME, or
+"NAME M", "generation M (NAME)", "Base (NAME)" or "any words <!-- NAME M -->", of the runs NAME, or
 "A → B", the change from A to B within each seed, and a column has a title of COLUMNS. Behind
 <!-- table sad- --> the runs are sad-NAME. A number, and a point of a figure, is the mean over seeds
 with its 95 % interval (Student's t).
@@ -43,8 +43,7 @@ COLUMNS = evaluate.COLUMNS | {  # title and form by key; these only a study show
     "core_seconds": ("core seconds", ",.0f"),  # of the whole job
     "acceptance_rate": ("acceptance rate", ".3%"),  # of rejection
 }
-for t in STEPS:  # of beginnings of t tokens: correlation of log psi and log psi*, share good
-    COLUMNS[f"correlation {t}"] = (f"correlation, t = {t}", ".2f")
+for t in STEPS:  # share of beginnings of t tokens that are good
     COLUMNS[f"good {t}"] = (f"good, t = {t}", ".2f")
 for rule in THRESHOLDS:  # E[log Z-hat], the same of runs that hold a sample, and what follows
     COLUMNS[f"below, {rule}"] = (f"log Z-hat, {rule}", ".2f")
@@ -54,7 +53,6 @@ DRAWN = (5, 10, 20, 50, 100, 200)  # K of runs that a draw is taken from
 TITLES = {title: (key, form) for key, (title, form) in COLUMNS.items()}
 LEVELS = {"Base": ":", "Target": "--"}  # horizontal lines
 TASKS = {"toxic stories": "", "sad stories": "sad-"}  # how the names of their runs begin
-LEARNERS = ("paper", "pooled", "every-step")
 TRADED = ("paper", "pooled", "dpo-full", "grpo-best", "rl")
 SIGMAS = {"p (beta = 0)": "paper Base", "beta = 1": "beta-1 Target", "beta = 10": "paper Target"}
 Rows = dict[str, dict[int, dict]]  # the row of each seed, by the name of the row
@@ -120,7 +118,7 @@ def fill(page: str, rows: Rows) -> str:
         lines = [head, rule]
         for name in [line.split("|")[1].strip() for line in old]:
             cells = [name]
-            row = re.sub(r".*\(([\w-]+ \w+)\)", r"\1", name)  # behind words of its own
+            row = re.sub(r".*<!-- ([\w-]+ \w+) -->", r"\1", name)  # behind words of its own
             row = re.sub(r"(?:generation )?(\w+) \(([\w-]+)\)", r"\2 \1", row)
             row = " → ".join((block[1] or "") + part for part in row.split(" → "))
             for title in titles:
@@ -160,26 +158,14 @@ def draw(rows: Rows, panels: dict[str, Lines], path: Path, **settings: Any) -> N
     figure.savefig(path, dpi=150)
 
 
-def by_generation(prefix: str, key: str) -> Lines:
-    """A line for each of LEARNERS, and the LEVELS, of the task whose runs begin with a prefix."""
-    levels = {name: [(0, f"{prefix}paper {name}", key)] for name in LEVELS}
-    lines = {name: [(m, f"{prefix}{name} {m}", key) for m in range(3)] for name in LEARNERS}
-    return levels | lines
-
-
 def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
-    """Figures by generation, by rule of resampling and by K, and the paper's Fig. 1 to 3."""
-    settings = {"xlabel": "generation", "xticks": range(3)}
-    panels = {"toxicity": by_generation("", "toxicity")}
-    for stories, prefix in TASKS.items():
-        panels[f"KL in nats, {stories}"] = by_generation(prefix, evaluate.KL)
-    draw(rows, panels, folder / "generations.png", **settings)
-    panels = {}
+    """Figures by rule of resampling and by K, and the paper's Fig. 1 to 3."""
+    panels: dict[str, Lines] = {}
     for title, prefix, key in (("toxicity", "", "toxicity"), ("log phi", "sad-", "log_phi")):
         panels[title] = {"Target": [(0, f"{prefix}paper Target", key)]}
         for rule in rules:
             panels[title][rule] = [(m, f"{prefix}paper {m}", rule) for m in range(3)]
-    draw(rows, panels, folder / "rules.png", **settings)
+    draw(rows, panels, folder / "rules.png", xlabel="generation", xticks=range(3))
     panels = {}
     for stories, prefix in (TASKS | {"SmolLM2": "smollm2-"}).items():
         panels[f"KL of a draw, {stories}"] = lines = {}

@@ -1,4 +1,4 @@
-"""Five assignments for a course on Monte Carlo methods or language models. They check themselves.
+"""Five assignments, with checks, for a course on Monte Carlo methods or language models.
 
 Fill in the functions that raise NotImplementedError; `python docs/assignments.py 1` then checks the
 first. Half of the points are for the questions. Teachers remove tests/solutions.py, which answers

@@ -25,7 +25,7 @@ from twist.potential import each_once
 KL, DRAW = "kl_target_proposal", "kl_draw"
 COLUMNS = {  # of the table: title and form, by the key of a row
     "toxicity": ("toxicity", ".3f"),  # mean of p(toxic | s), where the potential reads it
-    "every_step": ("at every step", ".3f"),  # that of runs that resample so, as the paper's do
+    "every_step": ("toxicity, SMC", ".3f"),  # that of runs that resample at every step
     "log_phi": ("log phi", ".2f"),
     "phi_positive": ("phi > 0", ".3f"),  # share of texts that the potential does not rule out
     # KL(sigma||q) = E_sigma[log p^(0) + log phi - log q] - log Z_sigma; of Base KL(sigma||p).
@@ -55,9 +55,8 @@ def texts_row(world: World, tokens: Tensor, seed: int) -> dict[str, Any]:
 
 
 def mean_pairwise_cosine(vectors: Tensor) -> float:
-    """Mean cosine over the pairs i != j of vectors [N, D], N > 1."""
+    """Mean cosine over the pairs i != j of vectors [N, D], N > 1; all pairs add |sum_i e_i|^2."""
     unit = F.normalize(vectors.double(), dim=-1)  # [N, D]
-    # The sum over all pairs is |sum_i e_i|^2.
     return float((unit.sum(0).square().sum() - unit.square().sum()) / (len(unit) * (len(unit) - 1)))
 
 
@@ -182,8 +181,9 @@ def table(results: dict[str, Any]) -> str:
     rows = {name.title(): results[name] for name in ("base", "target") if name in results}
     rows |= {f"Generation {m}": row for m, row in enumerate(results["generations"])}
     values = {key: {row[key] for row in rows.values() if key in row} for key in COLUMNS}
-    # Not log phi beside toxicity, which is read more easily; nor if all texts pass, no run is dead.
+    # Not what another column says better; nor that all texts pass, or that no run is dead.
     hidden = {"log_phi"} if values["toxicity"] - {0, 1} else set()
+    hidden |= {"ess", "similarity", "distinct"} if values[KL] else set()
     shown = [key for key in COLUMNS if key not in hidden and values[key] - {0, 1}]
     lines = [["", *(COLUMNS[key][0] for key in shown)]]
     for name, row in rows.items():

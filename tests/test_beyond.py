@@ -221,7 +221,7 @@ PAGE = """<!-- table -->
 |  | toxicity |
 | --- | --- |
 | generation 1 (paper) | |
-| as all (q) say (paper 1) | |
+| as all (q) say <!-- paper 1 --> | |
 <!-- end -->
 """
 
@@ -301,8 +301,8 @@ def test_a_study_measures_jobs_and_fills_its_tables(tmp_path, monkeypatch, finis
     one, change, other, alike, named = (filled[n] for n in (3, 4, 9, 14, 15))
     assert other == "| generation 1 (paper) |  |"  # of b-paper, which has no record
     assert alike == "| generation 1 (paper) | 0.550 ± 0.635 |"
-    assert named == "| as all (q) say (paper 1) | 0.550 ± 0.635 |"
+    assert named == "| as all (q) say <!-- paper 1 --> | 0.550 ± 0.635 |"
     assert one == "| paper 1 | 0.550 ± 0.635 | 2.00 | 0.250 |  |"
     assert change.startswith("| paper 0 → paper 1 | 0.300 ± 0.635 | -0.50 | ")
     report.draw_study(rows, tmp_path, ["end alone"])
-    assert len(list(tmp_path.glob("*.png"))) == 6
+    assert len(list(tmp_path.glob("*.png"))) == 5

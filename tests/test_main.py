@@ -57,7 +57,7 @@ def test_the_rows_of_a_job_hold_what_is_promised_and_the_table_shows_it(finished
         assert f" {row[KL]:.2f} ± {row[f'{KL}_half_width']:.2f}  " in text
         below, above = f"{row['log_z_half_width']:.2f}", row.get("log_z_above")
         interval = f"-{below} +{above:.2f}" if above else f"± {below}"
-        assert f" {row['log_z']:.2f} {interval}  " in text
+        assert f" {row['log_z']:.2f} {interval}\n" in f"{text}\n"
         assert (
             row[DRAW] < row[KL] and f" {row[DRAW]:.2f} ± {row[f'{DRAW}_half_width']:.2f}  " in text
         )

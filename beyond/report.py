@@ -185,5 +185,5 @@ def draw_study(rows: Rows, folder: Path, rules: list[str]) -> None:
     lines = {}
     for name, row in SIGMAS.items():
         lines[name] = [((n + 0.5) / 20, row, f"share {n}") for n in range(20)]
-    settings = {"xlabel": "toxicity", "yscale": "log"}
-    draw(rows, {"share of texts": lines}, folder / "histograms.png", **settings)
+    panels = {"share of texts": lines}
+    draw(rows, panels, folder / "histograms.png", xlabel="toxicity", yscale="log")

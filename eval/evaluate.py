@@ -55,7 +55,7 @@ def texts_row(world: World, tokens: Tensor, seed: int) -> dict[str, Any]:
 
 
 def mean_pairwise_cosine(vectors: Tensor) -> float:
-    """Mean cosine over the pairs i != j of vectors [N, D], N > 1; all pairs add |sum_i e_i|^2."""
+    """Mean cosine over pairs i != j of vectors [N, D], N > 1; of all pairs the sum is |sum e|^2."""
     unit = F.normalize(vectors.double(), dim=-1)  # [N, D]
     return float((unit.sum(0).square().sum() - unit.square().sum()) / (len(unit) * (len(unit) - 1)))
 
@@ -181,7 +181,7 @@ def table(results: dict[str, Any]) -> str:
     rows = {name.title(): results[name] for name in ("base", "target") if name in results}
     rows |= {f"Generation {m}": row for m, row in enumerate(results["generations"])}
     values = {key: {row[key] for row in rows.values() if key in row} for key in COLUMNS}
-    # Not what another column says better; nor that all texts pass, or that no run is dead.
+    # Not what toxicity or KL says more plainly; nor that all texts pass, or that no run is dead.
     hidden = {"log_phi"} if values["toxicity"] - {0, 1} else set()
     hidden |= {"ess", "similarity", "distinct"} if values[KL] else set()
     shown = [key for key in COLUMNS if key not in hidden and values[key] - {0, 1}]

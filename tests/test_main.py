@@ -39,6 +39,13 @@ def test_the_table_shows_toxicity_in_place_of_log_phi_also_where_all_texts_pass(
         assert table({"base": row, "generations": []}).split() == ["toxicity", "Base", "0.250"]
 
 
+def test_the_table_shows_ess_and_variety_where_no_exact_samples_give_kl():
+    row = {"ess": 2.5, "similarity": 0.5, "distinct": 0.25}
+    heading = table({"generations": [row]}).splitlines()[0]
+    assert heading.split() == ["ESS", "similarity", "distinct"]
+    assert table({"generations": [row | {KL: 3.0}]}).split() == ["KL", "Generation", "0", "3.00"]
+
+
 def test_the_rows_of_a_job_hold_what_is_promised_and_the_table_shows_it(finished_job):
     """KL(sigma||p) = E_sigma[log phi] - log Z, with the errors of both."""
     job = finished_job("paper")
@@ -55,8 +62,9 @@ def test_the_rows_of_a_job_hold_what_is_promised_and_the_table_shows_it(finished
         assert 1 <= row["ess"] <= 4 and 1 / 4 <= row["distinct"] <= 1 and row["dead_runs"] == 0
         assert len(row["examples"]) == 3 and row["examples"][0].startswith(PROMPT)
         assert f" {row[KL]:.2f} ± {row[f'{KL}_half_width']:.2f}  " in text
-        below, above = f"{row['log_z_half_width']:.2f}", row.get("log_z_above")
-        interval = f"-{below} +{above:.2f}" if above else f"± {below}"
+        below, above = row["log_z_half_width"], row.get("log_z_above")
+        ends = f"[{row['log_z'] - below:.2f}, {row['log_z'] + (above or 0):.2f}]"
+        interval = ends if above else f"± {below:.2f}"
         assert f" {row['log_z']:.2f} {interval}\n" in f"{text}\n"
         assert (
             row[DRAW] < row[KL] and f" {row[DRAW]:.2f} ± {row[f'{DRAW}_half_width']:.2f}  " in text

@@ -2,10 +2,12 @@
 
 Side by side stand texts of p^(0), and draws of the target by the first and the last generation of a
 job whose potential reads the toxicity classifier, the most toxic first. In a toxic story the
-word is marked without which it is the least toxic.
+word is marked without which it is the least toxic. A title says how rare it is that a draw of the
+proposal passes the test, which is one over the mean of phi over DRAWS of them.
 """
 
 import html
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +18,20 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval.job import command
 from eval.sample import TrainedJob
+from tsmc.draws import log_mean_exp
 from tsmc.proposal import sample_proposal
 
-SHOWN = 12  # stories of a column
+SHOWN, DRAWS = 12, 2000  # stories of a column
 PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>Stories by generation</title>
 <meta name="viewport" content="width=device-width"><style>
 :root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }} body {{ margin: 16px }}
+h2 {{ font-size: 1.1rem }}
 main {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 24px }}
 mark {{ background: #d55e0055; color: inherit }}</style>
 <h1>Stories by generation</h1>
 <p>A number is the toxicity of a story, from 0 to 1, by a classifier. The small one that comes with
-the repository is prejudiced: to it, "fat" is toxic.</p><main>{}</main></html>
+the repository is prejudiced: to it, "fat" is toxic. The stories of a generation are drawn by weight.
+</p><main>{}</main></html>
 """
 
 
@@ -66,6 +71,10 @@ if __name__ == "__main__":
         plain = sample_proposal(world.base, None, SHOWN, generator).tokens
         columns = [column(first, "Base", world.potential.texts(plain))]
         for trained, title in ((first, "Generation 0"), (last, "The last generation")):
+            pair = trained.pair
+            drawn = sample_proposal(pair.model, pair.twist, DRAWS, generator).tokens  # [N, T]
+            rarity = -log_mean_exp(world.potential(drawn)).item()
+            title += f": one draw in {math.exp(rarity):,.0f} passes"
             texts = [row["text"] for row in trained.sample().samples(200)]
             columns.append(column(trained, title, texts))
         Path(page).write_text(PAGE.format("".join(columns)), encoding="utf-8")

@@ -1,9 +1,10 @@
 """Five assignments, with checks, for a course on Monte Carlo methods or language models.
 
 Fill in the functions that raise NotImplementedError; `python docs/assignments.py 1` then checks the
-first. Half of the points are for the questions. Teachers remove tests/solutions.py, which answers
-them, and which `--solved` checks. Students have read docs/tiny.py. Numbers are of one thread with
-seed 0; on another processor those of 3 and 4 are as if of another seed.
+first. They check themselves; the questions, with points of their own, do not. Teachers remove
+tests/solutions.py, which answers them and which `--solved` checks. Students have read docs/tiny.py.
+Numbers are of one thread with seed 0; on another processor those of 3 and 4 are as if of another
+seed.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from docs import tiny
 from eval.options import Options
 from eval.sample import sample
 from eval.world import SHIPPED, load_sampling_world, load_target
-from tsmc.draws import SCHEMES
+from tsmc.draws import SCHEMES, effective_sample_size
 from tsmc.proposal import proposal_log_probs
 from tsmc.streams import Streams
 from twist.ctl import draw_batch
@@ -45,7 +46,7 @@ def run_tiny(**functions) -> list[list[float]]:
     return [list(map(float, line.split()[1:7])) for line in table.getvalue().splitlines()[1:]]
 
 
-# %% 1. A twist that sees the mirrored letter (10 minutes, 10 points)
+# %% 1. A twist that sees the mirrored letter (10 minutes; code 5, question 5)
 # The twist of tiny.py sees the step and the letter before, but whether a word becomes a palindrome
 # depends on the letter opposite. Say which it is, and the twist below learns a second table that
 # sees it; log psi is the sum of both. In generations 0 and 3 KL(sigma||q) falls from 4.04 and 1.29
@@ -81,7 +82,7 @@ def check_1() -> None:
     say(kl[0] < 2 and kl[3] < 1, f"KL(sigma||q) {kl[0]:.2f}, then {kl[3]:.2f}")
 
 
-# %% 2. A resampling scheme (10 minutes, 10 points)
+# %% 2. A resampling scheme (10 minutes; code 4, questions 3 each)
 # Stratified resampling draws one point in each of K intervals of length 1 / K, and takes the
 # particles in whose parts of the cumulative weight they fall. W = (.4, .3, .2, .1) is resampled
 # 20,000 times: the variances of the four numbers of copies add up to 2.8 under multinomial
@@ -105,7 +106,7 @@ def check_2() -> None:
     say(abs(variance - 1.28) < 0.06, f"the variances add up to {variance:.2f}")
 
 
-# %% 3. Another objective for psi (60 minutes, 35 points)
+# %% 3. Another objective for psi (60 minutes; code 15, questions 10 each)
 # `Paper` descends `twist_loss(psi, batch, model)`, and a subclass may have another. Write the loss
 # E_sigma[-log q(s)], which is least where q = sigma, without looking at beyond/: q is proportional
 # to p psi, token by token, so log q = sum_t (log p + log psi - log N_t).
@@ -151,7 +152,7 @@ def check_3() -> None:
     say(kl < 4.9, f"KL(sigma||q) {kl:.2f}, and 5.53 without a twist")
 
 
-# %% 4. A potential with a prefix part (30 minutes, 15 points)
+# %% 4. A potential with a prefix part (30 minutes; code 7, questions 4 each)
 # Each word of more than four letters shall cost one nat; a word is an unbroken run of letters a to
 # z or A to Z. The prefix part log f_t charges an unfinished text for the words that something
 # follows (docs/potentials.md); log phi is that of the text with a full stop. log Z is -6.74 +- .31
@@ -170,8 +171,8 @@ def check_4() -> None:
         return prefix_cost([f"{text}." for text in texts])  # the end finishes the last word
 
     say(prefix_cost([" Tiny Brown, 12345 unhappy"]) == [-1.0], "Brown is long; the last may go on")
-    found = prefix_cost(["", " hello", " hello\n", " Hello2go there's"])
-    say(found == [0.0, 0.0, -1.0, -2.0], f"no, an unfinished, one and two long words: {found}")
+    found = prefix_cost(["", " hello", " hello\n", " Hello2go there's", " fiancée"])
+    say(found == [0.0, 0.0, -1.0, -2.0, -1.0], f"of these texts the long words are: {found}")
     options = Options(length=40, resampling="systematic", device="cpu")
     world, found = load_sampling_world(options), []
     cost.reads = "continuations"
@@ -188,14 +189,15 @@ def check_4() -> None:
     say(many > 3 * few, "with the prefix part the texts are worth more")
 
 
-# %% 5. A sampler for another proposal (45 minutes, 30 points)
+# %% 5. A sampler for another proposal (45 minutes; code 14, questions 8 each)
 # Let q be proportional to the square root of p psi. For t < T the weight is then no longer
 # N_t / psi(s_{1:t-1}): derive it for any q > 0. Then write twisted SMC for any q, where a run
 # resamples only if its ESS is below K / 2, and at the end; until then its weights multiply. In
 # generation 3 tiny.py has KL 1.29, and in twist learning an ESS of 47.6 of 100 words; the solution
 # has 1.99 and 14.7, though log Z-hat is alike (-5.86, -5.79; log Z is -5.68).
-# Questions: what does that ESS say that Z-hat does not? Where does the proof of E[Z-hat] = Z in
-# docs/method.md need that runs choose their times of resampling by the past alone?
+# Questions: distil the words of one generation, but keep phi: to which target do log Z-hat and the
+# share of palindromes go, and why? Where does the proof of E[Z-hat] = Z in docs/method.md need that
+# runs choose their times of resampling by the past alone?
 def log_weights(log_p, log_psi, log_q, prefixes, parents) -> torch.Tensor:
     """log w_t [R, K] of prefixes that grew from parents; log_psi of a whole word is log phi."""
     raise NotImplementedError
@@ -205,6 +207,29 @@ def sampler(log_p, log_psi, log_q, runs, particles, generator) -> tuple[torch.Te
     """Words [R, K] of equal weight, as prefixes have numbers in tiny.py, and log Z-hat [R]; they
     grow by tiny.extend(prefixes, log_q, generator)."""
     raise NotImplementedError
+
+
+def wrong_times(log_p, log_psi, log_q, generator) -> int:
+    """How often, in 50 runs of 50 particles, a run resamples where it should not, or the reverse.
+
+    A run has resampled where tiny.extend gets other prefixes than it returned the time before.
+    """
+    steps, extend, particles = [], tiny.extend, 50
+
+    def recorded(prefixes, log_q, generator):
+        steps.append((prefixes, extend(prefixes, log_q, generator)))
+        return steps[-1][1]
+
+    with mock.patch.object(tiny, "extend", recorded):
+        sampler(log_p, log_psi, log_q, 50, particles, generator)
+    log_w, wrong = torch.zeros(50, particles, dtype=torch.float64), 0
+    for (parents, grown), (following, _) in itertools.pairwise(steps):
+        log_w = log_w + log_weights(log_p, log_psi, log_q, grown, parents)  # [R, K]
+        is_due = effective_sample_size(log_w) < particles / 2  # [R]
+        is_kept = (following == grown).all(1)  # [R]
+        wrong += int((is_kept == is_due).sum())
+        log_w = torch.where(is_due[:, None], 0.0, log_w)
+    return wrong
 
 
 def check_5() -> None:
@@ -242,6 +267,8 @@ def check_5() -> None:
     first = (words - tiny.N) // tiny.V ** (tiny.T // 2)  # halves of words, and how many are equal
     share = (first[:, 0] == first[:, 1]).double().mean().item()
     say(share < 0.2, f"with equal weights a run resamples at the end alone: {share:.2f}")
+    wrong = wrong_times(log_p, log_psi, log_q, source)
+    say(wrong == 0, f"a run resamples before T where its ESS is below K / 2: {wrong} times not so")
     row = run_tiny(proposal=proposal, tsmc=tsmc)[3]
     say(abs(row[3] + 5.68) < 0.4, f"log Z-hat is {row[3]:.2f}, and log Z -5.68")
 

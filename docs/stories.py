@@ -30,8 +30,8 @@ main {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr
 mark {{ background: #d55e0055; color: inherit }}</style>
 <h1>Stories by generation</h1>
 <p>A number is the toxicity of a story, from 0 to 1, by a classifier. The small one that comes with
-the repository is prejudiced: to it, "fat" is toxic. The stories of a generation are drawn by weight.
-</p><main>{}</main></html>
+the repository is prejudiced: to it, "fat" is toxic. Stories of generations are drawn by weight.</p>
+<main>{}</main></html>
 """
 
 

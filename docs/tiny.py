@@ -26,11 +26,11 @@ one, and prefix n followed by letter v is n V + 1 + v: a to d are 1 to 4, aa is 
     log_psi    [S]       log psi(s_{1:t}); 0 for the empty prefix
     log_phi    [V^T]     the potential of the whole words
 
-`python docs/tiny.py` takes a few seconds; a seed, of p too, may follow. In the table KL(sigma||q)
-falls with every generation; the next column estimates it from 1000 exact samples. From first to
-last log Z-hat rises and spreads less over the runs, and more words of a batch count in twist
-learning (ESS). log Z-hat ends a little low, by Jensen's inequality and as it misses words that q
-hardly ever writes, which the exact KL counts. Last comes sigma itself, by enumeration.
+`python docs/tiny.py` takes a few seconds; a seed may follow, which changes p, too. In the table
+KL(sigma||q) falls with every generation; the next column estimates it from 1000 exact samples. From
+first to last log Z-hat rises and spreads less over the runs, and more words of a batch count in
+twist learning (ESS). log Z-hat ends a little low, by Jensen's inequality and as it misses words
+that q hardly ever writes, which the exact KL counts. Last comes sigma itself, by enumeration.
 """
 
 import itertools
@@ -83,12 +83,12 @@ def enumerate_target(log_p, log_phi):
 
 
 def intermediate_targets(log_p, log_psi):
-    """eq. 4: log p(s_{1:t}) psi(s_{1:t}) [S]; normalised, log pi_t (at T that of eq. 5)."""
+    """eq. 4: log p(s_{1:t}) psi(s_{1:t}) [S], log pi_t up to log Z_t; eq. 5 has it at T, too."""
     return joint(log_p) + log_psi
 
 
 def proposal(log_p, log_psi):
-    """q_t(s_t), proportional to p(s_t | s_{1:t-1}) psi(s_{1:t}): log q_t [S], normaliser [N]."""
+    """q_t(s_t) = p(s_t | s_{1:t-1}) psi(s_{1:t}) / N_t(s_{1:t-1}): log q_t [S], log N_t [N]."""
     tilted = children(log_p + log_psi)  # [N, V]
     log_normaliser = tilted.logsumexp(-1)  # [N]
     return by_prefix(tilted - log_normaliser[:, None]), log_normaliser
@@ -110,7 +110,7 @@ def tsmc(log_p, log_psi, log_phi, runs, particles, generator):
         # 1. extend
         parents, prefixes = prefixes, extend(prefixes, log_q, generator)  # [R, K]
         # 2. reweight
-        if t < T:
+        if t < T:  # p psi / (q_t psi before), in which s_t cancels
             log_weights = log_normaliser[parents] - log_psi[parents]  # [R, K]
         else:
             # The paper prints a sum over s_T, which needs phi of every last letter. Here s_T has

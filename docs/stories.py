@@ -2,8 +2,7 @@
 
 Side by side stand texts of p^(0), and draws of the target by the first and the last generation of a
 job whose potential reads the toxicity classifier, the most toxic first. In a toxic story the
-word is marked without which it is the least toxic. A title says how rare it is that a draw of the
-proposal passes the test, which is one over the mean of phi over DRAWS of them.
+word is marked without which it is the least toxic. A title says how rare draws that pass are.
 """
 
 import html
@@ -58,6 +57,13 @@ def column(trained: TrainedJob, title: str, texts: list[str]) -> str:
     return f"<section><h2>{title}</h2>{''.join(items)}</section>"
 
 
+def rarity(trained: TrainedJob, generator: torch.Generator) -> float:
+    """Of how many draws of the proposal one passes: 1 / E_q[phi], by DRAWS of them."""
+    pair = trained.pair
+    drawn = sample_proposal(pair.model, pair.twist, DRAWS, generator)
+    return math.exp(-log_mean_exp(trained.world.potential(drawn.tokens)).item())
+
+
 if __name__ == "__main__":
     with command("docs/stories.py"):
         if len(sys.argv) != 3:
@@ -71,10 +77,7 @@ if __name__ == "__main__":
         plain = sample_proposal(world.base, None, SHOWN, generator).tokens
         columns = [column(first, "Base", world.potential.texts(plain))]
         for trained, title in ((first, "Generation 0"), (last, "The last generation")):
-            pair = trained.pair
-            drawn = sample_proposal(pair.model, pair.twist, DRAWS, generator).tokens  # [N, T]
-            rarity = -log_mean_exp(world.potential(drawn)).item()
-            title += f": one draw in {math.exp(rarity):,.0f} passes"
+            title += f": one draw in {rarity(trained, generator):,.0f} passes"
             texts = [row["text"] for row in trained.sample().samples(200)]
             columns.append(column(trained, title, texts))
         Path(page).write_text(PAGE.format("".join(columns)), encoding="utf-8")

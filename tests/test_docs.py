@@ -8,6 +8,7 @@ import shlex
 import sys
 from functools import partial, partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from worlds import (
     bias,
     exact_ctl_loss,
     generator,
+    log_q,
     mutant,
     random_model,
     table_world,
@@ -25,12 +27,13 @@ from worlds import (
 import docs.tiny
 import main
 from beyond import forced
+from distill.pair import Pair
 from docs import any_model, assignments, stories
 from eval.evaluate import table
 from eval.options import Options, read_options
 from eval.sample import sample
 from tests import solutions
-from tests.exact import Target
+from tests.exact import Target, all_sequences
 from tinystories.load import read_json
 from tsmc.sigma import Sigma
 from twist.ctl import draw_batch
@@ -127,6 +130,15 @@ def test_stories_are_sorted_and_the_worst_word_is_marked(finished_job, monkeypat
     assert len(scores) > 5 and scores == sorted(scores, reverse=True)
     toxicity = lambda texts: torch.tensor([float("fat" in text) for text in texts])  # noqa: E731
     assert stories.marked("A <b> fat cat", 5, toxicity) == "A &lt;b&gt; <mark>fat</mark> cat"
+
+
+def test_a_draw_of_the_proposal_passes_as_rarely_as_by_enumeration():
+    world, _, potential = table_world(3, 3)
+    psi = TableTwist(torch.randn(world.table.shape, generator=generator(1)))
+    pair = Pair(world, psi)
+    exact = (log_q(pair) + potential(all_sequences(3, 3))).exp().sum().item()
+    trained = SimpleNamespace(pair=pair, world=SimpleNamespace(potential=potential))
+    assert stories.rarity(trained, generator(0)) == pytest.approx(1 / exact, rel=0.06)
 
 
 def test_packages_import_only_those_before_them():

@@ -11,12 +11,10 @@
 4. f_T = 1, and along a path every other f_t cancels; with resampling the proof holds for psi f_t.
    With -inf a beginning dies, whose continuations have phi > 0: samples lose them, and Z-hat
    estimates the Z of a smaller target. Nothing tells.
-5. w_t = p psi / (q psi before), whatever q > 0 is. The target becomes p^(1) phi: in tiny.py log
-   Z-hat goes up to -1.25 and 99 % are palindromes, since p^(1) writes many already. Given the past,
-   a step keeps the mean whether or not it resamples; a choice by later weights would pick lucky
-   runs. (The first line of the check is necessary, not sufficient: N_t / psi has this mean as well.
-   Z-hat is right on average for any q, but of a batch of this one fewer words count, and psi learns
-   less.)
+5. w_t = p psi / (q psi before), whatever q > 0 is. Z-hat is right on average for any of them, but
+   of a batch from this q fewer words count, and psi learns less. Given the past, a step keeps the
+   mean whether or not it resamples; a choice by later weights would pick lucky runs. (The first
+   line of the check is necessary, not sufficient: N_t / psi has this mean as well.)
 """
 
 import re

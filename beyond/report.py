@@ -88,8 +88,8 @@ def read_records(folder: Path) -> Rows:
                     row[f"draw, {rule}"] = row[f"above, {rule}"] - target["log_z"]
             found[f"{name} Target"] = target | {"acceptance_rate": math.exp(target["log_z"])}
         for title, counts in record.get("histograms", {}).items():
-            some = {f"share {n}": count / sum(counts) for n, count in enumerate(counts) if count}
-            found[f"{name} {title}"] |= some
+            shares = {f"share {n}": count / sum(counts) for n, count in enumerate(counts)}
+            found[f"{name} {title}"] |= shares
         if "best_of" in record:  # by version 0.20: of texts of p, whatever the job has learned
             found[f"{'sad-' if 'sad-' in name else ''}p best of 50"] = record["best_of"]
         for title, row in found.items():

@@ -34,8 +34,8 @@ from twist.potential import TextPotential
 def say(condition: bool, line: str) -> None:
     """Print what was found, or end with it."""
     if not condition:
-        sys.exit(f"not yet: {line}")
-    print(line)
+        sys.exit(f"not yet. This should hold, and does not: {line}")
+    print(f"right: {line}")
 
 
 def run_tiny(**functions) -> list[list[float]]:

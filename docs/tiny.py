@@ -30,8 +30,9 @@ one, and prefix n followed by letter v is n V + 1 + v: a to d are 1 to 4, aa is 
 KL(sigma||q) falls with every generation; the next column estimates it from 1000 exact samples. From
 first to last log Z-hat rises and spreads less over the runs, and more words of a batch count in
 twist learning (ESS). log Z-hat ends a little low, by Jensen's inequality and as it misses words
-that q hardly ever writes, which the exact KL counts; "log mean" is log of the mean of Z-hat over
-the runs, which is unbiased. Last comes sigma itself, by enumeration.
+that q hardly ever writes, which the exact KL counts. "log mean" is the log of the mean of Z-hat
+over the runs; this mean is unbiased, with an error of a tenth or two. Last comes sigma itself, by
+enumeration.
 """
 
 import itertools

@@ -194,7 +194,7 @@ def test_assignments_accept_the_solutions(monkeypatch, capsys):
         monkeypatch.setattr(assignments, name, getattr(solutions, name))
     assignments.check_2()
     monkeypatch.setattr(assignments, "Options", partial(Options, ctl_updates=1, ctl_batch_size=20))
-    with pytest.raises(SystemExit, match=r"not yet: KL\(sigma\|\|q\) 5\.[3-7]"):
+    with pytest.raises(SystemExit, match=r"not yet.*: KL\(sigma\|\|q\) 5\.[3-7]"):
         assignments.check_3()
     draw = lambda *parts, **_: sample(*parts, particles=5, runs=3)  # noqa: E731
     monkeypatch.setattr(assignments, "sample", draw)

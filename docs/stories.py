@@ -20,7 +20,8 @@ from eval.sample import TrainedJob
 from tsmc.draws import log_mean_exp
 from tsmc.proposal import sample_proposal
 
-SHOWN, DRAWS = 12, 2000  # stories of a column
+SHOWN = 12  # stories of a column
+DRAWS = 2000  # of a proposal, for how many pass
 PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>Stories by generation</title>
 <meta name="viewport" content="width=device-width"><style>
 :root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }} body {{ margin: 16px }}
